@@ -1,0 +1,16 @@
+"""The vocabulary of tests, benchmarks and bug reports: named cases, their inputs, the fp64 oracle, the error budget
+and the timer.
+
+Imports torch and the standard library only, so it runs wherever torch does; product code never imports it.
+"""
+
+from .budget import ErrorReport, assert_bitwise_equal, assert_lse, assert_within_budget, measure_error
+from .cases import CASES, Case, Inputs, case_named, make_inputs, make_lookup
+from .oracle import Masking, attention_math, grads_math, oracle, oracle_grads, plain, plain_grads
+from .timing import Timing, paired_ratio, time_host, time_interleaved
+
+__all__ = [
+    "CASES", "Case", "ErrorReport", "Inputs", "Masking", "Timing", "assert_bitwise_equal", "assert_lse",
+    "assert_within_budget", "attention_math", "case_named", "grads_math", "make_inputs", "make_lookup", "measure_error",
+    "oracle", "oracle_grads", "paired_ratio", "plain", "plain_grads", "time_host", "time_interleaved",
+]  # fmt: skip

@@ -1,0 +1,149 @@
+"""Is a result right? The error budget, derived from the data and never set by hand.
+
+    |ours - fp64|  <=  factor * |plain low-precision torch - fp64|  +  one rounding        (largest element and RMS)
+
+factor is 2 for outputs and 3 for gradients. Special values are compared by position first. A failure says where, both
+values and the seed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+OUT_FACTOR, GRAD_FACTOR = 2.0, 3.0
+# Tensor cores keep fp32 accumulators with a few bits less than IEEE fp32 and exp2 is approximate to 2 ulp: an LSE is
+# good to about 2^-16 of the scores' size.
+LSE_RELATIVE = 2.0**-16
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """Errors against fp64 of a result and of the yardstick, and the budgets that follow."""
+
+    max: float
+    rms: float
+    plain_max: float
+    plain_rms: float
+    budget_max: float
+    budget_rms: float
+
+    @property
+    def ok(self) -> bool:
+        return self.max <= self.budget_max and self.rms <= self.budget_rms
+
+
+def _rms(x: torch.Tensor) -> float:
+    return math.sqrt(float(x.double().square().mean())) if x.numel() else 0.0
+
+
+def _peak(x: torch.Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _difference(a: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """a - exact where both are finite, 0 elsewhere."""
+    return torch.where(torch.isfinite(exact) & torch.isfinite(a), a.double() - exact, 0.0)
+
+
+def measure_error(
+    got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = OUT_FACTOR
+) -> ErrorReport:
+    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`."""
+    rounding = torch.finfo(got.dtype).eps / 2
+    finite = torch.where(torch.isfinite(exact), exact, 0.0)
+    ours, yardstick = _difference(got, exact), _difference(plain, exact)
+    peak, rms = _peak(yardstick), _rms(yardstick)
+    return ErrorReport(
+        max=_peak(ours), rms=_rms(ours), plain_max=peak, plain_rms=rms,
+        budget_max=factor * peak + rounding * _peak(finite), budget_rms=factor * rms + rounding * _rms(finite),
+    )  # fmt: skip
+
+
+def _coordinate(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
+    at = []
+    for size in reversed(shape):
+        at.append(flat_index % size)
+        flat_index //= size
+    return tuple(reversed(at))
+
+
+def _assert_special_values(label: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    for kind, where in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = where(got) ^ where(exact)
+        if wrong.any():
+            at = _coordinate(int(wrong.flatten().to(torch.uint8).argmax()), got.shape)
+            raise AssertionError(
+                f"{label}: {int(wrong.sum())} elements differ in {kind}; "
+                f"first at {at}: got {got[at]!s}, fp64 says {exact[at]!s}"
+            )
+
+
+def assert_within_budget(
+    label: str,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    plain: torch.Tensor,
+    *,
+    factor: float = OUT_FACTOR,
+    seed: int = 0,
+) -> ErrorReport:
+    """Raises AssertionError with the worst coordinate, both values and the seed when `got` leaves the budget; else
+    returns the errors.
+
+    label is a case name with what is compared ("one_key out"), so that the message alone reproduces the failure.
+    """
+    label = f"{label} (seed {seed})"
+    if got.shape != exact.shape:
+        raise AssertionError(f"{label}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+    _assert_special_values(label, got, exact)
+    report = measure_error(got, exact, plain, factor)
+    if not report.ok:
+        error = _difference(got, exact).abs()
+        at = _coordinate(int(error.flatten().argmax()), got.shape)
+        over = int((error > report.budget_max).sum())
+        raise AssertionError(
+            f"{label}: max error {report.max:.3e} "
+            f"(budget {report.budget_max:.3e}, plain torch {report.plain_max:.3e}), "
+            f"RMS {report.rms:.3e} (budget {report.budget_rms:.3e}, plain torch {report.plain_rms:.3e}); "
+            f"{over} of {got.numel()} elements over; "
+            f"worst at {at}: got {float(got[at]):.6g}, fp64 {float(exact[at]):.6g}, plain torch {float(plain[at]):.6g}"
+        )
+    return report
+
+
+def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torch.Tensor, *, seed: int = 0) -> None:
+    """LSE (B, Hq, Sq) fp32 natural log: 2 x the fp32 formula's error plus what a tensor core's accumulator may lose."""
+    label = f"{label} lse (seed {seed})"
+    if got.dtype != torch.float32 or not got.is_contiguous():
+        raise AssertionError(f"{label}: must be contiguous fp32, is {got.dtype} with strides {got.stride()}")
+    if got.shape != exact.shape:
+        raise AssertionError(f"{label}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+    _assert_special_values(label, got, exact)
+    error, yardstick = _difference(got, exact).abs(), _difference(plain32, exact).abs()
+    budget = OUT_FACTOR * _peak(yardstick) + LSE_RELATIVE * (
+        1.0 + _peak(torch.where(torch.isfinite(exact), exact, 0.0))
+    )
+    if _peak(error) > budget:
+        at = _coordinate(int(error.flatten().argmax()), got.shape)
+        raise AssertionError(
+            f"{label}: error {_peak(error):.3e} > {budget:.3e} at {at}: "
+            f"got {float(got[at]):.7g}, fp64 {float(exact[at]):.7g}"
+        )
+
+
+def assert_bitwise_equal(label: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit, NaN equal to NaN."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        raise AssertionError(
+            f"{label}: {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+        )
+    same = (got == expected) | (torch.isnan(got) & torch.isnan(expected))
+    if not bool(same.all()):
+        at = _coordinate(int((~same).flatten().to(torch.uint8).argmax()), got.shape)
+        raise AssertionError(
+            f"{label}: {int((~same).sum())} of {got.numel()} elements differ; "
+            f"first at {at}: got {got[at]!s}, expected {expected[at]!s}"
+        )

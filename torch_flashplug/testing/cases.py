@@ -1,0 +1,264 @@
+"""Named attention problems and the tensors that pose them. Tests, benchmarks and bug reports say a case's name, never
+a tuple of numbers.
+
+A case is plain data; `make_inputs(case, device, seed)` gives the same numbers for the same seed on the same kind of
+device. Every multiple of 8 up to 128 is a head dim of a case; lengths sit at and beside the edges of tiles (64, 128,
+192 rows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GUARD = 8  # elements of NaN around a "slice" layout: a multiple of 16 bytes, so that TMA can still take the view
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention problem: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+
+    name: str
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Sk: int
+    D: int
+    Dv: int
+    causal: bool = False
+    dtype: str = "bf16"
+    layout: str = "bshd"  # how the tensors lie in memory: see LAYOUTS
+    scale: float | None = None
+    tags: frozenset[str] = frozenset()
+
+    @property
+    def gqa(self) -> bool:
+        return self.Hq != self.Hkv
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def flop(self) -> float:
+        """Multiply-adds of the two products, counted as two each; half of them for a causal mask."""
+        return 2.0 * self.B * self.Hq * self.Sq * self.Sk * (self.D + self.Dv) * (0.5 if self.causal else 1.0)
+
+    def with_dtype(self, dtype: str) -> Case:
+        return replace(self, dtype=dtype)
+
+    def sdpa_kwargs(self) -> dict[str, object]:
+        """What F.scaled_dot_product_attention is given beside the three tensors."""
+        kwargs: dict[str, object] = {}
+        if self.causal:
+            kwargs["is_causal"] = True
+        if self.scale is not None:
+            kwargs["scale"] = self.scale
+        if self.gqa:
+            kwargs["enable_gqa"] = True
+        return kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    grad_out: torch.Tensor
+
+    def __iter__(self):
+        return iter((self.q, self.k, self.v))
+
+
+def _bhsd(shape, draw):
+    return draw(shape)
+
+
+def _bshd(shape, draw):
+    b, h, s, d = shape
+    return draw((b, s, h, d)).transpose(1, 2)
+
+
+def _sbhd(shape, draw):
+    b, h, s, d = shape
+    return draw((s, b, h, d)).permute(1, 2, 0, 3)
+
+
+def _slice(shape, draw):
+    """A view into a larger buffer that is NaN everywhere else: a read outside the view shows in the numbers."""
+    b, h, s, d = shape
+    values = draw(shape)
+    buffer = torch.full((b, h, s + 2, d + 2 * GUARD), float("nan"), dtype=values.dtype, device=values.device)
+    view = buffer[:, :, 1 : s + 1, GUARD : GUARD + d]
+    view.copy_(values)
+    return view
+
+
+def _expand0(shape, draw):
+    """One batch entry and one head stored, the rest stride 0."""
+    _, _, s, d = shape
+    return draw((1, 1, s, d)).expand(shape)
+
+
+def _odd_ones(shape, draw):
+    """Strides of size-1 dimensions are arbitrary: torch does not promise anything about them."""
+    values = draw(shape)
+    strides = [stride if size > 1 else 3 for size, stride in zip(shape, values.stride(), strict=True)]
+    strides[-1] = 1
+    return values.as_strided(shape, strides)
+
+
+LAYOUTS = {
+    "bhsd": _bhsd,
+    "bshd": _bshd,
+    "sbhd": _sbhd,
+    "slice": _slice,
+    "expand0": _expand0,
+    "odd_ones": _odd_ones,
+    "packed_qkv": None,
+}
+
+
+def make_inputs(case: Case, device: str | torch.device = "cuda", seed: int = 0, requires_grad: bool = False) -> Inputs:
+    """Tensors of `case`, N(0, 1), laid out as it says; grad_out has the layout of an output (bshd)."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(shape):
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(case.torch_dtype)
+
+    q_shape, k_shape = (case.B, case.Hq, case.Sq, case.D), (case.B, case.Hkv, case.Sk, case.D)
+    v_shape, out_shape = (case.B, case.Hkv, case.Sk, case.Dv), (case.B, case.Hq, case.Sq, case.Dv)
+    if case.layout == "packed_qkv":
+        packed = draw((case.B, case.Sq, case.Hq + 2 * case.Hkv, case.D)).transpose(1, 2)
+        q, k, v = packed.split((case.Hq, case.Hkv, case.Hkv), dim=1)
+    else:
+        lay = LAYOUTS[case.layout]
+        q = (_bhsd if case.layout == "expand0" else lay)(q_shape, draw)
+        k, v = lay(k_shape, draw), lay(v_shape, draw)
+    tensors = [t.detach().requires_grad_(requires_grad) for t in (q, k, v)]
+    return Inputs(*tensors, grad_out=_bshd(out_shape, draw))
+
+
+def make_lookup(case: Case, device: str | torch.device = "cuda", seed: int = 0) -> tuple[Inputs, torch.Tensor]:
+    """Inputs whose answer is known exactly: each query row attends to one key, so the output is that row of v, bit
+    for bit.
+
+    q[i] = k[target[i]] with entries +-1: that key scores D, others about sqrt(D), and with scale 4 the rest of the
+    softmax rounds away. A wrong index, which a tolerance could hide, shows as a wrong integer. Returns the inputs and
+    the expected output.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def integers(low, high, shape):
+        return torch.randint(low, high, shape, generator=generator, device=device)
+
+    k = (integers(0, 2, (case.B, case.Hkv, case.Sk, case.D)) * 2 - 1).to(case.torch_dtype)
+    v = integers(-64, 65, (case.B, case.Hkv, case.Sk, case.Dv)).to(case.torch_dtype)
+    target = integers(0, case.Sk, (case.B, case.Hq, case.Sq))
+    if case.causal:
+        target = target % (torch.arange(case.Sq, device=device).clamp(max=case.Sk - 1) + 1)
+    group = case.Hq // case.Hkv
+    rows = target.reshape(case.B, case.Hkv, group * case.Sq, 1)
+    q = k.gather(2, rows.expand(-1, -1, -1, case.D)).reshape(case.B, case.Hq, case.Sq, case.D)
+    expected = v.gather(2, rows.expand(-1, -1, -1, case.Dv)).reshape(case.B, case.Hq, case.Sq, case.Dv)
+    return Inputs(q, k, v, grad_out=torch.zeros_like(expected)), expected
+
+
+def _case(
+    name: str, heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int], *tags: str, **more
+) -> Case:
+    causal = "causal" in tags
+    return Case(name, *heads, *seq, *dims, causal=causal, tags=frozenset(tags), **more)
+
+
+# Square self-attention at and beside the edges of the tiles (64, 128, 192 query rows; 128 keys).
+_EDGE_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1024)
+_EDGES = tuple(
+    _case(f"square_s{s}_d{d}" + ("_causal" if mask else ""), (2, 3, 3), (s, s), (d, d), *mask)
+    for s in _EDGE_LENGTHS for d in (64, 128) for mask in ((), ("causal",))
+)  # fmt: skip
+
+# Every head dim of the range at its edges; D != Dv both ways round.
+_DIMS = tuple((d, d) for d in range(8, 129, 8))
+_DIMS_DIFFER = ((64, 32), (64, 8), (128, 64), (96, 128), (8, 128), (40, 64), (128, 8))
+_HEAD_DIMS = tuple(
+    _case(f"head_d{d}v{dv}" + ("_causal" if mask else ""), (2, 2, 2), (200, 333), (d, dv), *mask)
+    for d, dv in _DIMS + _DIMS_DIFFER
+    for mask in ((), ("causal",))
+)  # fmt: skip
+
+_GQA = tuple(
+    _case(f"gqa{g}_d{d}" + ("_causal" if mask else ""), (2, 2 * g, 2), (300, 300), (d, d), "gqa", *mask)
+    for g in (2, 3, 4, 5, 8) for d in (64, 128) for mask in ((), ("causal",))
+) + (
+    _case("mqa_h16_d128_causal", (2, 16, 1), (257, 257), (128, 128), "gqa", "causal"),
+    _case("gqa7_hkv3_d64", (1, 21, 3), (130, 258), (64, 64), "gqa"),
+)  # fmt: skip
+
+# Lengths that differ, both ways, full and top-left causal.
+_LENGTHS_DIFFER = ((113, 203), (203, 113), (129, 1024), (1024, 129), (1, 300), (300, 1), (64, 4099), (799, 3), (3, 799),
+                   (385, 127))  # fmt: skip
+_RECTANGLES = tuple(
+    _case(f"rect_{sq}x{sk}_d{d}" + ("_causal" if mask else ""), (2, 2, 2), (sq, sk), (d, d), *mask)
+    for sq, sk in _LENGTHS_DIFFER
+    for d in (64, 128) for mask in ((), ("causal",))
+)  # fmt: skip
+
+_NAMED = (
+    _case("one_key", (2, 4, 4), (77, 1), (64, 64)),
+    _case("one_key_d128_causal", (2, 4, 4), (77, 1), (128, 128), "causal"),
+    _case("one_query", (2, 4, 4), (1, 1000), (128, 128)),
+    _case("one_by_one", (1, 1, 1), (1, 1), (64, 64)),
+    _case("cross_77_d64", (2, 10, 10), (1024, 77), (64, 64), "cross"),
+    _case("cross_77_d128", (2, 8, 8), (1024, 77), (128, 128), "cross"),
+    _case("vit_197_d64", (8, 12, 12), (197, 197), (64, 64)),
+    _case("odd_tail_sq4099_d64", (1, 2, 2), (4099, 4099), (64, 64)),
+    _case("odd_tail_sq4099_d128_causal", (1, 2, 2), (4099, 4099), (128, 128), "causal"),
+    _case("train_4k_d64_causal", (1, 8, 8), (4096, 4096), (64, 64), "causal", "large"),
+    _case("train_4k_d128_causal_gqa4", (1, 8, 2), (4096, 4096), (128, 128), "causal", "gqa", "large"),
+    _case("prefill_8k_d128_causal", (1, 4, 1), (8192, 8192), (128, 128), "causal", "gqa", "large"),
+    _case("prefill_16k_d64", (1, 2, 2), (16384, 16384), (64, 64), "large"),
+    _case("many_heads_d64", (96, 24, 24), (33, 33), (64, 64), "many"),
+    _case(
+        "many_heads_d128_causal", (70000, 1, 1), (8, 8), (128, 128), "causal", "many"
+    ),  # beyond 65535: no grid dimension but x can hold B*H
+    _case("many_heads_h70000_d64", (1, 70000, 1), (3, 9), (64, 64), "gqa", "many"),
+    _case("decode_1x8k_d128_gqa4", (1, 32, 8), (1, 8192), (128, 128), "gqa", "decode"),
+    _case("decode_8x1k_d64", (8, 16, 16), (1, 1024), (64, 64), "decode"),
+    _case("verify_4x2k_d128_gqa4", (2, 16, 4), (4, 2048), (128, 128), "gqa", "decode"),
+    _case("scale_negative_d64", (2, 2, 2), (130, 130), (64, 64), scale=-0.2),
+    _case("scale_zero_d128", (2, 2, 2), (130, 130), (128, 128), scale=0.0),
+    _case("scale_large_d64_causal", (2, 2, 2), (130, 130), (64, 64), "causal", scale=2.0),
+)
+
+_LAID_OUT = (
+    ("bhsd", (2, 3, 3), (200, 333)),
+    ("sbhd", (2, 3, 3), (200, 333)),
+    ("slice", (2, 3, 3), (200, 333)),
+    ("expand0", (2, 3, 3), (200, 333)),
+    ("packed_qkv", (2, 4, 2), (200, 200)),
+    ("odd_ones", (1, 1, 1), (200, 333)),
+)
+_LAYOUTS = tuple(
+    _case(f"layout_{layout}_d{d}" + ("_causal" if mask else ""), heads, seq, (d, d), *mask, layout=layout)
+    for layout, heads, seq in _LAID_OUT
+    for d in (40, 64, 128) for mask in ((), ("causal",))
+) + (_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
+
+CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS
+_BY_NAME = {case.name: case for case in CASES}
+if len(_BY_NAME) != len(CASES):
+    raise RuntimeError("two cases share a name")
+
+
+def case_named(name: str) -> Case:
+    """The case of that name; an unknown name is an error that lists close ones."""
+    if name not in _BY_NAME:
+        import difflib
+
+        close = ", ".join(difflib.get_close_matches(name, _BY_NAME, n=5)) or "none"
+        raise ValueError(f"no case is named {name!r}; close: {close}")
+    return _BY_NAME[name]

@@ -1,0 +1,145 @@
+"""What attention is: the formula, in any precision, with bounded memory. In fp64 it is the oracle, in the call's own
+dtype the yardstick.
+
+The yardstick ("plain low-precision torch") rounds every intermediate to the dtype of the inputs, as eager PyTorch
+code would. No result of a fused kernel is ever compared with another fused kernel's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+MAX_SCORES = 1 << 25  # scores held at once: 256 MiB in fp64 per intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """Which keys a row sees. causal_mode: 0 none, 1 top-left, 2 bottom-right; bias: bool (True = see) or additive,
+    broadcastable to (B, Hq, Sq, Sk).
+    """
+
+    causal_mode: int = 0
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural log; a row that sees nothing has out 0 and lse -inf."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A cut of the problem: flat heads [h], query rows [m], and what of k and v they see."""
+
+    h: slice
+    m: slice
+    q: torch.Tensor  # (heads, rows, D)
+    k: torch.Tensor  # (heads, Sk, D)
+    v: torch.Tensor  # (heads, Sk, Dv)
+    kv_index: torch.Tensor  # (heads,) flat KV head of each
+    scores: torch.Tensor  # (heads, rows, Sk), masked and scaled
+
+
+def _cuts(heads: int, sq: int, sk: int) -> Iterator[tuple[slice, slice]]:
+    rows = max(1, min(sq, MAX_SCORES // max(sk, 1)))
+    group = max(1, MAX_SCORES // max(rows * sk, 1)) if rows == sq else 1
+    for h in range(0, heads, group):
+        for m in range(0, sq, rows):
+            yield slice(h, min(h + group, heads)), slice(m, min(m + rows, sq))
+
+
+def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> Iterator[_Piece]:
+    (B, Hq, Sq, D), (Hkv, Sk), Dv = q.shape, k.shape[1:3], v.shape[-1]
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    flat_q, flat_k, flat_v = q.reshape(B * Hq, Sq, D), k.reshape(B * Hkv, Sk, D), v.reshape(B * Hkv, Sk, Dv)
+    bias = None if mask.bias is None else mask.bias.expand(B, Hq, Sq, Sk)
+    columns = torch.arange(Sk, device=q.device)
+    for h, m in _cuts(B * Hq, Sq, Sk):
+        heads = torch.arange(h.start, h.stop, device=q.device)
+        kv_index = heads // Hq * Hkv + heads % Hq // (Hq // Hkv)
+        qp, kp, vp = flat_q[h, m].to(dtype), flat_k[kv_index].to(dtype), flat_v[kv_index].to(dtype)
+        scores = qp @ kp.transpose(1, 2) * scale
+        if bias is not None:
+            part = bias[heads // Hq, heads % Hq, m]
+            scores = scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part.to(dtype)
+        if mask.causal_mode:
+            last = torch.arange(m.start, m.stop, device=q.device) + (Sk - Sq if mask.causal_mode == 2 else 0)
+            scores = scores.masked_fill(columns > last[:, None], -math.inf)
+        yield _Piece(h, m, qp, kp, vp, kv_index, scores)
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Rows that see nothing give zeros, as torch's _safe_softmax does."""
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(blind, 0.0)
+
+
+@torch.no_grad()
+def attention_math(
+    q, k, v, *, scale: float | None = None, mask: Masking = Masking(), dtype: torch.dtype = torch.float64
+) -> Attention:
+    """Attention of q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) with every step done and rounded in
+    `dtype`.
+    """
+    B, Hq, Sq, _ = q.shape
+    out = torch.zeros(B * Hq, Sq, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full((B * Hq, Sq), -math.inf, dtype=dtype, device=q.device)
+    if k.shape[2]:
+        for piece in _pieces(q, k, v, scale, mask, dtype):
+            out[piece.h, piece.m] = _softmax(piece.scores) @ piece.v
+            lse[piece.h, piece.m] = piece.scores.logsumexp(-1)
+    return Attention(out.reshape(B, Hq, Sq, -1), lse.reshape(B, Hq, Sq))
+
+
+@torch.no_grad()
+def grads_math(
+    q, k, v, grad_out, *, scale: float | None = None, mask: Masking = Masking(), dtype: torch.dtype = torch.float64
+):
+    """(dq, dk, dv) in `dtype`; dk and dv of a KV head are summed over its query heads in at least fp32."""
+    B, Hq, Sq, D = q.shape
+    scale = 1.0 / math.sqrt(D) if scale is None else scale
+    wide = dtype if dtype == torch.float64 else torch.float32
+    dq = torch.zeros(B * Hq, Sq, D, dtype=dtype, device=q.device)
+    dk = torch.zeros(B * k.shape[1], *k.shape[2:], dtype=wide, device=q.device)
+    dv = torch.zeros(B * v.shape[1], *v.shape[2:], dtype=wide, device=q.device)
+    flat_do = grad_out.reshape(B * Hq, Sq, -1)
+    for piece in _pieces(q, k, v, scale, mask, dtype):
+        do = flat_do[piece.h, piece.m].to(dtype)
+        p = _softmax(piece.scores)
+        dp = do @ piece.v.transpose(1, 2)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        dq[piece.h, piece.m] = ds @ piece.k
+        dk.index_add_(0, piece.kv_index, (ds.transpose(1, 2) @ piece.q).to(wide))
+        dv.index_add_(0, piece.kv_index, (p.transpose(1, 2) @ do).to(wide))
+    return dq.reshape(q.shape), dk.to(dtype).reshape(k.shape), dv.to(dtype).reshape(v.shape)
+
+
+def oracle(case, inputs, mask: Masking | None = None) -> Attention:
+    """fp64 answer to a Case."""
+    return attention_math(*inputs, scale=case.scale, mask=mask or Masking(int(case.causal)))
+
+
+def plain(case, inputs, mask: Masking | None = None) -> Attention:
+    """The same formula in the case's own dtype: the error anyone would accept. lse comes from fp32, since kernels
+    keep it there.
+    """
+    mask = mask or Masking(int(case.causal))
+    low = attention_math(*inputs, scale=case.scale, mask=mask, dtype=case.torch_dtype)
+    return Attention(low.out, attention_math(*inputs, scale=case.scale, mask=mask, dtype=torch.float32).lse)
+
+
+def oracle_grads(case, inputs, mask: Masking | None = None):
+    return grads_math(*inputs, inputs.grad_out, scale=case.scale, mask=mask or Masking(int(case.causal)))
+
+
+def plain_grads(case, inputs, mask: Masking | None = None):
+    return grads_math(
+        *inputs, inputs.grad_out, scale=case.scale, mask=mask or Masking(int(case.causal)), dtype=case.torch_dtype
+    )

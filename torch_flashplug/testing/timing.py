@@ -1,0 +1,134 @@
+"""Times that can be compared: candidates interleaved in one process, many rounds, medians, spread.
+
+Absolute figures move by several per cent from run to run; only ratios of neighbouring rounds count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+L2_BYTES_TO_FLUSH = 256 << 20  # more than any L2 we know
+MAX_QUEUED = 200  # calls in flight while host time is taken: below the depth of a launch queue, so the host never waits
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds per call, one entry per round, in the order of the rounds (round i of two candidates ran side by
+    side).
+    """
+
+    rounds: tuple[float, ...]
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """(90th - 10th percentile) / median."""
+        ordered = sorted(self.rounds)
+        last = len(ordered) - 1
+        return (ordered[round(0.9 * last)] - ordered[round(0.1 * last)]) / max(self.ms, 1e-12)
+
+
+def paired_ratio(numerator: Timing, denominator: Timing) -> float:
+    """Median over rounds of numerator / denominator: clocks that drift between rounds cancel."""
+    return statistics.median(a / max(b, 1e-12) for a, b in zip(numerator.rounds, denominator.rounds, strict=True))
+
+
+def _event_time(call: Call, calls: int, flush: torch.Tensor | None) -> float:
+    """Milliseconds per call on the GPU. With `flush`, L2 is overwritten before each call and only the calls are
+    timed.
+    """
+    if flush is None:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / calls
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    for start, stop in events:
+        flush.zero_()
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+
+
+def _wall_time(call: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def _round_robin(names: list[str], rounds: int):
+    """Every round visits all candidates, each round starting with another one."""
+    for i in range(rounds):
+        shift = i % len(names)
+        yield from names[shift:] + names[:shift]
+
+
+def captured(call: Call, calls: int = 10) -> Call:
+    """A CUDA graph of `calls` calls; replaying it shows device time alone. Divide its time by `calls`."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph.replay
+
+
+def time_interleaved(
+    candidates: Mapping[str, Call], *, rounds: int = 7, round_ms: float = 12.0, min_calls: int = 3,
+    max_calls: int = 400, flush_l2: bool = False, device: str = "cuda", warmup: int = 3,
+) -> dict[str, Timing]:  # fmt: skip
+    """Times each candidate once per round, the candidates side by side. `round_ms` is what one candidate may take per
+    round.
+
+    On "cuda" CUDA events time a batch of calls from submission to completion (host time shows where the host is the
+    slower side); on "cpu" the wall clock.
+    """
+    on_gpu = device.startswith("cuda")
+    flush = torch.empty(L2_BYTES_TO_FLUSH, dtype=torch.uint8, device=device) if flush_l2 and on_gpu else None
+
+    def sample(call: Call, calls: int) -> float:
+        return _event_time(call, calls, flush) if on_gpu else _wall_time(call, calls)
+
+    counts = {}
+    for name, call in candidates.items():
+        for _ in range(warmup):
+            call()
+        once = max(sample(call, 2), 1e-4)
+        counts[name] = max(min_calls, min(max_calls, int(round_ms / once)))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in _round_robin(list(candidates), rounds):
+        samples[name].append(sample(candidates[name], counts[name]))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def time_host(
+    candidates: Mapping[str, Call], *, rounds: int = 15, calls: int = MAX_QUEUED, device: str = "cuda"
+) -> dict[str, Timing]:
+    """Milliseconds of host time per call: how long Python waits for the call to be submitted, not for its result."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
+    for call in candidates.values():
+        for _ in range(20):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in _round_robin(list(candidates), rounds):
+        wait()
+        samples[name].append(_wall_time(candidates[name], min(calls, MAX_QUEUED)))
+    wait()
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
