@@ -1,0 +1,274 @@
+"""The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and their reference mathematics.
+
+The kernels at key CUDA live in src/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and the math that serves
+CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq * Sk)). It never decides which backend runs.
+
+Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq and Sk rows, D head dim of query and key, Dv of value and output.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
+
+_FORWARD_ARGS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, int causal_mode, float? scale, int mode"
+)
+_BACKWARD_ARGS = (
+    "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, Tensor lse, Tensor seed, Tensor offset, "
+    "float dropout_p, int causal_mode, float? scale, int mode, bool bias_grad"
+)
+_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_library = torch.library.Library("torch_flashplug", "DEF")
+for _name in ("sdpa_fwd", "_math_fwd"):
+    _library.define(f"{_name}({_FORWARD_ARGS}) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)", tags=_TAGS)
+for _name in ("sdpa_bwd", "_math_bwd"):
+    _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
+
+namespace = torch.ops.torch_flashplug
+
+
+class ForwardArgs(NamedTuple):
+    """Arguments of sdpa_fwd, in schema order."""
+
+    query: Tensor  # (B, Hq, Sq, D)
+    key: Tensor  # (B, Hkv, Sk, D)
+    value: Tensor  # (B, Hkv, Sk, Dv)
+    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk)
+    dropout_p: float
+    causal_mode: int
+    scale: float | None  # None: 1 / sqrt(D)
+    mode: int  # mode word: backend, num_splits, precision
+
+
+class BackwardArgs(NamedTuple):
+    """Arguments of sdpa_bwd, in schema order."""
+
+    grad_out: Tensor  # (B, Hq, Sq, Dv)
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    out: Tensor  # (B, Hq, Sq, Dv)
+    lse: Tensor  # (B, Hq, Sq) fp32, natural log
+    seed: Tensor  # () int64
+    offset: Tensor  # () int64
+    dropout_p: float
+    causal_mode: int
+    scale: float | None
+    mode: int
+    bias_grad: bool
+
+    @property
+    def forward(self) -> ForwardArgs:
+        return ForwardArgs(*self[1:5], *self[9:13])
+
+
+# ---- shapes and strides ----
+
+
+def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An uninitialised tensor of `shape` whose dims lie in memory in the order of query's, as torch's own meta function lays out SDPA outputs."""
+    if tuple(query.shape) == shape:
+        return torch.empty_like(query)
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(sorted(range(len(shape)), key=lambda d: query.stride(d), reverse=True)):
+        strides[dim] = step
+        step *= shape[dim]
+    return query.new_empty_strided(shape, strides)
+
+
+def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
+    return (*a.query.shape[:3], a.value.shape[3])
+
+
+def _forward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = ForwardArgs(*args)
+    _check_ranks(a)
+    lse = a.query.new_empty(a.query.shape[:3], dtype=torch.float32)
+    seed, offset = (a.query.new_empty((), dtype=torch.int64) for _ in range(2))
+    return empty_in_layout_of(a.query, _output_shape(a)), lse, seed, offset
+
+
+def _backward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = BackwardArgs(*args)
+    dbias = torch.empty_like(a.attn_bias) if a.bias_grad else a.query.new_empty(0)
+    return torch.empty_like(a.query), torch.empty_like(a.key), torch.empty_like(a.value), dbias
+
+
+# ---- what the ops accept ----
+
+
+def _check_ranks(a: ForwardArgs) -> None:
+    for name, tensor in zip(("query", "key", "value"), a[:3]):
+        torch._check(tensor.dim() == 4, lambda: f"{name} has {tensor.dim()} dims; sdpa_fwd takes (batch, heads, rows, head dim)")
+
+
+def check_arguments(a: ForwardArgs) -> None:
+    """RuntimeError, as torch raises for SDPA, where the call has no meaning. Reads sizes: for real tensors only."""
+    _check_ranks(a)
+    q, k, v = a[:3]
+    torch._check(
+        q.dtype == k.dtype == v.dtype,
+        lambda: f"Expected query, key, and value to have the same dtype, but got {q.dtype}, {k.dtype} and {v.dtype}",
+    )
+    torch._check(
+        q.device == k.device == v.device,
+        lambda: f"Expected query, key, and value to have the same device type, but got {q.device}, {k.device} and {v.device}",
+    )
+    torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
+    torch._check(
+        k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
+        lambda: f"shapes do not fit: query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}",
+    )
+    heads, kv_heads = q.shape[1], k.shape[1]
+    torch._check(
+        heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
+        lambda: f"Number of heads in key and value must divide the number of heads in query; got {kv_heads} and {heads}",
+    )
+    torch._check(0.0 <= a.dropout_p <= 1.0, lambda: f"dropout probability has to be between 0 and 1, but got {a.dropout_p}")
+    torch._check(
+        a.causal_mode in (CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT),
+        lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
+    )
+    _check_bias(a)
+
+
+def _check_bias(a: ForwardArgs) -> None:
+    if a.attn_bias is None:
+        return
+    torch._check(a.causal_mode == CAUSAL_NONE, lambda: "Explicit attn_mask should not be set when is_causal=True")
+    torch._check(
+        a.attn_bias.dtype in (torch.bool, torch.float32, a.query.dtype),
+        lambda: f"Expected attn_mask dtype to be bool or float or to match query dtype, but got {a.attn_bias.dtype}",
+    )
+
+
+# ---- reference mathematics: fp32 (fp64 for fp64 inputs), no kernel of ours ----
+
+
+class _Scores(NamedTuple):
+    """What forward and backward share. Heads of key and value are repeated to Hq; everything is in the compute dtype."""
+
+    query: Tensor  # (B, Hq, Sq, D), scaled
+    key: Tensor  # (B, Hq, Sk, D)
+    value: Tensor  # (B, Hq, Sk, Dv)
+    probabilities: Tensor  # (B, Hq, Sq, Sk), before dropout; rows that see no key are 0
+    lse: Tensor  # (B, Hq, Sq), natural log; -inf for rows that see no key
+    scale: float
+
+
+def _scores(a: ForwardArgs) -> _Scores:
+    dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    head_dim = a.query.shape[3]
+    scale = a.scale if a.scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else math.inf)
+    group = a.query.shape[1] // a.key.shape[1] if a.key.shape[1] else 1
+    key, value = (t.to(dtype).repeat_interleave(group, dim=1) if group > 1 else t.to(dtype) for t in (a.key, a.value))
+    query = a.query.to(dtype) * scale
+    raw = query @ key.transpose(-2, -1)
+    if a.attn_bias is not None and a.attn_bias.dtype == torch.bool:
+        raw = raw.masked_fill(~a.attn_bias, -math.inf)
+    elif a.attn_bias is not None:
+        raw = raw + a.attn_bias.to(dtype)
+    if a.causal_mode != CAUSAL_NONE:
+        rows, keys = raw.shape[-2:]
+        diagonal = keys - rows if a.causal_mode == CAUSAL_BOTTOM_RIGHT else 0
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=raw.device).tril(diagonal)
+        raw = raw.masked_fill(~visible, -math.inf)
+    lse = torch.logsumexp(raw, dim=-1)
+    safe_lse = lse.masked_fill(lse == -math.inf, 0.0)
+    return _Scores(query, key, value, torch.exp(raw - safe_lse.unsqueeze(-1)), lse, scale)
+
+
+def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
+    """0 where an entry is dropped, else 1 / (1 - p): a hash of seed and position, so the backward repeats it and nothing waits for the device."""
+    draws = 24  # bits of the hash that are compared with p
+    x = torch.arange(probabilities.numel(), device=probabilities.device).view(probabilities.shape) * 2654435769 + seed
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):  # splitmix64, in two's complement
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    kept = (x & ((1 << draws) - 1)) >= int(dropout_p * (1 << draws))
+    return kept.to(probabilities.dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+
+
+def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = ForwardArgs(*args)
+    check_arguments(a)
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=a.query.device) for _ in range(2))
+    s = _scores(a)
+    probabilities = s.probabilities
+    if a.dropout_p > 0.0:
+        seed.random_()
+        probabilities = probabilities * _dropout_factors(seed, probabilities, a.dropout_p)
+    out = empty_in_layout_of(a.query, _output_shape(a)).copy_(probabilities @ s.value)
+    return out, s.lse.to(torch.float32), seed, offset
+
+
+def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = BackwardArgs(*args)
+    s = _scores(a.forward)
+    grad_out = a.grad_out.to(s.value.dtype)
+    factors = _dropout_factors(a.seed, s.probabilities, a.dropout_p) if a.dropout_p > 0.0 else 1.0
+    grad_probabilities = (grad_out @ s.value.transpose(-2, -1)) * factors
+    grad_scores = s.probabilities * (grad_probabilities - (s.probabilities * grad_probabilities).sum(-1, keepdim=True))
+    dq = grad_scores @ s.key * s.scale
+    dk = _sum_groups(grad_scores.transpose(-2, -1) @ s.query, a.key)
+    dv = _sum_groups((s.probabilities * factors).transpose(-2, -1) @ grad_out, a.value)
+    dbias = _like(grad_scores.sum_to_size(a.attn_bias.shape), a.attn_bias) if a.bias_grad else a.query.new_empty(0)
+    return _like(dq, a.query), _like(dk, a.key), _like(dv, a.value), dbias
+
+
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
+    """(B, Hq, Sk, D) -> (B, Hkv, Sk, D): the query heads of one KV head add up."""
+    if grad.shape[1] == like.shape[1]:
+        return grad
+    return grad.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _like(value: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(value)
+
+
+# ---- autograd: for programs that call the op itself; F.sdpa rides on libtorch's formula for the aten op ----
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
+    a = ForwardArgs(*inputs)
+    out, lse, seed, offset = output
+    ctx.save_for_backward(a.query, a.key, a.value, a.attn_bias, out, lse, seed, offset)
+    ctx.settings = (a.dropout_p, a.causal_mode, a.scale, a.mode)
+    ctx.mark_non_differentiable(lse, seed, offset)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out: Tensor | None, *unused: Tensor | None) -> tuple:
+    if grad_out is None:
+        return (None,) * len(ForwardArgs._fields)
+    bias_grad = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = namespace.sdpa_bwd(grad_out, *ctx.saved_tensors, *ctx.settings, bias_grad)
+    return dq, dk, dv, dbias if bias_grad else None, None, None, None, None
+
+
+def _double_backward(ctx, *grads: Tensor | None) -> tuple:
+    raise RuntimeError(
+        "torch_flashplug::sdpa_bwd has no derivative, so attention cannot be differentiated twice; "
+        "compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def _register() -> None:
+    for name, forward in (("_math_fwd", True), ("_math_bwd", False), ("sdpa_fwd", True), ("sdpa_bwd", False)):
+        key = "CompositeExplicitAutograd" if name.startswith("_math") else "CPU"
+        _library.impl(name, _math_forward if forward else _math_backward, key)
+        torch.library.register_fake(f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library)
+    torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)
+    torch.library.register_autograd("torch_flashplug::sdpa_bwd", _double_backward, lib=_library)
+
+
+_register()
