@@ -1,0 +1,98 @@
+"""Spec -> compiled kernel: the only module besides kernels/ that imports the DSL. Serves tools/aot.py and, behind the packs, the JIT up-call.
+
+Needs no GPU to compile. Compile in separate processes (spawn) to go parallel: threads break the DSL's session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import cache
+from .spec import KernelSpec
+
+log = logging.getLogger("torch_flashplug.compile")
+
+_lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
+_loaded: dict[str, Any] = {}  # kernel name -> (module, function), kept alive for as long as C++ holds the handle
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel, compiled; `cubin` is there if asked for."""
+
+    spec: KernelSpec
+    function: Any
+    seconds: float
+    cubin: bytes | None
+
+    def export(self, path: Path) -> None:
+        """Write an object file whose one visible symbol is `__tvm_ffi_<spec name>`."""
+        self.function.export_to_c(str(path), function_name=self.spec.name(), export_only_tvm_ffi_symbols=True)
+
+
+def compile_spec(spec: KernelSpec, keep_cubin: bool = False) -> Compiled:
+    """Compile one spec. Raises ValueError if its tile cannot be built. `keep_cubin`: the DSL also dumps it in CUTE_DSL_DUMP_DIR."""
+    if reason := spec.check():
+        raise ValueError(reason)
+    os.environ.setdefault("CUTE_DSL_ARCH", f"sm_{spec.arch}a")  # ops check the architecture when they are constructed
+    import cutlass.cute as cute
+
+    from .kernels import builder
+
+    start = time.perf_counter()
+    kernel = builder(spec)
+    options = f"--enable-tvm-ffi --gpu-arch sm_{spec.arch}a" + (" --keep-cubin" if keep_cubin else "")
+    function = cute.compile(kernel, *kernel.fake_arguments(), options=options)
+    cubin = bytes(function.__cubin__) if keep_cubin else None
+    return Compiled(spec, function, time.perf_counter() - start, cubin)
+
+
+def provide(name: str) -> int:
+    """The JIT path: a TVM-FFI function handle for a kernel that no pack holds, from the disk cache or compiled now.
+
+    Raises RuntimeError with one clear sentence if it cannot; any failure to import the DSL counts, not only ImportError.
+    """
+    with _lock:
+        if name not in _loaded:
+            try:
+                _loaded[name] = _load(KernelSpec.from_name(name))
+            except Exception as error:
+                raise RuntimeError(f"kernel {name} could not be built here ({type(error).__name__}: {error}); pip install torch_flashplug[jit], "
+                                   f"or build it ahead of time: python tools/aot.py --spec {name}") from error
+        return _loaded[name][1].__chandle__()
+
+
+def _load(spec: KernelSpec) -> tuple[Any, Any]:
+    def build(path: Path) -> None:
+        compiled = compile_spec(spec)
+        compiled.export(path)
+        log.info("compiled %s in %.1f s", spec.name(), compiled.seconds)
+
+    import cutlass.cute as cute
+
+    module = cache.load_or_build(key(spec), build, lambda path: cute.runtime.load_module(str(path), enable_tvm_ffi=True))
+    return module, module[spec.name()]
+
+
+def key(spec: KernelSpec) -> str:
+    """Cache key: the kernel, its sources and the compiler that made it."""
+    dsl = importlib.metadata.version("nvidia-cutlass-dsl")
+    return f"{spec.name()}-{source_fingerprint()}-{dsl}-sm{spec.arch}a"
+
+
+def source_fingerprint() -> str:
+    """Hash of everything that generated code depends on: the kernels and the spec."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([folder / "spec.py", *(folder / "kernels").rglob("*.py")]):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,14 @@
+"""Kernels in CuTe DSL. Importing a kernel module needs nvidia-cutlass-dsl; nothing outside compile.py does that."""
+
+from __future__ import annotations
+
+import importlib
+
+# (kind, arch) -> module.class; the one place that knows which file builds which spec.
+BUILDERS = {("fwd", 90): ("fwd_sm90", "ForwardSm90")}
+
+
+def builder(spec):
+    """The kernel object for a spec: callable by cute.compile, with `fake_arguments()` beside it."""
+    module, name = BUILDERS[spec.kind, spec.arch]
+    return getattr(importlib.import_module(f".{module}", __name__), name)(spec)

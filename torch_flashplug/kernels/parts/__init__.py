@@ -1,0 +1,1 @@
+"""What kernels share. A part imports only spec and geometry, never another part's kernel."""

@@ -1,0 +1,37 @@
+"""Which scores of a partial KV block count. Decides *what*; geometry.py decides *which* blocks come here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .geometry import Geometry
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Sets invisible scores of one block to -inf. `row` is this thread's first row, `col` its first column inside a block."""
+
+    geo: Geometry
+    row: Int32
+    col: Int32
+
+    @cute.jit
+    def apply(self, acc_S: cute.Tensor, n_block: Int32):
+        """acc_S: (rows, cols) view of a warpgroup's scores; cols are numbered by `column_of`."""
+        for r in cutlass.range_constexpr(cute.size(acc_S, mode=[0])):
+            # One limit per row; the column numbers are constants, so an element costs one compare and one select.
+            limit = self.geo.Sk
+            if cutlass.const_expr(self.geo.mask == "causal"):
+                limit = cutlass.min(limit, self.row + 8 * r + 1)
+            limit = limit - n_block * self.geo.tile_n - self.col
+            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
+                acc_S[r, c] = cutlass.select_(column_of(c) < limit, acc_S[r, c], -Float32.inf)
+
+
+def column_of(c: int) -> int:
+    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight columns."""
+    return (c // 2) * 8 + c % 2

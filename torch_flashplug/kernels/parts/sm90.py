@@ -1,0 +1,156 @@
+"""Hopper mechanisms: rings of TMA buffers, turns between warpgroups, wgmma on one warpgroup's 64 rows.
+
+All waits and arrivals of a kernel go through Ring and Turn; a kernel never touches a barrier itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+WARP = 32
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Buffers that TMA fills and warpgroups drain. Slot and phase follow from the running count of blocks, so there is no state to carry.
+
+    A slot has two mbarriers: `full` completes when the bytes have landed, `empty` when every consumer warp has let go.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+    slot_bytes: int
+
+    def init(self, consumer_warps: int):
+        """One thread, before anybody waits."""
+        for slot in range(self.stages):
+            cute.arch.mbarrier_init(self.full + slot, 1)
+            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
+
+    def slot(self, count: Int32) -> Int32:
+        return count % self.stages
+
+    def phase(self, count: Int32) -> Int32:
+        return (count // self.stages) % 2
+
+    @cute.jit
+    def acquire(self, count: Int32):
+        """Producer warp: wait until the slot is free (a fresh slot counts as freed), then announce the bytes to come."""
+        cute.arch.mbarrier_wait(self.empty + self.slot(count), self.phase(count) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.slot(count), self.slot_bytes)
+
+    def arrival(self, count: Int32) -> cute.Pointer:
+        """The mbarrier that a TMA load of this block must signal."""
+        return self.full + self.slot(count)
+
+    @cute.jit
+    def wait(self, count: Int32):
+        """Consumer: the bytes of this block are there."""
+        cute.arch.mbarrier_wait(self.full + self.slot(count), self.phase(count))
+
+    @cute.jit
+    def release(self, count: Int32):
+        """Consumer warp: its wgmmas that read this block have been waited for."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.slot(count))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Warpgroups issue their products in rotation, so that one's softmax runs under another's tensor-core work (FlashAttention-3's ping-pong).
+
+    Warpgroup w waits on named barrier first + w, where its predecessor arrives; the last one arrives once at the start to let the first begin.
+    """
+
+    first: int
+    warpgroup: Int32
+    count: int
+
+    @cute.jit
+    def start(self):
+        if cutlass.const_expr(self.count > 1):
+            if self.warpgroup == self.count - 1:
+                cute.arch.barrier_arrive(barrier_id=self.first, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def take(self):
+        if cutlass.const_expr(self.count > 1):
+            cute.arch.barrier(barrier_id=self.first + self.warpgroup, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_on(self):
+        if cutlass.const_expr(self.count > 1):
+            successor = (self.warpgroup + 1) % self.count
+            cute.arch.barrier_arrive(barrier_id=self.first + successor, number_of_threads=2 * WARPGROUP)
+
+
+@dataclass(frozen=True)
+class Product:
+    """acc (+)= A B on one warpgroup. Two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value out of it."""
+
+    begin: cute.TiledMma  # overwrites the accumulator
+    add: cute.TiledMma  # adds to it
+
+    @classmethod
+    def create(cls, make_mma) -> Product:
+        begin, add = make_mma(), make_mma()
+        begin.set(warpgroup.Field.ACCUMULATE, False)
+        add.set(warpgroup.Field.ACCUMULATE, True)
+        return cls(begin, add)
+
+    def issue(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
+        """One committed group of asynchronous wgmmas; tA (MMA, 1, K), tB (MMA, 1, K)."""
+        for k in range(cute.size(tA, mode=[2])):
+            mma = self.add if accumulate or k > 0 else self.begin
+            cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
+        warpgroup.commit_group()
+
+
+def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """(2, cols) view of a 64-row accumulator ((2, 2, N/8), 1, 1): mode 0 of wgmma's fragment is the column pair, mode 1 the row pair."""
+    columns = cute.size(acc) // 2
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
+
+
+@dataclass(frozen=True)
+class OperandA:
+    """Probabilities in 16 bits, in registers, as the left operand of the next product; packed in pairs.
+
+    The pack is an explicit instruction: LLVM moves a plain conversion behind the loop's back edge, so that 64 fp32 values would stay live
+    across the next product instead of 32 packed ones, and everything spills.
+    """
+
+    pairs: cute.Tensor  # (K/4,) Int32
+    fragment: cute.Tensor  # (8, 1, K/16), the same registers as wgmma sees them
+    pack: str  # "bf16x2" or "f16x2"
+
+    @classmethod
+    def create(cls, acc: cute.Tensor, dtype) -> OperandA:
+        """Room for the 64 x K fp32 accumulator `acc`; both keep elements in the same order."""
+        pairs = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
+        layout = cute.make_layout(((2, 2, 2), 1, cute.size(acc) // 8), stride=((1, 2, 4), 0, 8))
+        fragment = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=dtype), layout)
+        return cls(pairs, fragment, {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype])
+
+    def take(self, acc: cute.Tensor) -> None:
+        """Convert the whole accumulator, round to nearest even."""
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        for i in range(cute.size(self.pairs)):
+            low, high = flat[2 * i], flat[2 * i + 1]
+            text = f"cvt.rn.{self.pack}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+            self.pairs[i] = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
+
+
+def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    """Accumulator of one warpgroup, (64, N) fp32, cleared."""
+    acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+    acc.fill(0.0)
+    return acc

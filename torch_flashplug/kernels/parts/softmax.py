@@ -1,0 +1,88 @@
+"""Online softmax over KV blocks (Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135), one row pair per thread.
+
+Domains, stated once:  S raw scores;  row_max = running max of S, raw;  scale_log2 = scale * log2(e);
+row_sum = sum of exp2((S - row_max) * scale_log2), this thread's share until `finish`;
+LSE = row_max * scale + ln(row_sum), natural log, fp32.  A row with no visible key has row_max = -inf, row_sum = 0: O = 0, LSE = -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+ROWS = 2  # rows of a wgmma accumulator that one thread holds
+QUAD = 4  # threads that share a row
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Running maximum and sum of two rows, kept in registers."""
+
+    row_max: cute.Tensor  # (2,) fp32
+    row_sum: cute.Tensor  # (2,) fp32
+    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by after the latest block
+    scale_log2: Float32
+
+    @classmethod
+    def create(cls, scale_log2: Float32) -> OnlineSoftmax:
+        row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        return cls(row_max, row_sum, correction, scale_log2)
+
+    @cute.jit
+    def step(self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool]):
+        """acc_S (2, cols): scores in, probabilities out. Updates the running state and `correction`."""
+        for r in cutlass.range_constexpr(ROWS):
+            old_max = self.row_max[r]
+            new_max = row_reduce(acc_S, r, cute.arch.fmax)
+            if cutlass.const_expr(not first):
+                new_max = cute.arch.fmax(new_max, old_max)
+            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
+            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
+            self.row_max[r] = new_max
+            # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0, and its exponentials are all 0.
+            base = new_max
+            if cutlass.const_expr(masked):
+                base = 0.0 if new_max == -Float32.inf else new_max
+            shift = base * self.scale_log2
+            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
+                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * self.scale_log2 - shift, fastmath=True)
+            block_sum = row_reduce(acc_S, r, lambda a, b: a + b)
+            if cutlass.const_expr(first):
+                self.row_sum[r] = block_sum
+            else:
+                correction = cute.math.exp2((old_max - base) * self.scale_log2, fastmath=True)
+                self.correction[r] = correction
+                self.row_sum[r] = self.row_sum[r] * correction + block_sum
+
+    @cute.jit
+    def rescale(self, acc_O: cute.Tensor):
+        """acc_O (2, cols): bring the output of earlier blocks to the new maximum."""
+        for r in cutlass.range_constexpr(ROWS):
+            for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+                acc_O[r, c] = acc_O[r, c] * self.correction[r]
+
+    @cute.jit
+    def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, scale: Float32):
+        """Normalise acc_O (2, cols) and write lse (2,), natural log."""
+        for r in cutlass.range_constexpr(ROWS):
+            total = self.row_sum[r]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+            lse[r] = self.row_max[r] * scale + cute.math.log(total, fastmath=True)
+            for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+                acc_O[r, c] = acc_O[r, c] * inverse
+
+
+def row_reduce(acc: cute.Tensor, row: int, combine):
+    """Reduce one row of a thread's fragment with four independent chains, so that latency overlaps."""
+    columns = cute.size(acc, mode=[1])
+    chains = [acc[row, c] for c in range(4)]
+    for c in range(4, columns):
+        chains[c % 4] = combine(chains[c % 4], acc[row, c])
+    return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))

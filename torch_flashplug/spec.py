@@ -1,0 +1,90 @@
+"""What one compiled kernel is, and whether the hardware can hold it.
+
+Owns the vocabulary (backends, dtypes, masks), the name that identifies a kernel everywhere (pack symbol, cache key, log line) and the budgets
+that make a tile legal. Imports nothing but the standard library: the dispatcher's table, the compiler, the tuner and the tests all build on it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
+BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
+DTYPES = ("bf16", "fp16")
+MASKS = ("full", "causal")
+
+WARPGROUP = 128  # threads
+ROWS_PER_WARPGROUP = 64  # rows of one wgmma
+ELEMENT_BYTES = 2
+BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
+SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
+# Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers * consumer) <= 65536.
+REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+REGISTER_OVERHEAD = 32  # addresses, row state and loop counters of a consumer, seen in SASS
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Identifies one compiled kernel; equal specs share one object file."""
+
+    kind: str  # "fwd"
+    arch: int  # 90
+    dtype: str  # one of DTYPES
+    d: int  # head dim of Q and K that the tile holds; smaller ones are zero-filled by TMA
+    dv: int  # head dim of V and O, likewise
+    mask: str  # one of MASKS
+    tile_m: int  # query rows per CTA
+    tile_n: int  # keys per KV block
+    stages: int  # KV blocks in flight in shared memory
+
+    def name(self) -> str:
+        head = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
+        return f"{self.kind}_sm{self.arch}_{self.dtype}_{head}_{self.mask}_m{self.tile_m}n{self.tile_n}s{self.stages}"
+
+    @classmethod
+    def from_name(cls, name: str) -> KernelSpec:
+        """Inverse of `name()`. Raises ValueError for anything else."""
+        match = _NAME.fullmatch(name)
+        if not match:
+            raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
+        kind, arch, dtype, d, dv, mask, *tile = match.groups()
+        return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile))
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups: each owns 64 query rows."""
+        return self.tile_m // ROWS_PER_WARPGROUP
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.warpgroups + 1)
+
+    def smem_bytes(self) -> int:
+        """Q (whose place O takes at the end), the K and V rings, barriers."""
+        keys = self.stages * self.tile_n * (self.d + self.dv)
+        return (self.tile_m * max(self.d, self.dv) + keys) * ELEMENT_BYTES + BARRIER_BYTES
+
+    def accumulator_registers(self) -> int:
+        """Per consumer thread: scores and output in fp32, probabilities in 16 bits."""
+        return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
+
+    def check(self) -> str | None:
+        """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
+        if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
+            return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
+        if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
+            return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N, and K of the second product)"
+        if self.d % 64 or self.dv != self.d:
+            return f"{self.name()}: head dims ({self.d}, {self.dv}); use equal multiples of 64 (128-byte swizzle; O takes Q's place)"
+        need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
+        if need > limit:
+            return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"
+        registers = self.accumulator_registers() + REGISTER_OVERHEAD
+        budget = REGISTER_SPLIT[self.warpgroups][1]
+        if registers > budget:
+            return f"{self.name()}: needs about {registers} registers, a consumer has {budget}; lower tile_n or tile_m"
+        return None
+
+
+_NAME = re.compile(rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({'|'.join(MASKS)})_m(\d+)n(\d+)s(\d+)")
