@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
+import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, KernelSpec
 from .parts import sm90
@@ -93,7 +94,7 @@ class ForwardSm90:
         # Rows and columns first, as tiles want them; V seen as (Dv, Sk), the N x K operand of the second product.
         mQ, mK, mO = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mO))
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
-        row_major, col_major = utils.LayoutEnum.ROW_MAJOR, utils.LayoutEnum.COL_MAJOR
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
             hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.warpgroups),
             hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
@@ -154,7 +155,7 @@ class ForwardSm90:
         tma_q, tma_k, tma_v, tma_o = atoms
         sQ_layout, sK_layout, sV_layout = layouts
 
-        smem = utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, 4 * self.stages + 2 * self.warpgroups)
         sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (64, D, warpgroup)
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (tile_n, D, slot)

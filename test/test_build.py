@@ -1,0 +1,165 @@
+"""Every row of the table builds, fits the machine and spills nothing; the kernel cache survives races and corruption. No GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_flashplug import cache, configs
+from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, KernelSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECS = configs.specs(90)
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory) -> dict[str, dict]:
+    """The whole table compiled once by the tool that builds packs: {kernel name: row}, and the pack's path under "pack"."""
+    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
+    out = tmp_path_factory.mktemp("pack")
+    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", "sm_90a", "--out", out, "--report", out / "report.json"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads((out / "report.json").read_text())["kernels"]
+    return {row["name"]: row for row in rows} | {"pack": out / "flashplug_sm90a.so"}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
+def test_row_is_legal_and_named_once(spec):
+    assert spec.check() is None
+    assert KernelSpec.from_name(spec.name()) == spec
+    assert [s.name() for s in SPECS].count(spec.name()) == 1
+    assert spec.threads * 128 <= 65536 and spec.smem_bytes() <= SMEM_BYTES[spec.arch]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
+def test_kernel_is_what_its_row_says(spec, report):
+    row = report[spec.name()]
+    assert row["spills"] == 0 and row["stack_bytes"] == 0, row
+    # At entry a thread has its share of the register file; the split takes over from there, once up and once down.
+    assert row["registers"] <= 65536 // spec.threads, row
+    assert row["usetmaxreg"] == 2, row
+    # One wgmma per 16 of the inner dimension: scores once per loop body and once before, output once per body and once after.
+    bodies = 2 if spec.mask == "causal" else 1
+    assert row["hgmma"] == (bodies + 1) * (spec.d // 16 + spec.tile_n // 16), row
+    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
+    assert row["warpgroup"] <= 4 * (bodies + 1), row
+
+
+def test_pack_exports_the_table_and_nothing_else(report):
+    symbols = subprocess.run(["nm", "-D", "--defined-only", report["pack"]], capture_output=True, text=True, check=True).stdout.split()[2::3]
+    assert sorted(symbols) == sorted(f"__tvm_ffi_{spec.name()}" for spec in SPECS)
+
+
+@pytest.mark.parametrize(
+    "change, number",
+    [({"tile_m": 256}, "tile_m=256"), ({"tile_n": 8}, "tile_n=8"), ({"stages": 6}, "232448"), ({"tile_m": 192}, "160"), ({"d": 72}, "(72, 128)")],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_illegal_tile_says_the_number(change, number):
+    base = dict(kind="fwd", arch=90, dtype="bf16", d=128, dv=128, mask="full", tile_m=128, tile_n=128, stages=2)
+    reason = KernelSpec(**(base | change)).check()
+    assert reason and number in reason
+
+
+@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm90_fp32_d64_full_m128n128s2", "fwd_sm90_bf16_d64_full_m128n128s2x"])
+def test_a_wrong_kernel_name_is_refused(name):
+    with pytest.raises(ValueError, match="is not a kernel name"):
+        KernelSpec.from_name(name)
+
+
+def test_register_split_fits_the_register_file():
+    for warpgroups, (producer, consumer) in REGISTER_SPLIT.items():
+        assert 128 * (producer + warpgroups * consumer) <= 65536
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------------------------------
+
+
+def read_checked(path: Path) -> bytes:
+    """A loader that refuses a truncated object."""
+    data = path.read_bytes()
+    if not data.endswith(b"end"):
+        raise OSError(f"{path.name} is truncated")
+    return data
+
+
+def test_cache_builds_once_and_rebuilds_what_is_broken(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
+    builds = []
+
+    def build(path: Path) -> None:
+        builds.append(path)
+        path.write_bytes(b"object end")
+
+    assert cache.load_or_build("key", build, read_checked) == b"object end"
+    assert cache.load_or_build("key", build, read_checked) == b"object end"
+    assert len(builds) == 1
+    (tmp_path / "key.o").write_bytes(b"obj")
+    assert cache.load_or_build("key", build, read_checked) == b"object end"
+    assert len(builds) == 2
+
+
+def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
+
+    def build(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("compiler died")
+
+    with pytest.raises(RuntimeError, match="compiler died"):
+        cache.load_or_build("key", build, read_checked)
+    assert not list(tmp_path.glob("*.o"))
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from torch_flashplug import cache
+def build(path):
+    with open(sys.argv[1], "a") as log: log.write("built\\n")
+    time.sleep(0.5)
+    path.write_bytes(b"object end")
+assert cache.load_or_build("key", build, Path.read_bytes) == b"object end"
+"""
+
+
+def test_racing_processes_build_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path / "cache"))
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, tmp_path / "log"]) for _ in range(3)]
+    assert [racer.wait(timeout=120) for racer in racers] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "built\n"
+
+
+def test_cache_key_follows_the_sources(monkeypatch):
+    pytest.importorskip("cutlass")
+    from torch_flashplug import compile as compiler
+
+    spec = SPECS[0]
+    before = compiler.key(spec)
+    assert spec.name() in before and before == compiler.key(spec)
+    monkeypatch.setattr(compiler, "source_fingerprint", lambda: "changed")
+    assert compiler.key(spec) != before
+
+
+def test_jit_provides_a_kernel_outside_the_packs(tmp_path, monkeypatch):
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
+    from torch_flashplug import compile as compiler
+
+    name = "fwd_sm90_bf16_d64_full_m128n64s2"
+    assert name not in {spec.name() for spec in SPECS}
+    handle = compiler.provide(name)
+    assert handle and compiler.provide(name) == handle
+    assert [path.name.startswith(name) for path in tmp_path.glob("*.o")] == [True]
+
+
+def test_jit_failure_is_one_clear_sentence():
+    from torch_flashplug import compile as compiler
+
+    with pytest.raises(RuntimeError, match=r"m192n256.*shared memory|registers.*tools/aot.py --spec"):
+        compiler.provide("fwd_sm90_bf16_d128_full_m192n256s2")
