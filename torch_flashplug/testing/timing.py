@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,14 @@ import torch
 Call = Callable[[], object]
 L2_BYTES_TO_FLUSH = 256 << 20  # more than any L2 we know
 MAX_QUEUED = 200  # calls in flight while host time is taken: below the depth of a launch queue, so the host never waits
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Something to time, and the scope its calls run in; the scope is entered outside the timed span."""
+
+    call: Call
+    scope: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +100,27 @@ def captured(call: Call, calls: int = 10) -> Call:
 
 
 def time_interleaved(
-    candidates: Mapping[str, Call], *, rounds: int = 7, round_ms: float = 12.0, min_calls: int = 3,
+    candidates: Mapping[str, Candidate], *, rounds: int = 7, round_ms: float = 12.0, min_calls: int = 3,
     max_calls: int = 400, flush_l2: bool = False, device: str = "cuda", warmup: int = 3,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Times each candidate once per round, the candidates side by side. `round_ms` is what one candidate may take per
-    round.
+    """Times each candidate once per round, all side by side; one may take about `round_ms` of a round.
 
-    On "cuda" CUDA events time a batch of calls from submission to completion (host time shows where the host is the
-    slower side); on "cpu" the wall clock.
+    On "cuda" events time a batch of calls from submission to completion, as a user waits for them (the host's time
+    shows where the host is the slower side; time `captured` calls to see the device alone); on "cpu" the wall clock.
     """
     on_gpu = device.startswith("cuda")
     flush = torch.empty(L2_BYTES_TO_FLUSH, dtype=torch.uint8, device=device) if flush_l2 and on_gpu else None
 
-    def sample(call: Call, calls: int) -> float:
-        return _event_time(call, calls, flush) if on_gpu else _wall_time(call, calls)
+    def sample(candidate: Candidate, calls: int) -> float:
+        with candidate.scope():
+            return _event_time(candidate.call, calls, flush) if on_gpu else _wall_time(candidate.call, calls)
 
     counts = {}
-    for name, call in candidates.items():
-        for _ in range(warmup):
-            call()
-        once = max(sample(call, 2), 1e-4)
+    for name, candidate in candidates.items():
+        with candidate.scope():
+            for _ in range(warmup):
+                candidate.call()
+        once = max(sample(candidate, 2), 1e-4)
         counts[name] = max(min_calls, min(max_calls, int(round_ms / once)))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for name in _round_robin(list(candidates), rounds):
@@ -119,16 +129,16 @@ def time_interleaved(
 
 
 def time_host(
-    candidates: Mapping[str, Call], *, rounds: int = 15, calls: int = MAX_QUEUED, device: str = "cuda"
+    candidates: Mapping[str, Candidate], *, rounds: int = 15, calls: int = MAX_QUEUED, device: str = "cuda"
 ) -> dict[str, Timing]:
-    """Milliseconds of host time per call: how long Python waits for the call to be submitted, not for its result."""
+    """Milliseconds of host time per call: how long Python waits for a call to be submitted, not for its result."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
-    for call in candidates.values():
-        for _ in range(20):
-            call()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for name in _round_robin(list(candidates), rounds):
-        wait()
-        samples[name].append(_wall_time(candidates[name], min(calls, MAX_QUEUED)))
-    wait()
+        with candidates[name].scope():
+            for _ in range(20):
+                candidates[name].call()
+            wait()
+            samples[name].append(_wall_time(candidates[name].call, min(calls, MAX_QUEUED)))
+            wait()
     return {name: Timing(tuple(values)) for name, values in samples.items()}

@@ -1,0 +1,115 @@
+"""Who is measured: our backends and every peer that can be imported, as rows of data. Adding a peer is adding a row."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+try:
+    import torch_flashplug
+except ImportError:  # peers can be measured without us
+    torch_flashplug = None
+
+Attend = Callable[..., torch.Tensor]  # (q, k, v, **F.sdpa keywords) in (B, H, S, D) -> (B, H, S, Dv)
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    name: str
+    label: str  # what a reader of a plot sees
+    attend: Attend
+    scope: Callable[[], AbstractContextManager]
+    ours: bool = False
+
+
+@contextmanager
+def plugin_off() -> Iterator[None]:
+    """Stock torch, as if torch_flashplug had never been enabled."""
+    if torch_flashplug is None:
+        yield
+        return
+    torch_flashplug.disable()
+    try:
+        yield
+    finally:
+        torch_flashplug.enable()
+
+
+@contextmanager
+def stock_backend(backend: SDPBackend) -> Iterator[None]:
+    """One of stock's own backends, nothing else."""
+    with ExitStack() as stack:
+        stack.enter_context(plugin_off())
+        stack.enter_context(sdpa_kernel(backend))
+        yield
+
+
+def ours(backend: str) -> Callable[[], AbstractContextManager]:
+    """Scope in which our plugin runs `backend` ("auto" or a forced one)."""
+    return lambda: torch_flashplug.sdpa_backend(backend)
+
+
+STOCK = {
+    "cudnn": ("cuDNN (torch)", SDPBackend.CUDNN_ATTENTION),
+    "fa2": ("FlashAttention-2 (torch)", SDPBackend.FLASH_ATTENTION),
+    "efficient": ("efficient attention (torch)", SDPBackend.EFFICIENT_ATTENTION),
+    "math": ("math (torch)", SDPBackend.MATH),
+}
+# name -> (label, modules that provide it, first importable wins)
+WHEELS = {
+    "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface")),
+    "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",)),
+}
+
+
+def _wheel(function: Callable) -> Attend:
+    """A flash_attn_func of the (B, S, H, D) school as an F.sdpa look-alike."""
+
+    def attend(q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
+        inputs = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        result = function(*inputs, softmax_scale=scale, causal=is_causal)
+        return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
+
+    return attend
+
+
+def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
+    reasons = []
+    for name in modules:
+        try:
+            return importlib.import_module(name).flash_attn_func, ""
+        except Exception as error:  # a peer that breaks on import is absent, whatever it raises
+            reasons.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
+    return None, "; ".join(reasons)
+
+
+def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
+    """All that can run here, and for the others the reason why not. `wanted` limits both."""
+    found: dict[str, Provider] = {}
+    absent: dict[str, str] = {}
+    sdpa = F.scaled_dot_product_attention
+    for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3")):
+        if torch_flashplug is None:
+            absent[name] = "torch_flashplug cannot be imported"
+        else:
+            found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
+    found["stock"] = Provider("stock", "F.sdpa without the plugin", sdpa, plugin_off)
+    for name, (label, backend) in STOCK.items():
+        found[name] = Provider(name, label, sdpa, lambda backend=backend: stock_backend(backend))
+    for name, (label, modules) in WHEELS.items():
+        function, reason = _import_wheel(modules)
+        if function is None:
+            absent[name] = reason
+        else:
+            found[name] = Provider(name, label, _wheel(function), nullcontext)
+    if wanted is not None:
+        found = {name: p for name, p in found.items() if name in wanted}
+        absent = {name: reason for name, reason in absent.items() if name in wanted}
+    return found, absent

@@ -1,0 +1,212 @@
+"""What a benchmark leaves behind: the machine's facts, a JSON file, a table, a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+CLOCK_FIELDS = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "driver_version",
+)
+LIMIT = 1.03  # auto may cost this much of stock's time, by the project's promise
+
+
+def read_clocks() -> dict[str, str]:
+    """What nvidia-smi says right now; empty where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader", "-i", "0"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    values = answer.stdout.strip().split(", ")
+    return dict(zip(CLOCK_FIELDS, values, strict=False)) if answer.returncode == 0 else {}
+
+
+def commit() -> str:
+    answer = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return answer.stdout.strip() or "unknown"
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
+
+
+def slug(gpu: str) -> str:
+    """ "NVIDIA H100 80GB HBM3" -> "h100"; a file name's part."""
+    for part in gpu.lower().split():
+        if re.fullmatch(r"[a-z]+\d+[a-z]*", part):
+            return part
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def header(suite: str, started_clocks: dict[str, str], commit_id: str) -> dict[str, object]:
+    return {
+        "suite": suite,
+        "gpu": gpu_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "commit": commit_id,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "python " + " ".join(sys.argv),
+        "clocks": {"start": started_clocks, "end": read_clocks()},
+    }
+
+
+def write_json(document: dict[str, object], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3f}"
+
+
+def print_table(document: dict[str, object], console: Console | None = None) -> None:
+    """One line per row: our time, every peer's, the ratio to the best of them."""
+    console = console or Console(width=150)
+    rows = document["rows"]
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
+    table = Table(title=f"{document['suite']} on {document['gpu']}, torch {document['torch']}; times in ms")
+    table.add_column("case", no_wrap=True)
+    for column in ("ours", "auto", *peers, "ratio", "auto/stock", "auto plan"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        auto_cost = row.get("auto_over_stock")
+        cells = [_milliseconds(row.get("ours_ms")), _milliseconds(row.get("auto_ms"))]
+        cells += [_milliseconds(row["peers_ms"].get(peer)) for peer in peers]
+        cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        colour = "red" if auto_cost and auto_cost > LIMIT else "default"
+        cells.append("-" if auto_cost is None else f"[{colour}]{auto_cost:.3f}[/]")
+        table.add_row(row["case"], *cells, row.get("auto_plan", "-"))
+    console.print(table)
+    console.print("ratio = time of the best peer / our time: above 1 we are faster.")
+    for name, reason in document.get("absent", {}).items():
+        console.print(f"not measured: {name} ({reason})")
+    for case, reason in document.get("skipped", {}).items():
+        console.print(f"skipped: {case} ({reason})")
+
+
+def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> Path | None:
+    """A picture beside the JSON file; None (and a line that says so) where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return None
+    matplotlib.use("Agg")
+    draw = {"forward": _plot_forward, "host": _plot_host}.get(str(document["suite"]), _plot_ratios)
+    figure = draw(document, labels)
+    path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.png"
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return path
+
+
+def _caption(document: dict[str, object]) -> str:
+    names = ("gpu", "torch", "cudnn", "date", "commit")
+    return "{}, torch {}, cuDNN {}, {}, commit {}".format(*(document[name] for name in names))
+
+
+def _plot_forward(document, labels):
+    """Throughput over sequence length, one panel per head dim and mask."""
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys((row["d"], row["mask"]) for row in document["rows"]))
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(7.2 * columns, 4.6 * lines), squeeze=False)
+    for axis, (d, mask) in zip(axes.flat, panels, strict=False):
+        rows = [row for row in document["rows"] if (row["d"], row["mask"]) == (d, mask)]
+        names = list(dict.fromkeys(name for row in rows for name in row["all_ms"] if name != "stock"))
+        for name in names:
+            points = [(row["s"], row["flop"] / row["all_ms"][name] / 1e9) for row in rows if name in row["all_ms"]]
+            bold = name == "ours_fa3"
+            style = {"linewidth": 3 if bold else 1.3, "linestyle": "--" if name == "ours_auto" else "-"}
+            axis.plot(
+                *zip(*points, strict=True), marker="o", label=labels.get(name, name), zorder=3 if bold else 2, **style
+            )
+        axis.set(title=f"head dim {d}, {mask} mask", xlabel="sequence length (batch x length = 16384)",
+                 ylabel="forward, TFLOP/s (higher is better)", xscale="log", ylim=(0, None))  # fmt: skip
+        axis.set_xticks([row["s"] for row in rows], [str(row["s"]) for row in rows])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(
+        "Attention forward, bf16, heads x head dim = 2048; median of interleaved rounds\n" + _caption(document)
+    )
+    figure.tight_layout()
+    return figure
+
+
+def _plot_host(document, labels):
+    """Left: host time per call. Right: time of everyday calls with the plugin on auto, as a multiple of stock's."""
+    import matplotlib.pyplot as plt
+
+    costs = [row for row in document["rows"] if row["kind"] == "host"]
+    calls = [row for row in document["rows"] if row["kind"] == "everyday"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, max(4.5, 0.3 * len(calls))), width_ratios=(1, 1.6))
+    names = list(dict.fromkeys(name for row in costs for name in row["all_ms"]))
+    for i, name in enumerate(names):
+        values = [row["all_ms"].get(name, 0) * 1e3 for row in costs]
+        bars = left.bar(
+            [x + 0.8 * i / len(names) for x in range(len(costs))], values, 0.8 / len(names), label=labels[name]
+        )
+        left.bar_label(bars, fmt="%.1f", fontsize=8)
+    left.set_xticks([x + 0.4 - 0.4 / max(len(names), 1) for x in range(len(costs))], [row["case"] for row in costs])
+    left.set(title="Host time of one F.sdpa call, 1x8x128x64", ylabel="microseconds (lower is better)")
+    left.margins(y=0.25)
+    left.legend(fontsize=8, loc="upper left", ncols=len(names))
+    ratios = [row["auto_over_stock"] or 0 for row in calls]
+    colours = ["tab:red" if ratio > LIMIT else "tab:green" if ratio < 0.97 else "tab:gray" for ratio in ratios]
+    right.barh([row["case"] for row in calls], ratios, color=colours)
+    right.axvline(1.0, color="black", linewidth=1)
+    right.axvline(LIMIT, color="tab:red", linewidth=1, linestyle="--", label=f"promise: at most {LIMIT}")
+    right.invert_yaxis()
+    right.set(
+        title="Everyday calls: time in auto mode / time without the plugin", xlabel="below 1: the plugin is faster"
+    )
+    right.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08 - 0.6 / max(len(calls), 1)))
+    figure.suptitle(_caption(document))
+    figure.tight_layout()
+    return figure
+
+
+def _plot_ratios(document, labels):
+    """Stock's time over ours against the size of the problem: where a class of calls is worth serving."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(10, 6))
+    for d, mask in dict.fromkeys((row["d"], row["mask"]) for row in document["rows"]):
+        points = [
+            (row["flop"] / 1e9, row["ratio"])
+            for row in document["rows"]
+            if (row["d"], row["mask"]) == (d, mask) and row["ratio"]
+        ]
+        if points:
+            axis.scatter(*zip(*points, strict=True), label=f"head dim {d}, {mask}", s=25)
+    axis.axhline(1.0, color="black", linewidth=1)
+    axis.axhline(0.97, color="tab:red", linestyle="--", linewidth=1, label="served from 0.97 up")
+    what = "forward + backward" if document["suite"] == "grad" else "forward"
+    axis.set(xscale="log", xlabel="GFLOP of the forward pass", ylabel=f"stock time / our time, {what}",
+             title="Our forward, forced, against F.sdpa without the plugin\n" + _caption(document))  # fmt: skip
+    axis.grid(alpha=0.3)
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure

@@ -1,0 +1,138 @@
+"""The calls that benchmarks time, as data: the grid of peers, the lattice that ChoiceRows are filled from, everyday
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from torch_flashplug.testing import Case, make_inputs
+
+MASKS = ("full", "causal")
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = 16384  # batch x length of the grid
+WIDTH = 2048  # heads x head dim of the grid
+
+
+def _case(
+    name: str, heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int], causal: bool = False, **more
+):
+    return Case(name, *heads, *seq, *dims, causal=causal, **more)
+
+
+def forward_grid(dims: tuple[int, ...] = (64, 128)) -> list[Case]:
+    """The grid of the project's baselines: constant work per row of lengths, BSHD storage."""
+    return [
+        _case(f"fwd_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
+        for d in dims
+        for mask in MASKS
+        for s in LENGTHS
+    ]
+
+
+# (B, Hq, Hkv) and (Sq, Sk) of the lattice; dims that share a kernel are stood for by the kernel's own and one below it
+_HEADS = ((1, 8, 8), (1, 32, 8), (4, 16, 16), (16, 16, 16))
+_SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_RECTANGLES = ((1024, 77), (4096, 77), (16, 4096), (64, 8192), (256, 4096), (2048, 512))
+_MAX_SCORES = 1 << 33  # B * Hq * Sq * Sk: larger problems say nothing new
+
+
+def choice_lattice(
+    dims: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 40), (96, 96), (128, 64)),
+) -> list[Case]:
+    """Shapes across the range, so that a class of calls shows where ours stops being the faster one."""
+    cases = []
+    for d, dv in dims:
+        for mask in MASKS:
+            for b, hq, hkv in _HEADS:
+                for sq, sk in tuple((s, s) for s in _SQUARE) + (_RECTANGLES if mask == "full" else ()):
+                    if b * hq * sq * sk <= _MAX_SCORES:
+                        name = f"d{d}v{dv}_{mask}_b{b}h{hq}kv{hkv}_{sq}x{sk}"
+                        cases.append(_case(name, (b, hq, hkv), (sq, sk), (d, dv), mask == "causal"))
+    return cases
+
+
+TINY = _case("tiny", (1, 8, 8), (128, 128), (64, 64), layout="bhsd")
+
+
+@dataclass(frozen=True, slots=True)
+class Everyday:
+    """A call from everyday code: a case, what else F.sdpa is given, and whether gradients are taken."""
+
+    case: Case
+    extra: str = ""  # "", "bool_mask", "padding_mask", "float_bias", "dropout"
+    grad: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.case.name + ("_" + self.extra if self.extra else "") + ("_fwd_bwd" if self.grad else "")
+
+    def build(self, device: str) -> Callable[[], object]:
+        """The call as user code would make it, on fixed inputs."""
+        inputs = make_inputs(self.case, device, requires_grad=self.grad)
+        kwargs = self.case.sdpa_kwargs() | _extra_arguments(self.extra, self.case, device)
+        if not self.grad:
+
+            def call():
+                with torch.no_grad():
+                    return F.scaled_dot_product_attention(*inputs, **kwargs)
+
+            return call
+
+        def step():
+            out = F.scaled_dot_product_attention(*inputs, **kwargs)
+            return torch.autograd.grad(out, tuple(inputs), inputs.grad_out)
+
+        return step
+
+
+def _extra_arguments(extra: str, case: Case, device: str) -> dict[str, object]:
+    generator = torch.Generator(device=device).manual_seed(1)
+    if extra == "bool_mask":
+        return {"attn_mask": torch.rand(1, 1, case.Sq, case.Sk, device=device, generator=generator) > 0.1}
+    if extra == "padding_mask":
+        lengths = torch.randint(case.Sk // 2, case.Sk, (case.B, 1, 1, 1), device=device, generator=generator)
+        return {"attn_mask": torch.arange(case.Sk, device=device) < lengths}
+    if extra == "float_bias":
+        bias = torch.randn(1, case.Hq, case.Sq, case.Sk, device=device, generator=generator)
+        return {"attn_mask": bias.to(case.torch_dtype)}
+    return {"dropout_p": 0.1} if extra == "dropout" else {}
+
+
+EVERYDAY: tuple[Everyday, ...] = (
+    Everyday(_case("tiny_128", (1, 8, 8), (128, 128), (64, 64))),
+    Everyday(_case("prompt_17_llama", (1, 32, 8), (17, 17), (128, 128), True)),
+    Everyday(_case("prompt_128_llama", (1, 32, 8), (128, 128), (128, 128), True)),
+    Everyday(_case("prompt_512_llama", (1, 32, 8), (512, 512), (128, 128), True)),
+    Everyday(_case("prompt_2k_llama", (1, 32, 8), (2048, 2048), (128, 128), True)),
+    Everyday(_case("prompt_8k_llama", (1, 32, 8), (8192, 8192), (128, 128), True)),
+    Everyday(_case("prompt_2k_fp16", (1, 32, 32), (2048, 2048), (128, 128), True, dtype="fp16")),
+    Everyday(_case("chunk_512_of_4k", (1, 32, 8), (512, 4096), (128, 128))),
+    Everyday(_case("decode_b1_1k", (1, 32, 8), (1, 1024), (128, 128))),
+    Everyday(_case("decode_b1_8k", (1, 32, 8), (1, 8192), (128, 128))),
+    Everyday(_case("decode_b8_8k", (8, 32, 8), (1, 8192), (128, 128))),
+    Everyday(_case("decode_b64_2k", (64, 32, 8), (1, 2048), (128, 128))),
+    Everyday(_case("verify_16_of_4k", (1, 32, 8), (16, 4096), (128, 128))),
+    Everyday(_case("bert_512", (8, 12, 12), (512, 512), (64, 64))),
+    Everyday(_case("bert_512", (8, 12, 12), (512, 512), (64, 64)), "padding_mask"),
+    Everyday(_case("vit_197", (8, 16, 16), (197, 197), (64, 64))),
+    Everyday(_case("vit_197_d80", (8, 16, 16), (197, 197), (80, 80))),
+    Everyday(_case("diffusion_4k", (2, 24, 24), (4096, 4096), (128, 128))),
+    Everyday(_case("cross_4k_77", (2, 10, 10), (4096, 77), (64, 64))),
+    Everyday(_case("masked_1k", (2, 16, 16), (1024, 1024), (64, 64)), "bool_mask"),
+    Everyday(_case("bias_1k", (2, 16, 16), (1024, 1024), (64, 64)), "float_bias"),
+    Everyday(_case("head_256", (1, 16, 16), (2048, 2048), (256, 256), True)),
+    Everyday(_case("head_192_128", (1, 16, 16), (2048, 2048), (192, 128), True)),
+    Everyday(_case("fp32_1k", (1, 16, 16), (1024, 1024), (64, 64), dtype="fp32")),
+    Everyday(_case("train_1k_d64", (8, 12, 12), (1024, 1024), (64, 64), True), grad=True),
+    Everyday(_case("train_4k_d128", (1, 16, 16), (4096, 4096), (128, 128), True), grad=True),
+    Everyday(_case("train_4k_d128_gqa4", (1, 32, 8), (4096, 4096), (128, 128), True), grad=True),
+    Everyday(_case("train_tiny", (1, 8, 8), (128, 128), (64, 64)), grad=True),
+    Everyday(_case("train_vit_197", (32, 12, 12), (197, 197), (64, 64)), grad=True),
+    Everyday(_case("train_1k_d64", (8, 12, 12), (1024, 1024), (64, 64), True), "dropout", grad=True),
+    Everyday(_case("train_fp32_512", (2, 8, 8), (512, 512), (64, 64), dtype="fp32"), grad=True),
+)
