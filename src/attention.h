@@ -1,0 +1,48 @@
+// What the two doors of sdpa_ops.cpp (the aten carrier and the project's own ops) share with stock.cpp: one call, its results, stock's own kernels.
+#pragma once
+
+#include "tensor_facts.h"
+#include "values.h"
+
+namespace flashplug {
+
+struct ForwardCall {
+  AtenTensorHandle q, k, v, mask;  // mask may be null; all borrowed
+  double dropout_p;
+  Causal causal;
+  std::optional<double> scale;
+  Mode mode;
+};
+
+struct ForwardResult {
+  Owned out, lse, seed, offset;  // seed and offset stay empty where no dropout was drawn
+};
+
+struct BackwardCall {
+  AtenTensorHandle grad_out;
+  ForwardCall forward;
+  AtenTensorHandle out, lse, seed, offset;
+  bool wanted[4];  // gradients of query, key, value, mask
+};
+
+struct BackwardResult {
+  Owned grads[4];  // empty where not wanted
+};
+
+Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type, int32_t device_index);
+// Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
+void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
+void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
+
+// ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
+
+bool efficient_can_run(const Problem& p);
+bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device);
+ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
+ForwardResult math_forward(const ForwardCall& call);
+// False where cuDNN refuses this call; the caller goes on to the next one.
+bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* result);
+BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
+BackwardResult math_backward(const BackwardCall& call);
+
+}  // namespace flashplug

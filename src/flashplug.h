@@ -1,0 +1,235 @@
+// The C++ core in one page: the facts of a call, the plan made of them, and every internal function in the order in which a call meets it.
+//
+//   F.scaled_dot_product_attention
+//     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
+//     sdpa_ops.cpp       the ops torch then calls: tensors -> Problem, outputs, stock fallbacks, backward
+//     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions
+//     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
+//     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
+//   below all of them: state.cpp (switches and tables), torch_symbols.cpp (libtorch and driver symbols found at run time)
+//
+// Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace flashplug {
+
+// ---- vocabulary (mirrors torch_flashplug/spec.py; test_plan.py holds the two together) ----
+
+enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 };
+constexpr int kNumBackends = 5;
+extern const char* const kBackendNames[kNumBackends];
+
+enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
+enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
+
+// bits 0-7 backend, 8-15 num_splits (0 = auto), 16-23 precision (0 = that of the inputs)
+struct Mode {
+  int64_t word = 0;
+  Backend backend() const { return static_cast<Backend>(word & 0xff); }
+  int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
+};
+constexpr int64_t kModeMask = 0xffffff;
+
+// ---- facts ----
+
+// How one operand lies in memory, as far as the kernels care.
+struct Layout {
+  int64_t last_stride = 1;
+  int align_bytes = 16;  // what the base address and every outer stride are multiples of, capped at 16
+};
+
+constexpr int kNumOperands = 3;  // query, key, value
+
+// Plain facts of one call. Batch is shared; heads of the query may be a multiple of those of key and value.
+struct Problem {
+  int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
+  DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
+  Layout layout[kNumOperands];
+  Causal causal = Causal::kNone;
+  bool has_mask = false;
+  bool on_cuda = false;      // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
+  bool grad = false;         // autograd will want a backward
+  bool deterministic = false;  // torch.use_deterministic_algorithms
+  double dropout_p = 0.0;
+  int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
+};
+
+struct DeviceFacts {
+  int cc = 0;  // compute capability: 90 is 9.0
+  int sm_count = 0;
+  int smem_bytes = 0;
+  int l2_bytes = 0;
+};
+
+// ---- the table (torch_flashplug/configs.py, pushed once at import) ----
+
+struct KernelRow {
+  int kind, arch;
+  int64_t d_max, dv_max;
+  MaskKind mask;
+  int tile_m, tile_n, stages;
+  int64_t min_sq, min_tiles;
+};
+
+struct ChoiceRow {
+  int kind, arch;
+  bool grad;
+  MaskKind mask;
+  int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
+  bool serve;
+  double ratio;         // stock default time / our time
+  char measured[96];    // date, machine, suite
+};
+
+constexpr int kMaxRows = 128;
+constexpr int kKindFwd = 0;
+
+struct Tables {
+  KernelRow kernels[kMaxRows];
+  ChoiceRow choices[kMaxRows];
+  int num_kernels = 0, num_choices = 0;
+  int64_t decode_rows = 64;       // Sq * G up to here is decode
+  double decode_occupancy = 0.8;  // share of the SMs that decode tiles must fill
+};
+
+// ---- the plan ----
+
+enum class Why : int {
+  kNone, kDevice, kArch, kDtype, kMixedDtype, kMask, kBottomRight, kDropout, kEmpty, kHeadDimStep, kHeadDimLimit, kLastStride, kAlignment,
+  kNoKernel, kSplits, kLaterRelease, kNoRow, kSlower, kDecodeGate, kDeterministic,
+};
+
+// A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the remedy.
+struct Reason {
+  Why why = Why::kNone;
+  int64_t given = 0;
+  int64_t allowed = 0;
+  int operand = 0;
+  explicit operator bool() const { return why != Why::kNone; }
+};
+
+struct Gate {
+  bool decode = false;   // few enough query rows to be a decode call
+  int64_t tiles = 0;     // B * Hkv * ceil(Sq * G / decode_rows)
+  int64_t needed = 0;    // the share of the SMs that they must reach
+  bool closed = false;
+};
+
+struct Plan {
+  Backend backend = Backend::kStock;
+  int kernel_row = -1;
+  int choice_row = -1;
+  int splits = 1;
+  int64_t tiles = 0;  // B * Hq * ceil(Sq / tile_m)
+  Gate gate;
+  Reason fa3, fa2;    // why not, where not taken
+};
+
+// ---- 1. router.cpp ----
+
+int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a reason code, text in last_error()
+int uninstall(int slot);  // puts the saved pointer back
+bool installed(int slot);
+
+// ---- 2. sdpa_ops.cpp ----
+
+void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
+void unregister_ops();
+
+// ---- 3. plan.cpp (pure) ----
+
+constexpr int kMaxReasons = 8;
+// Everything that keeps a backend from running this call at all (speed aside); stops after `limit`. Returns how many.
+int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
+int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
+// The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
+Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// Inside an op there is no way back to stock's choice: ours wherever it can run.
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// With shapes unknown: may some call of this class be ours?
+bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
+std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+std::string kernel_name(const KernelRow& row, DType dtype);
+std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+
+// ---- 4. kernels.cpp ----
+
+using KernelCall = int (*)(void* self, const void* args, int32_t num_args, void* result);  // TVM-FFI safe call
+struct Kernel {
+  std::atomic<KernelCall> call{nullptr};
+  void* self = nullptr;
+  std::atomic<uint64_t> devices{0};  // bit i: has run on device i, its module is loaded there
+};
+
+void load_pack(const char* path, int arch);
+void clear_packs();
+// The kernel of a plan, found on first use. Where there is none: null after one warning, or, if `required`, an error with the way out.
+Kernel* find_kernel(const Plan& plan, DType dtype, int device_index, bool required);
+bool kernel_missing(const Plan& plan, DType dtype);  // an earlier search failed; the router then leaves such calls to stock
+void forget_kernels();
+using CompileCallback = int (*)(const char* name, void** handle, char* error, int error_bytes);
+void set_compile_callback(CompileCallback callback);
+
+// ---- 5. launch.cpp ----
+
+struct ForwardTensors {
+  AtenTensorHandle q, k, v, out, lse;
+};
+void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
+
+// ---- state.cpp ----
+
+Tables& tables();
+bool enabled();
+Mode effective_mode();           // process-wide backend first, else this thread's mode
+Backend process_backend();
+bool standin();                  // tests: CPU tensors are eligible
+DeviceFacts device_facts(int device_index);  // cached; the override where one is set
+enum class Path : int { kOursForward, kEfficientForward, kMathForward, kCudnnBackward, kEfficientBackward, kMathBackward, kRoutedOurs, kRoutedStock };
+constexpr int kNumPaths = 8;
+void count(Path path);
+void log_warning(const std::string& text);
+void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan);
+void set_last_error(const std::string& text);
+
+// ---- torch_symbols.cpp ----
+
+using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*, double, bool,
+                                   std::optional<double>, bool);
+struct TorchSymbols {
+  void* stub = nullptr;            // at::native::_fused_sdp_choice_stub
+  bool signature = false;          // its function type is the one we were written for
+  bool flash_enabled() const;      // torch.nn.attention.sdpa_kernel and the global switches
+  bool overrideable_enabled() const;
+  bool math_enabled() const;
+  bool deterministic() const;
+  bool requires_grad(AtenTensorHandle tensor) const;
+  bool complete() const;
+};
+const TorchSymbols& torch_symbols();
+void* current_cuda_stream(int device_index);
+bool stream_is_capturing(void* stream);
+// Driver calls that record nothing while a stream is captured: relaxed for the lifetime of this object.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+DeviceFacts query_device(int device_index);
+
+}  // namespace flashplug

@@ -1,0 +1,153 @@
+// Where kernels come from: kernel packs (one shared object per architecture, a symbol per kernel), else one up-call into Python (compile.py).
+//
+// A kernel is looked up at its first use and kept in an array indexed by table row and dtype: no strings, maps or locks after that.
+#include <dlfcn.h>
+
+#include <mutex>
+#include <vector>
+
+#include "flashplug.h"
+#include "state.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kNumDtypes = 2;  // bf16, fp16
+
+struct Pack {
+  std::string path;
+  int arch;
+  void* library = nullptr;
+  std::string error;
+};
+
+struct Entry {
+  Kernel kernel;
+  std::atomic<bool> missing{false};
+};
+
+struct Registry {
+  Entry entries[kMaxRows][kNumDtypes];
+  std::vector<Pack> packs;
+  std::atomic<CompileCallback> compile{nullptr};
+  std::mutex mutex;  // guards packs and the writing of entries; never held during an up-call, which waits for the GIL
+};
+
+Registry& registry() {
+  static Registry* instance = new Registry();
+  return *instance;
+}
+
+// Head of a TVM-FFI function object; the callable behind a handle that compile.py returns.
+struct FunctionObject {
+  uint64_t reference_counts;
+  int32_t type_index;
+  uint32_t padding;
+  void* deleter;
+  KernelCall safe_call;
+};
+
+KernelCall find_in_packs(const std::string& name, int arch, std::string* why) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  if (r.packs.empty()) *why = "no kernel pack is installed";
+  for (Pack& pack : r.packs) {
+    if (pack.arch != arch) continue;
+    if (pack.library == nullptr && pack.error.empty()) {
+      pack.library = dlopen(pack.path.c_str(), RTLD_NOW | RTLD_LOCAL);
+      if (pack.library == nullptr) pack.error = dlerror();
+    }
+    if (pack.library == nullptr) {
+      *why = "kernel pack " + pack.path + " does not load: " + pack.error;
+      continue;
+    }
+    if (void* symbol = dlsym(pack.library, ("__tvm_ffi_" + name).c_str())) return reinterpret_cast<KernelCall>(symbol);
+    *why = "kernel pack " + pack.path + " does not hold it";
+  }
+  return nullptr;
+}
+
+KernelCall compile(const std::string& name, void** self, std::string* why) {
+  CompileCallback callback = registry().compile.load(std::memory_order_acquire);
+  if (callback == nullptr) {
+    *why += "; no compiler is installed";
+    return nullptr;
+  }
+  char error[1024] = "";
+  if (callback(name.c_str(), self, error, sizeof error) != 0 || *self == nullptr) {
+    *why += std::string("; not compiled: ") + error;
+    return nullptr;
+  }
+  return reinterpret_cast<FunctionObject*>(*self)->safe_call;
+}
+
+std::string way_out(const std::string& name, const std::string& why) {
+  return "torch_flashplug: kernel " + name + " is not available (" + why +
+         "). Build it ahead of time with `python tools/aot.py --arch sm_90a --out DIR`, or install torch_flashplug[jit] and call once outside capture";
+}
+
+Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index, bool required) {
+  const std::string name = kernel_name(row, dtype);
+  std::string why;
+  void* self = nullptr;
+  KernelCall call = find_in_packs(name, row.arch, &why);
+  if (call == nullptr) {
+    const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
+    if (capturing) {
+      why += "; and a stream capture is under way, during which nothing is compiled";
+    } else {
+      call = compile(name, &self, &why);
+    }
+    if (call == nullptr) {
+      if (required) throw std::runtime_error(way_out(name, why));
+      if (!entry.missing.exchange(!capturing)) log_warning(way_out(name, why) + "; stock attention serves these calls");
+      return nullptr;
+    }
+  }
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  if (entry.kernel.call.load(std::memory_order_relaxed) == nullptr) {
+    entry.kernel.self = self;
+    entry.kernel.call.store(call, std::memory_order_release);
+  }
+  return &entry.kernel;
+}
+
+}  // namespace
+
+Kernel* find_kernel(const Plan& plan, DType dtype, int device_index, bool required) {
+  Entry& entry = registry().entries[plan.kernel_row][static_cast<int>(dtype)];
+  if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
+  if (!required && entry.missing.load(std::memory_order_relaxed)) return nullptr;
+  return search(entry, tables().kernels[plan.kernel_row], dtype, device_index, required);
+}
+
+bool kernel_missing(const Plan& plan, DType dtype) {
+  return registry().entries[plan.kernel_row][static_cast<int>(dtype)].missing.load(std::memory_order_relaxed);
+}
+
+void load_pack(const char* path, int arch) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.packs.push_back(Pack{path, arch, nullptr, ""});
+}
+
+void clear_packs() {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.packs.clear();  // libraries stay loaded: kernels in flight may still run their code
+}
+
+void forget_kernels() {
+  for (auto& row : registry().entries) {
+    for (Entry& entry : row) {
+      entry.kernel.call.store(nullptr, std::memory_order_release);
+      entry.kernel.devices.store(0, std::memory_order_release);
+      entry.missing.store(false, std::memory_order_release);
+    }
+  }
+}
+
+void set_compile_callback(CompileCallback callback) { registry().compile.store(callback, std::memory_order_release); }
+
+}  // namespace flashplug

@@ -1,0 +1,146 @@
+// From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
+//
+// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py:
+//   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
+//   5 scale * log2(e)    6 scale               7 stream
+#include <dlfcn.h>
+#include <tvm/ffi/c_api.h>
+
+#include <cstring>
+
+#include "flashplug.h"
+#include "tensor_facts.h"
+#include "values.h"
+
+namespace flashplug {
+
+static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*), "kernels.cpp reads safe_call as the first field behind the object header");
+static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header");
+
+namespace {
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr int kNumArgs = 8;
+
+// A DLTensor with room for normalised strides; sizes are borrowed from the tensor.
+struct Argument {
+  DLTensor tensor;
+  int64_t stride[4];
+};
+
+void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_index, bool writes, Argument* out) {
+  Shape shape;
+  if (!read_shape(handle, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
+  const void* data = nullptr;
+  void* mutable_data = nullptr;
+  check_shim(writes ? torch_get_mutable_data_ptr(handle, &mutable_data) : torch_get_const_data_ptr(handle, &data), "get_data_ptr");
+  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes there too.
+  for (int i = 0; i < dims; ++i) {
+    const bool any = shape.size[i] == 1 && i + 1 < dims;
+    out->stride[i] = any ? (shape.size[dims - 1] + 7) / 8 * 8 : shape.stride[i];
+  }
+  if (dims == 4) out->stride[3] = 1;
+  out->tensor.data = writes ? mutable_data : const_cast<void*>(data);
+  out->tensor.device = DLDevice{kDLCUDA, device_index};
+  out->tensor.ndim = dims;
+  out->tensor.dtype = dtype;
+  out->tensor.shape = const_cast<int64_t*>(shape.size);
+  out->tensor.strides = out->stride;
+  out->tensor.byte_offset = 0;
+}
+
+TVMFFIAny pack_tensor(Argument* argument) {
+  TVMFFIAny any;
+  any.type_index = kTVMFFIDLTensorPtr;
+  any.zero_padding = 0;
+  any.v_ptr = &argument->tensor;
+  return any;
+}
+
+TVMFFIAny pack_float(double value) {
+  TVMFFIAny any;
+  any.type_index = kTVMFFIFloat;
+  any.zero_padding = 0;
+  any.v_float64 = value;
+  return any;
+}
+
+TVMFFIAny pack_pointer(void* value) {
+  TVMFFIAny any;
+  any.type_index = kTVMFFIOpaquePtr;
+  any.zero_padding = 0;
+  any.v_ptr = value;
+  return any;
+}
+
+// What TVM-FFI kept of the failure. Its library is in the process already: the packs and the JIT need it.
+std::string raised_text() {
+  void* library = dlopen("libtvm_ffi.so", RTLD_NOLOAD | RTLD_NOW);
+  void* scope = library != nullptr ? library : RTLD_DEFAULT;
+  auto move_raised = reinterpret_cast<void (*)(TVMFFIObjectHandle*)>(dlsym(scope, "TVMFFIErrorMoveFromRaised"));
+  auto release = reinterpret_cast<int (*)(TVMFFIObjectHandle)>(dlsym(scope, "TVMFFIObjectDecRef"));
+  if (move_raised == nullptr || release == nullptr) return "no text: libtvm_ffi.so is not loaded";
+  TVMFFIObjectHandle error = nullptr;
+  move_raised(&error);
+  if (error == nullptr) return "no text was left";
+  const auto* cell = reinterpret_cast<const TVMFFIErrorCell*>(static_cast<const char*>(error) + sizeof(TVMFFIObject));
+  std::string text(cell->kind.data, cell->kind.size);
+  text += ": " + std::string(cell->message.data, cell->message.size);
+  release(error);
+  return text;
+}
+
+// Makes the tensors' device current, if it is not already, and puts the old one back.
+class OnDevice {
+ public:
+  explicit OnDevice(int device_index) {
+    int32_t current = -1;
+    check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
+    if (current != device_index) check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
+  }
+  ~OnDevice() {
+    if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+  TVMFFIAny result;
+  result.type_index = kTVMFFINone;
+  result.zero_padding = 0;
+  result.v_int64 = 0;
+  KernelCall call = kernel.call.load(std::memory_order_acquire);
+  if (call(kernel.self, args, count, &result) != 0) throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
+}
+
+}  // namespace
+
+void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
+  const DLDataType half = {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
+  const DLDataType single = {kDLFloat, 32, 1};
+  Argument q, k, v, out, lse;
+  describe(tensors.q, 4, half, device_index, false, &q);
+  describe(tensors.k, 4, half, device_index, false, &k);
+  describe(tensors.v, 4, half, device_index, false, &v);
+  describe(tensors.out, 4, half, device_index, true, &out);
+  describe(tensors.lse, 3, single, device_index, true, &lse);
+  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),   pack_tensor(&k), pack_tensor(&v), pack_tensor(&out),
+                                    pack_tensor(&lse), pack_float(scale * kLog2e), pack_float(scale),
+                                    pack_pointer(current_cuda_stream(device_index))};
+  OnDevice on_device(device_index);
+  const uint64_t bit = uint64_t{1} << (device_index & 63);
+  if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
+    run(kernel, args, kNumArgs);
+    return;
+  }
+  // First use on this device loads the kernel's module, which a stream capture of this thread would forbid in its strict mode.
+  RelaxedCapture relaxed;
+  run(kernel, args, kNumArgs);
+  kernel.devices.fetch_or(bit, std::memory_order_release);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,69 @@
+// Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert on them.
+#include <cstring>
+
+#include "attention.h"
+
+namespace flashplug {
+
+Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type, int32_t device_index) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &handle), "empty_strided");
+  return Owned(handle);
+}
+
+namespace {
+
+// 1: dim a belongs outside dim b; -1: inside; 0: undecided (a broadcast dim, or a tie).
+int compare_dims(const int64_t* size, const int64_t* stride, int a, int b) {
+  if (stride[a] == 0 || stride[b] == 0) return 0;
+  if (stride[a] != stride[b]) return stride[a] < stride[b] ? -1 : 1;
+  return size[a] > size[b] ? 1 : 0;
+}
+
+}  // namespace
+
+// empty_like keeps the strides of a tensor without holes or overlaps; any other is packed in the order of its strides (c10's infer_dense_strides).
+void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out) {
+  int order[5];  // innermost first
+  for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+  for (int i = 1; i < dims; ++i) {
+    int moving = i;
+    for (int j = i - 1; j >= 0; --j) {
+      const int comparison = compare_dims(size, stride, order[j], order[moving]);
+      if (comparison > 0) {
+        std::swap(order[j], order[moving]);
+        moving = j;
+      } else if (comparison < 0) {
+        break;
+      }
+    }
+  }
+  bool dense = true;
+  int64_t next = 1;
+  for (int i = 0; i < dims; ++i) {
+    const int dim = order[i];
+    out[dim] = next;
+    if (size[dim] != 1 && stride[dim] != next) dense = false;
+    next *= size[dim] > 1 ? size[dim] : 1;
+  }
+  if (dense) std::memcpy(out, stride, sizeof(int64_t) * dims);
+}
+
+void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]) {
+  if (std::memcmp(query.size, out_size, 4 * sizeof(int64_t)) == 0) {
+    dense_strides(query.size, query.stride, 4, out_stride);
+    return;
+  }
+  // torch: stable sort of the dims by stride, largest first; strides packed in that order.
+  int order[4] = {0, 1, 2, 3};
+  for (int i = 1; i < 4; ++i) {
+    for (int j = i; j > 0 && query.stride[order[j - 1]] < query.stride[order[j]]; --j) std::swap(order[j - 1], order[j]);
+  }
+  int64_t next = 1;
+  for (int i = 3; i >= 0; --i) {
+    out_stride[order[i]] = next;
+    next *= out_size[order[i]];
+  }
+}
+
+}  // namespace flashplug

@@ -1,0 +1,140 @@
+// The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the boundary.
+#include <cstring>
+
+#include "flashplug.h"
+#include "state.h"
+
+using namespace flashplug;
+
+#define FLASHPLUG_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// 0 and no exception; or 1 and a text for flashplug_last_error.
+template <typename Body>
+int guarded(Body body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    set_last_error(error.what());
+    return 1;
+  }
+}
+
+// Copies text, cut to fit; returns the bytes needed with the final zero.
+int copy_text(const std::string& text, char* out, int capacity) {
+  if (capacity > 0) {
+    const size_t n = text.size() < static_cast<size_t>(capacity - 1) ? text.size() : static_cast<size_t>(capacity - 1);
+    std::memcpy(out, text.data(), n);
+    out[n] = '\0';
+  }
+  return static_cast<int>(text.size()) + 1;
+}
+
+// Field orders below are those of native.py's PROBLEM_FIELDS and FACTS_FIELDS.
+Problem problem_from(const int64_t* f, double dropout_p) {
+  Problem p;
+  p.B = f[0], p.Hq = f[1], p.Hkv = f[2], p.Sq = f[3], p.Sk = f[4], p.D = f[5], p.Dv = f[6];
+  for (int i = 0; i < kNumOperands; ++i) {
+    p.dtype[i] = static_cast<DType>(f[7 + i]);
+    p.layout[i].last_stride = f[10 + i];
+    p.layout[i].align_bytes = static_cast<int>(f[13 + i]);
+  }
+  p.causal = static_cast<Causal>(f[16]);
+  p.has_mask = f[17] != 0, p.on_cuda = f[18] != 0, p.grad = f[19] != 0, p.deterministic = f[20] != 0;
+  p.dropout_p = dropout_p;
+  return p;
+}
+
+DeviceFacts facts_from(const int64_t* f) {
+  return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3])};
+}
+
+}  // namespace
+
+FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
+FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
+FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
+  return guarded([&] { register_ops(dispatch_key, own_ops != 0); });
+}
+FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
+
+FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
+FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
+FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word & kModeMask); }
+FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
+FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
+FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
+FLASHPLUG_EXPORT void flashplug_set_standin(int on) { state().standin.store(on != 0); }
+FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
+  return copy_text(id >= 0 && id < kNumBackends ? kBackendNames[id] : "", out, capacity);
+}
+
+FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
+  const DeviceFacts facts = device_facts(device_index);
+  out[0] = facts.cc, out[1] = facts.sm_count, out[2] = facts.smem_bytes, out[3] = facts.l2_bytes;
+}
+FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: back to the real ones
+  State& s = state();
+  if (facts != nullptr) s.facts_override = facts_from(facts);
+  s.facts_overridden.store(facts != nullptr, std::memory_order_release);
+}
+
+FLASHPLUG_EXPORT void flashplug_clear_rows() {
+  tables().num_kernels = tables().num_choices = 0;
+  forget_kernels();
+}
+FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
+  Tables& t = tables();
+  if (t.num_kernels == kMaxRows) return 1;
+  t.kernels[t.num_kernels++] = KernelRow{static_cast<int>(f[0]), static_cast<int>(f[1]), f[2], f[3], static_cast<MaskKind>(f[4]),
+                                         static_cast<int>(f[5]), static_cast<int>(f[6]), static_cast<int>(f[7]), f[8], f[9]};
+  return 0;
+}
+FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
+  Tables& t = tables();
+  if (t.num_choices == kMaxRows) return 1;
+  ChoiceRow row{static_cast<int>(f[0]), static_cast<int>(f[1]), f[2] != 0, static_cast<MaskKind>(f[3]), f[4], f[5], f[6], f[7], f[8], f[9], f[10],
+                f[11] != 0, ratio, ""};
+  copy_text(measured, row.measured, sizeof row.measured);
+  t.choices[t.num_choices++] = row;
+  return 0;
+}
+FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, double decode_occupancy) {
+  tables().decode_rows = decode_rows;
+  tables().decode_occupancy = decode_occupancy;
+}
+
+FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode, char* out, int capacity) {
+  return copy_text(plan_json(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
+}
+FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode, char* out, int capacity) {
+  return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
+}
+
+FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
+  for (int i = 0; i < kNumPaths; ++i) {
+    std::atomic<int64_t>& counter = state().counters[i];
+    out[i] = reset ? counter.exchange(0) : counter.load();
+  }
+}
+FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
+  state().log_plans.store(log_plans != 0);
+  state().log_callback.store(callback, std::memory_order_release);
+}
+
+FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
+FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, int arch) { load_pack(path, arch); }
+FLASHPLUG_EXPORT void flashplug_clear_packs() { clear_packs(); }
+FLASHPLUG_EXPORT int flashplug_kernel_name(int row, int dtype, char* out, int capacity) {
+  if (row < 0 || row >= tables().num_kernels) return copy_text("", out, capacity);
+  return copy_text(kernel_name(tables().kernels[row], static_cast<DType>(dtype)), out, capacity);
+}
+
+FLASHPLUG_EXPORT int flashplug_last_error(char* out, int capacity) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.error_mutex);
+  return copy_text(s.last_error, out, capacity);
+}

@@ -1,0 +1,185 @@
+// The dispatcher's rule: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA, no strings on this path.
+//
+// Order of questions: can ours run this call (fa3_unsupported)? Is there a kernel row? In auto: does the decode gate let it through, and does a
+// measured row say that it is at least as fast as stock? The words for every answer are in plan_text.cpp.
+#include "flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kHopper = 90;
+constexpr int kAmpere = 80;
+constexpr int64_t kHeadDimStep = 8;   // TMA moves rows of whole 16-byte units
+constexpr int kAlignBytes = 16;       // TMA base address and strides
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool is_half(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kFp16; }
+
+bool mask_fits(MaskKind row, Causal causal) {
+  return row == MaskKind::kAny || row == (causal == Causal::kNone ? MaskKind::kFull : MaskKind::kCausal);
+}
+
+// Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
+struct Collector {
+  Reason* reasons;
+  int limit;
+  int count = 0;
+  bool full() const { return count >= limit; }
+  void add(Why why, int64_t given = 0, int64_t allowed = 0, int operand = 0) {
+    if (!full()) reasons[count++] = Reason{why, given, allowed, operand};
+  }
+};
+
+int64_t row_tiles(const Problem& p, const KernelRow& row) { return p.B * p.Hq * ceil_div(p.Sq, row.tile_m); }
+
+// First match wins. -1: no row.
+int find_kernel_row(const Problem& p, int arch, const Tables& tables) {
+  for (int i = 0; i < tables.num_kernels; ++i) {
+    const KernelRow& row = tables.kernels[i];
+    if (row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max && mask_fits(row.mask, p.causal) &&
+        p.Sq >= row.min_sq && row_tiles(p, row) >= row.min_tiles) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+int find_choice_row(const Problem& p, int arch, int64_t tiles, const Tables& tables) {
+  const int64_t d = p.D > p.Dv ? p.D : p.Dv;
+  for (int i = 0; i < tables.num_choices; ++i) {
+    const ChoiceRow& row = tables.choices[i];
+    if (row.kind == kKindFwd && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) && d >= row.d_min && d <= row.d_max &&
+        p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk && tiles >= row.min_tiles) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// Head dims that some row of this arch holds: the limit that the message names.
+void largest_head_dims(int arch, const Tables& tables, int64_t* d_max, int64_t* dv_max) {
+  *d_max = *dv_max = 0;
+  for (int i = 0; i < tables.num_kernels; ++i) {
+    const KernelRow& row = tables.kernels[i];
+    if (row.arch != arch) continue;
+    if (row.d_max > *d_max) *d_max = row.d_max;
+    if (row.dv_max > *dv_max) *dv_max = row.dv_max;
+  }
+}
+
+Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  Gate gate;
+  const int64_t packed_rows = p.Sq * p.group();
+  if (packed_rows > tables.decode_rows) return gate;
+  gate.decode = true;
+  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows, tables.decode_rows);
+  gate.needed = static_cast<int64_t>(tables.decode_occupancy * device.sm_count + 0.999999);
+  gate.closed = gate.tiles < gate.needed;
+  return gate;
+}
+
+// What both entry points share: support, kernel row, tiles. Leaves plan.fa3 empty if ours can run.
+void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
+  if (fa3_unsupported(p, device, tables, &plan->fa3, 1) != 0) return;
+  if (mode.num_splits() > 1) {
+    plan->fa3 = Reason{Why::kSplits, mode.num_splits(), 1};
+    return;
+  }
+  plan->kernel_row = find_kernel_row(p, kHopper, tables);
+  if (plan->kernel_row < 0) {
+    plan->fa3 = Reason{Why::kNoKernel};
+    return;
+  }
+  plan->tiles = row_tiles(p, tables.kernels[plan->kernel_row]);
+}
+
+Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tables& tables, Plan* plan) {
+  if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
+  plan->gate = decode_gate(p, device, tables);
+  if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
+  plan->choice_row = find_choice_row(p, kHopper, plan->tiles, tables);
+  if (plan->choice_row < 0) return Reason{Why::kNoRow};
+  const ChoiceRow& row = tables.choices[plan->choice_row];
+  if (!row.serve) return Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
+  return {};
+}
+
+}  // namespace
+
+int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit) {
+  Collector out{reasons, limit};
+  if (!p.on_cuda || device.cc == 0) out.add(Why::kDevice);
+  else if (device.cc != kHopper) out.add(Why::kArch, device.cc, kHopper);
+  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) out.add(Why::kMixedDtype);
+  else if (!is_half(p.dtype[0])) out.add(Why::kDtype);
+  if (p.has_mask) out.add(Why::kMask);
+  if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
+  if (p.dropout_p > 0.0) out.add(Why::kDropout);
+  if (out.full()) return out.count;
+  if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
+    out.add(Why::kEmpty);
+    return out.count;
+  }
+  if (p.D % kHeadDimStep != 0) out.add(Why::kHeadDimStep, p.D, kHeadDimStep, 0);
+  if (p.Dv % kHeadDimStep != 0) out.add(Why::kHeadDimStep, p.Dv, kHeadDimStep, 2);
+  int64_t d_max = 0, dv_max = 0;
+  largest_head_dims(kHopper, tables, &d_max, &dv_max);
+  if (p.D > d_max) out.add(Why::kHeadDimLimit, p.D, d_max, 0);
+  if (p.Dv > dv_max) out.add(Why::kHeadDimLimit, p.Dv, dv_max, 2);
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (p.layout[i].last_stride != 1) out.add(Why::kLastStride, p.layout[i].last_stride, 1, i);
+    if (p.layout[i].align_bytes < kAlignBytes) out.add(Why::kAlignment, p.layout[i].align_bytes, kAlignBytes, i);
+  }
+  return out.count;
+}
+
+int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit) {
+  Collector out{reasons, limit};
+  if (!p.on_cuda || device.cc == 0) out.add(Why::kDevice);
+  else if (device.cc < kAmpere) out.add(Why::kArch, device.cc, kAmpere);
+  else if (find_kernel_row(p, kAmpere, tables) < 0) out.add(Why::kLaterRelease);
+  return out.count;
+}
+
+Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  Plan plan;
+  const Backend wanted = mode.backend();
+  if (wanted == Backend::kMath || wanted == Backend::kStock) {
+    plan.backend = wanted;
+    return plan;
+  }
+  if (wanted != Backend::kFa2) {
+    resolve_fa3(p, device, mode, tables, &plan);
+    if (!plan.fa3 && wanted == Backend::kAuto) plan.fa3 = slower_than_stock(p, device, tables, &plan);
+    if (!plan.fa3) {
+      plan.backend = Backend::kFa3;
+      return plan;
+    }
+  }
+  fa2_unsupported(p, device, tables, &plan.fa2, 1);
+  return plan;  // stock; under a forced backend the op turns this into an error
+}
+
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  if (mode.backend() != Backend::kAuto) return plan_call(p, device, mode, tables);
+  Plan plan;
+  resolve_fa3(p, device, mode, tables, &plan);
+  if (!plan.fa3) plan.backend = Backend::kFa3;
+  return plan;
+}
+
+bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p > 0.0 || !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] ||
+      p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
+    return false;
+  }
+  for (int i = 0; i < tables.num_choices; ++i) {
+    const ChoiceRow& row = tables.choices[i];
+    if (row.arch == kHopper && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal)) return true;
+  }
+  return false;
+}
+
+}  // namespace flashplug

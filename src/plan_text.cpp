@@ -1,0 +1,177 @@
+// Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path of a call that is served.
+#include "flashplug.h"
+
+#include <cstdio>
+
+namespace flashplug {
+
+namespace {
+
+const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
+const char* const kDtypeNames[] = {"bfloat16", "float16", "float32", "other"};
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+std::string capability(int64_t cc) { return number(cc / 10) + "." + number(cc % 10); }
+
+std::string fixed(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f", value);
+  return text;
+}
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    if (static_cast<unsigned char>(c) >= 0x20) out += c;
+  }
+  return out + "\"";
+}
+
+std::string device_reason(const Reason& reason, const DeviceFacts& device) {
+  if (reason.why == Why::kArch) {
+    return "compute capability " + capability(reason.given) + ", these kernels need " +
+           (reason.allowed == 90 ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") + "; stock attention serves this device";
+  }
+  if (device.cc == 0) return "no CUDA device; these kernels run on GPUs";
+  return "tensors are not all on one CUDA device; move query, key and value to the same GPU";
+}
+
+std::string operand_reason(const Reason& reason, const Problem& p) {
+  const std::string name = kOperandNames[reason.operand];
+  switch (reason.why) {
+    case Why::kMixedDtype:
+      return std::string("dtypes differ (") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", " + kDtypeNames[static_cast<int>(p.dtype[1])] + ", " +
+             kDtypeNames[static_cast<int>(p.dtype[2])] + "); cast them to one 16-bit dtype";
+    case Why::kDtype:
+      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", kernels take bfloat16 and float16; cast, or use torch.autocast";
+    case Why::kHeadDimStep:
+      return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) + "; pad the head dim";
+    case Why::kHeadDimLimit:
+      return name + " has head dim " + number(reason.given) + ", kernels take up to " + number(reason.allowed) + "; stock attention serves larger ones";
+    case Why::kLastStride:
+      return name + " has stride " + number(reason.given) + " in its last dim, kernels need 1; call .contiguous()";
+    default:
+      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), TMA needs " + number(reason.allowed) +
+             "; call .contiguous() or .clone()";
+  }
+}
+
+std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device) {
+  switch (reason.why) {
+    case Why::kNoRow:
+      return "no measured row for this class of calls (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+             "); auto takes only what was measured; force it with sdpa_backend('fa3')";
+    case Why::kSlower:
+      return "measured " + fixed(static_cast<double>(reason.given) / 1000) + " x stock's speed, auto needs the table's serve ratio; stock is faster";
+    case Why::kDecodeGate:
+      return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
+             " needed to fill the SMs; splitting the keys comes with a later release; stock is faster";
+    default:
+      return "torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use torch.no_grad() or the stock backend";
+  }
+}
+
+std::string gate_text(const Gate& gate, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(p.Sq * p.group());
+  if (!gate.decode) return rows + " > " + number(tables.decode_rows) + ": not a decode call";
+  return rows + " <= " + number(tables.decode_rows) + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) + ") = " + number(p.B) + "*" +
+         number(p.Hkv) + "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
+         number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
+}
+
+std::string row_text(const Plan& plan, const Tables& tables) {
+  if (plan.choice_row < 0) return "";
+  const ChoiceRow& row = tables.choices[plan.choice_row];
+  return "choice row " + number(plan.choice_row) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
+}
+
+// Why a backend that was not looked at was not needed.
+std::string not_needed(Backend taken, Mode mode) {
+  const std::string name = kBackendNames[static_cast<int>(taken)];
+  return mode.backend() == taken ? name + " is forced" : name + " comes first and serves this call";
+}
+
+}  // namespace
+
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device) {
+  switch (reason.why) {
+    case Why::kNone:
+      return "";
+    case Why::kDevice:
+    case Why::kArch:
+      return device_reason(reason, device);
+    case Why::kMask:
+      return "attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says";
+    case Why::kBottomRight:
+      return "causal mask aligned to the bottom right, kernels align to the top left; use the math backend";
+    case Why::kDropout:
+      return "dropout_p=" + fixed(p.dropout_p) + ", kernels have no dropout; pass dropout_p=0";
+    case Why::kEmpty:
+      return "a dimension is 0; stock attention handles empty tensors";
+    case Why::kNoKernel:
+      return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) + "; see torch_flashplug/configs.py";
+    case Why::kSplits:
+      return "num_splits=" + number(reason.given) + ", only 1 is built; split kernels come with a later release";
+    case Why::kLaterRelease:
+      return "its kernels (sm_80 and up) come with a later release";
+    case Why::kNoRow:
+    case Why::kSlower:
+    case Why::kDecodeGate:
+    case Why::kDeterministic:
+      return speed_reason(reason, p, device);
+    default:
+      return operand_reason(reason, p);
+  }
+}
+
+std::string kernel_name(const KernelRow& row, DType dtype) {
+  std::string head = "d" + number(row.d_max) + (row.dv_max == row.d_max ? "" : "v" + number(row.dv_max));
+  return "fwd_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") + head + (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") +
+         number(row.tile_m) + "n" + number(row.tile_n) + "s" + number(row.stages);
+}
+
+std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Plan plan = plan_call(p, device, mode, tables);
+  Reason all[kMaxReasons];
+  std::string fa3 = plan.fa3 ? reason_text(plan.fa3, p, device) : "";
+  const int count = fa3_unsupported(p, device, tables, all, kMaxReasons);
+  for (int i = 1; i < count; ++i) fa3 += "; also: " + reason_text(all[i], p, device);
+  if (fa3.empty() && plan.backend != Backend::kFa3) fa3 = not_needed(mode.backend(), mode);
+  std::string fa2 = plan.fa2 ? reason_text(plan.fa2, p, device) : not_needed(plan.backend, mode);
+
+  std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
+  out += ", \"kernel\": " + quoted(plan.kernel_row >= 0 && plan.backend == Backend::kFa3 ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) : "");
+  out += ", \"splits\": " + number(plan.splits) + ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
+  const char* separator = "";
+  auto add = [&](Backend backend, const std::string& text) {
+    if (backend == plan.backend) return;
+    out += separator + quoted(kBackendNames[static_cast<int>(backend)]) + ": " + quoted(text);
+    separator = ", ";
+  };
+  add(Backend::kFa3, fa3);
+  add(Backend::kFa2, fa2);
+  add(Backend::kMath, plan.backend == Backend::kStock && mode.backend() != Backend::kStock
+                          ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
+                          : not_needed(plan.backend, mode));
+  add(Backend::kStock, not_needed(plan.backend, mode));
+  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode);
+  out += "}, \"gate\": " + quoted(measured ? gate_text(plan.gate, p, device, tables) : "") + ", \"row\": " + quoted(row_text(plan, tables)) + "}";
+  return out;
+}
+
+std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Plan plan = plan_call(p, device, mode, tables);
+  const bool fa3 = mode.backend() == Backend::kFa3;
+  Reason all[kMaxReasons];
+  const int count = fa3 ? fa3_unsupported(p, device, tables, all, kMaxReasons) : fa2_unsupported(p, device, tables, all, kMaxReasons);
+  std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
+                     "' is forced and cannot run this call (query [" + number(p.B) + ", " + number(p.Hq) + ", " + number(p.Sq) + ", " + number(p.D) +
+                     "], key [.., " + number(p.Hkv) + ", " + number(p.Sk) + ", " + number(p.D) + "]):";
+  if (count == 0) text += "\n  - " + reason_text(fa3 ? plan.fa3 : plan.fa2, p, device);
+  for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device);
+  return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";
+}
+
+}  // namespace flashplug

@@ -1,0 +1,159 @@
+// The choice function that sits in the CUDA slot of at::native::_fused_sdp_choice_stub, and putting it there and back.
+//
+// It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that stock behaviour (and stock's
+// errors for bad input) stays what it is. Rule of the house: it never reads sizes of symbolic tensors, it never throws, it allocates nothing.
+#include <dlfcn.h>
+
+#include <cstring>
+#include <mutex>
+
+#include "flashplug.h"
+#include "tensor_facts.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kChoiceMath = 0;          // SDPBackend.MATH
+constexpr int64_t kChoiceOverrideable = 4;  // SDPBackend.OVERRIDEABLE
+constexpr int kNumSlots = 2;                // pointers at the start of DispatchStubImpl: cpu, cuda
+
+std::atomic<void*> saved[kNumSlots];
+std::mutex install_mutex;
+
+struct Call {
+  AtenTensorHandle q, k, v;
+  bool has_mask, is_causal, enable_gqa;
+  double dropout_p;
+};
+
+enum class Verdict { kStock, kOurs };
+
+bool wants_grad(const Call& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return aoti_torch_grad_mode_is_enabled() && (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v));
+}
+
+// Shapes that stock would reject or broadcast: it keeps them, and raises its own errors.
+bool shapes_regular(const Shape& q, const Shape& k, const Shape& v, bool enable_gqa) {
+  const bool heads = k.size[1] == v.size[1] && (q.size[1] == k.size[1] || (enable_gqa && k.size[1] > 0 && q.size[1] % k.size[1] == 0));
+  return heads && q.size[0] == k.size[0] && q.size[0] == v.size[0] && k.size[2] == v.size[2] && q.size[3] == k.size[3];
+}
+
+int64_t offset_bytes(AtenTensorHandle tensor) {
+  int64_t offset = 0;
+  // Storages come 512-byte aligned from the allocator; a foreign storage that is not is met by the op, which looks at the address itself.
+  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * 2 : 0;
+}
+
+Verdict judge(const Call& call, Mode mode) {
+  const TorchSymbols& torch = torch_symbols();
+  TensorClass q, k, v;
+  if (!read_class(call.q, &q) || !read_class(call.k, &k) || !read_class(call.v, &v)) return Verdict::kStock;
+  if (q.dim != 4 || k.dim != 4 || v.dim != 4) return Verdict::kStock;
+  if (!eligible_device(q.device_type) || q.device_type != k.device_type || q.device_type != v.device_type ||
+      q.device_index != k.device_index || q.device_index != v.device_index) {
+    return Verdict::kStock;
+  }
+  const bool forced = mode.backend() == Backend::kFa3 || mode.backend() == Backend::kFa2;
+  const DeviceFacts device = device_facts(q.device_index);
+  Problem p;
+  p.on_cuda = true;
+  p.dtype[0] = q.dtype;
+  p.dtype[1] = k.dtype;
+  p.dtype[2] = v.dtype;
+  p.has_mask = call.has_mask;
+  p.causal = call.is_causal ? Causal::kTopLeft : Causal::kNone;
+  p.dropout_p = call.dropout_p;
+  p.grad = wants_grad(call);
+  p.deterministic = p.grad && torch.deterministic();
+  // Cheap way out before shapes are read: no row of this class can win.
+  if (!forced && !class_may_serve(p, device, tables())) {
+    note_plan("router", p, device, mode, Plan{});
+    return Verdict::kStock;
+  }
+  Shape shape_q, shape_k, shape_v;
+  if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
+    return Verdict::kOurs;  // traced with symbolic sizes: the op decides at run time on concrete ones
+  }
+  if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
+  fill_shapes(shape_q, shape_k, shape_v, &p);
+  p.layout[0] = layout_of(shape_q, offset_bytes(call.q));
+  p.layout[1] = layout_of(shape_k, offset_bytes(call.k));
+  p.layout[2] = layout_of(shape_v, offset_bytes(call.v));
+  const Plan plan = plan_call(p, device, mode, tables());
+  note_plan("router", p, device, mode, plan);
+  if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
+  return plan.backend == Backend::kFa3 && !kernel_missing(plan, p.dtype[0]) ? Verdict::kOurs : Verdict::kStock;
+}
+
+template <int slot>
+int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask, double dropout_p, bool is_causal,
+               std::optional<double> scale, bool enable_gqa) {
+  const TorchSymbols& torch = torch_symbols();
+  const Mode mode = effective_mode();
+  const Backend wanted = mode.backend();
+  bool ours = false;
+  if (enabled()) {
+    if (process_backend() == Backend::kMath) return kChoiceMath;
+    const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
+    if (wanted == Backend::kMath && allowed && torch.math_enabled()) return kChoiceMath;
+    if (allowed && wanted != Backend::kStock && wanted != Backend::kMath) {
+      ours = judge(Call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p}, mode) == Verdict::kOurs;
+    }
+  }
+  count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
+  if (ours) return kChoiceOverrideable;
+  auto stock = reinterpret_cast<ChoiceFunction>(saved[slot].load(std::memory_order_acquire));
+  return stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+void* our_choice(int slot) { return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>); }
+
+std::atomic<void*>* slot_pointer(int slot) {
+  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + slot * sizeof(void*));
+}
+
+bool lies_in(void* function, const char* library) {
+  Dl_info info;
+  return dladdr(function, &info) != 0 && info.dli_fname != nullptr && std::strstr(info.dli_fname, library) != nullptr;
+}
+
+int fail(int code, const char* text) {
+  set_last_error(std::string("torch_flashplug: router not installed: ") + text);
+  return code;
+}
+
+}  // namespace
+
+bool installed(int slot) {
+  return slot >= 0 && slot < kNumSlots && torch_symbols().stub != nullptr && slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
+}
+
+int install(int slot) {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (slot < 0 || slot >= kNumSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
+  const TorchSymbols& torch = torch_symbols();
+  if (!torch.complete()) return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");
+  if (!torch.signature) return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
+  if (installed(slot)) return 0;
+  void* old = slot_pointer(slot)->load(std::memory_order_acquire);
+  if (slot == 1 && old == nullptr) {
+    if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr) return fail(4, "this torch is a CPU build; there is nothing to route");
+    return fail(5, "the CUDA slot of the choice stub is empty");
+  }
+  if (slot == 1 && !lies_in(old, "libtorch_cuda")) return fail(6, "the CUDA slot already holds another plugin's function");
+  if (slot == 0 && old == nullptr) return fail(7, "the CPU slot is not resolved yet; call torch._fused_sdp_choice on CPU tensors first");
+  saved[slot].store(old, std::memory_order_release);
+  slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);
+  return 0;
+}
+
+int uninstall(int slot) {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (!installed(slot)) return fail(8, "it is not in place");
+  slot_pointer(slot)->store(saved[slot].load(std::memory_order_acquire), std::memory_order_release);
+  return 0;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,91 @@
+// Switches, tables and counters; and device facts, asked of the driver once per device. The C functions that Python calls are in native.cpp.
+#include "flashplug.h"
+
+#include <array>
+#include <mutex>
+
+#include "state.h"
+
+namespace flashplug {
+
+const char* const kBackendNames[kNumBackends] = {"auto", "fa3", "fa2", "math", "stock"};
+
+State& state() {
+  static State* instance = new State();  // never destroyed: ops may run while the process ends
+  return *instance;
+}
+
+namespace {
+thread_local int64_t thread_mode = 0;
+}
+
+int64_t exchange_thread_mode(int64_t word) {
+  int64_t previous = thread_mode;
+  thread_mode = word;
+  return previous;
+}
+
+int64_t current_thread_mode() { return thread_mode; }
+
+Tables& tables() { return state().tables; }
+bool enabled() { return state().enabled.load(std::memory_order_relaxed); }
+bool standin() { return state().standin.load(std::memory_order_relaxed); }
+Backend process_backend() { return static_cast<Backend>(state().process_backend.load(std::memory_order_relaxed)); }
+
+Mode effective_mode() {
+  int forced = state().process_backend.load(std::memory_order_relaxed);
+  return forced != 0 ? Mode{forced} : Mode{thread_mode};
+}
+
+DeviceFacts device_facts(int device_index) {
+  State& s = state();
+  if (s.facts_overridden.load(std::memory_order_acquire)) return s.facts_override;
+  if (device_index < 0 || device_index >= kMaxDevices) return {};
+  State::CachedFacts& cached = s.facts[device_index];
+  if (!cached.ready.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(s.facts_mutex);
+    if (!cached.ready.load(std::memory_order_relaxed)) {
+      cached.facts = query_device(device_index);
+      if (cached.facts.cc != 0) cached.ready.store(true, std::memory_order_release);
+      return cached.facts;
+    }
+  }
+  return cached.facts;
+}
+
+void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
+
+namespace {
+uint64_t mix(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
+  return hash;
+}
+}  // namespace
+
+// Called with every decision; costs one load unless a listener is set. A decision is told once.
+void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+  State& s = state();
+  LogCallback callback = s.log_callback.load(std::memory_order_acquire);
+  if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
+  uint64_t hash = static_cast<uint64_t>(plan.backend);
+  const int64_t facts[] = {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, static_cast<int64_t>(p.dtype[0]), static_cast<int64_t>(p.causal), p.grad,
+                           p.has_mask, p.layout[0].align_bytes, mode.word, plan.kernel_row, plan.choice_row, where[0]};
+  for (int64_t fact : facts) hash = mix(hash, static_cast<uint64_t>(fact));
+  std::atomic<uint64_t>& seen = s.plans_seen[hash % kPlansSeen];
+  if (seen.exchange(hash, std::memory_order_relaxed) == hash) return;
+  const std::string text = std::string(where) + ": " + plan_json(p, device, mode, s.tables);
+  callback(kLogDebug, text.c_str());
+}
+
+void log_warning(const std::string& text) {
+  LogCallback callback = state().log_callback.load(std::memory_order_acquire);
+  if (callback != nullptr) callback(kLogWarning, text.c_str());
+}
+
+void set_last_error(const std::string& text) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.error_mutex);
+  s.last_error = text;
+}
+
+}  // namespace flashplug

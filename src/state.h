@@ -1,0 +1,47 @@
+// What state.cpp owns; only state.cpp and native.cpp (the C functions for Python) look inside.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <string>
+
+#include "flashplug.h"
+
+namespace flashplug {
+
+constexpr int kMaxDevices = 64;
+constexpr int kPlansSeen = 4096;
+// Levels are those of Python's logging.
+constexpr int kLogDebug = 10;
+constexpr int kLogWarning = 30;
+using LogCallback = void (*)(int level, const char* text);
+
+struct State {
+  std::atomic<bool> enabled{true};
+  std::atomic<bool> standin{false};
+  std::atomic<int> process_backend{0};
+  Tables tables;  // written at import and by tests, before calls run
+  std::atomic<int64_t> counters[kNumPaths] = {};
+
+  struct CachedFacts {
+    std::atomic<bool> ready{false};
+    DeviceFacts facts;
+  };
+  CachedFacts facts[kMaxDevices];
+  std::mutex facts_mutex;
+  std::atomic<bool> facts_overridden{false};
+  DeviceFacts facts_override;
+
+  std::atomic<LogCallback> log_callback{nullptr};
+  std::atomic<bool> log_plans{false};
+  std::atomic<uint64_t> plans_seen[kPlansSeen] = {};
+
+  std::mutex error_mutex;
+  std::string last_error;
+};
+
+State& state();
+int64_t exchange_thread_mode(int64_t word);
+int64_t current_thread_mode();
+
+}  // namespace flashplug

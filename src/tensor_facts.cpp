@@ -1,0 +1,63 @@
+// Tensor facts through the stable C shims. Nothing here decides anything.
+#include "tensor_facts.h"
+
+namespace flashplug {
+
+namespace {
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kAlignMax = 16;
+
+DType to_dtype(int32_t shim) {
+  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(), fp32 = aoti_torch_dtype_float32();
+  return shim == bf16 ? DType::kBf16 : shim == fp16 ? DType::kFp16 : shim == fp32 ? DType::kFp32 : DType::kOther;
+}
+}  // namespace
+
+bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
+  int32_t dtype = -1;
+  if (aoti_torch_get_dim(tensor, &facts->dim) != 0 || aoti_torch_get_dtype(tensor, &dtype) != 0 ||
+      aoti_torch_get_device_type(tensor, &facts->device_type) != 0 || aoti_torch_get_device_index(tensor, &facts->device_index) != 0) {
+    return false;
+  }
+  facts->dtype = to_dtype(dtype);
+  return true;
+}
+
+bool read_shape(AtenTensorHandle tensor, Shape* shape) {
+  int64_t numel = 0;
+  int64_t *size = nullptr, *stride = nullptr;
+  if (aoti_torch_get_numel(tensor, &numel) != 0 || aoti_torch_get_sizes(tensor, &size) != 0 || aoti_torch_get_strides(tensor, &stride) != 0) {
+    return false;
+  }
+  shape->size = size;
+  shape->stride = stride;
+  return true;
+}
+
+Layout layout_of(const Shape& shape, int64_t address_bytes) {
+  uint64_t bits = static_cast<uint64_t>(address_bytes) | kAlignMax;
+  for (int i = 0; i < 3; ++i) {
+    if (shape.size[i] > 1) bits |= static_cast<uint64_t>(shape.stride[i] * kElementBytes);
+  }
+  Layout layout;
+  layout.align_bytes = static_cast<int>(bits & (~bits + 1));  // lowest set bit
+  layout.last_stride = shape.size[3] > 1 ? shape.stride[3] : 1;
+  return layout;
+}
+
+bool eligible_device(int32_t device_type) {
+  static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
+  return device_type == cuda || (device_type == cpu && standin());
+}
+
+void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p) {
+  p->B = q.size[0];
+  p->Hq = q.size[1];
+  p->Sq = q.size[2];
+  p->D = q.size[3];
+  p->Hkv = k.size[1];
+  p->Sk = k.size[2];
+  p->Dv = v.size[3];
+}
+
+}  // namespace flashplug

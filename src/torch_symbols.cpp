@@ -1,0 +1,154 @@
+// Every symbol that is looked up at run time, and the facts about torch versions that stand behind it. Nothing else knows a mangled name.
+//
+// libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the driver only on GPU machines.
+// The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing, install() says so and the caller takes Plan B.
+#include "flashplug.h"
+
+#include <dlfcn.h>
+
+namespace flashplug {
+
+namespace {
+
+// DispatchStub<signature, tag>::DEFAULT: the mangled name spells the function type, so its presence proves the signature.
+constexpr const char* kSignature =
+    "_ZN2at6native12DispatchStubIPFlRKNS_6TensorES4_S4_RKSt8optionalIS2_EdbS5_IdEbENS0_44_fused_sdp_choice_stub_DECLARE_DISPATCH_typeEE"
+    "7DEFAULTE";
+constexpr const char* kStub = "_ZN2at6native22_fused_sdp_choice_stubE";
+constexpr const char* kGlobalContext = "_ZN2at13globalContextEv";
+constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
+constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
+constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
+constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
+constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
+
+using ContextFlag = bool (*)(const void* context);
+using TensorFlag = bool (*)(const void* tensor_impl);
+
+struct Found {
+  void* context = nullptr;
+  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, deterministic = nullptr;
+  TensorFlag requires_grad = nullptr;
+};
+
+void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
+
+Found& found() {
+  static Found instance;
+  return instance;
+}
+
+TorchSymbols look_up() {
+  TorchSymbols symbols;
+  Found& f = found();
+  void* cpu = in_process("libtorch_cpu.so");
+  void* c10 = in_process("libc10.so");
+  if (cpu == nullptr || c10 == nullptr) return symbols;
+  symbols.stub = dlsym(cpu, kStub);
+  symbols.signature = dlsym(cpu, kSignature) != nullptr;
+  if (auto context = reinterpret_cast<void* (*)()>(dlsym(cpu, kGlobalContext))) f.context = context();
+  f.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
+  f.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
+  f.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
+  f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
+  f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
+  return symbols;
+}
+
+// The CUDA driver, for what the stable ABI lacks. Its functions are versioned by name and never leave; no CUDA runtime version is needed.
+struct Driver {
+  using Attribute = int (*)(int* value, int attribute, int device);
+  using ExchangeCaptureMode = int (*)(int* mode);
+  using IsCapturing = int (*)(void* stream, int* status);
+  Attribute attribute = nullptr;
+  int (*device_get)(int* device, int ordinal) = nullptr;
+  int (*init)(unsigned flags) = nullptr;
+  ExchangeCaptureMode exchange_capture_mode = nullptr;
+  IsCapturing is_capturing = nullptr;
+};
+
+const Driver& driver() {
+  static const Driver instance = [] {
+    Driver d;
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return d;
+    d.init = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
+    d.device_get = reinterpret_cast<int (*)(int*, int)>(dlsym(library, "cuDeviceGet"));
+    d.attribute = reinterpret_cast<Driver::Attribute>(dlsym(library, "cuDeviceGetAttribute"));
+    d.exchange_capture_mode = reinterpret_cast<Driver::ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
+    d.is_capturing = reinterpret_cast<Driver::IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
+    return d;
+  }();
+  return instance;
+}
+
+// CUdevice_attribute and CUstreamCaptureMode values, fixed by the driver's ABI.
+constexpr int kAttributeSmCount = 16;
+constexpr int kAttributeL2Bytes = 38;
+constexpr int kAttributeMajor = 75;
+constexpr int kAttributeMinor = 76;
+constexpr int kAttributeSmemOptin = 97;
+constexpr int kCaptureModeRelaxed = 2;
+
+}  // namespace
+
+const TorchSymbols& torch_symbols() {
+  static const TorchSymbols instance = look_up();
+  return instance;
+}
+
+bool TorchSymbols::flash_enabled() const { return found().flash(found().context); }
+bool TorchSymbols::overrideable_enabled() const { return found().overrideable(found().context); }
+bool TorchSymbols::math_enabled() const { return found().math(found().context); }
+bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
+
+// at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
+bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const { return found().requires_grad(*reinterpret_cast<void**>(tensor)); }
+
+bool TorchSymbols::complete() const {
+  const Found& f = found();
+  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.deterministic && f.requires_grad;
+}
+
+void* current_cuda_stream(int device_index) {
+  using Shim = AOTITorchError (*)(int32_t, void**);
+  static const Shim shim = [] {
+    void* cuda = in_process("libtorch_cuda.so");
+    return cuda ? reinterpret_cast<Shim>(dlsym(cuda, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  void* stream = nullptr;
+  if (shim == nullptr || shim(device_index, &stream) != 0) throw std::runtime_error("torch_flashplug: no current CUDA stream; is this torch a CUDA build?");
+  return stream;
+}
+
+bool stream_is_capturing(void* stream) {
+  int status = 0;
+  // A failure means that the question itself is forbidden now, which only a capture does.
+  return driver().is_capturing != nullptr && (driver().is_capturing(stream, &status) != 0 || status != 0);
+}
+
+RelaxedCapture::RelaxedCapture() {
+  int mode = kCaptureModeRelaxed;
+  if (driver().exchange_capture_mode != nullptr && driver().exchange_capture_mode(&mode) == 0) previous_ = mode;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (previous_ >= 0) driver().exchange_capture_mode(&previous_);
+}
+
+DeviceFacts query_device(int device_index) {
+  const Driver& d = driver();
+  DeviceFacts facts;
+  int device = 0;
+  if (d.init == nullptr || d.init(0) != 0 || d.device_get(&device, device_index) != 0) return facts;
+  int major = 0, minor = 0;
+  d.attribute(&major, kAttributeMajor, device);
+  d.attribute(&minor, kAttributeMinor, device);
+  d.attribute(&facts.sm_count, kAttributeSmCount, device);
+  d.attribute(&facts.smem_bytes, kAttributeSmemOptin, device);
+  d.attribute(&facts.l2_bytes, kAttributeL2Bytes, device);
+  facts.cc = 10 * major + minor;
+  return facts;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,55 @@
+"""What importing the package does, once: table and flags into _C, packs and up-calls registered, ops implemented, router installed."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from . import configs, env, native
+from .spec import BACKENDS
+
+_PACK_ARCH = {"flashplug_sm90a.so": 90}  # kernel packs and the architecture they are for
+
+_log = logging.getLogger("torch_flashplug")
+_plan_log = logging.getLogger("torch_flashplug.plan")
+
+
+def _process_backend() -> int:
+    name = env.BACKEND.get()
+    if name and name not in BACKENDS:
+        raise ValueError(f"{env.BACKEND.name}={name!r}; use one of {', '.join(BACKENDS)}")
+    return BACKENDS.index(name) if name else 0
+
+
+def _provide(name: str) -> int | str:
+    """Compiles one kernel at its first use. The compiler is imported here because no other call needs it."""
+    if env.JIT.get() == "0":
+        return f"{env.JIT.name}=0 forbids compiling"
+    from . import compile as compiler
+
+    return compiler.provide(name)
+
+
+def _load_core() -> None:
+    native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+    native.set_process_backend(_process_backend())
+    for pack, arch in _PACK_ARCH.items():
+        if path := native.find_built(pack):
+            native.load_pack(path, arch)
+    native.set_compile_callback(_provide)
+    native.set_log_callback(_plan_log.log, plans=_plan_log.isEnabledFor(logging.DEBUG))
+
+
+def start() -> None:
+    """Called by the package's __init__. TORCH_FLASHPLUG=0 leaves torch untouched."""
+    if env.disabled():
+        return
+    _load_core()
+    from . import ops  # noqa: F401  (defines torch_flashplug::*, which _C implements)
+
+    native.register_ops("CUDA")
+    if torch.version.cuda is None:
+        _log.debug("torch is a CPU build: there is nothing to route")
+    elif native.install(native.CUDA_SLOT) != 0:
+        _log.warning("%s", native.last_error())

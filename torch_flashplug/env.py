@@ -1,0 +1,41 @@
+"""Environment flags: the only place that reads os.environ. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One environment variable: its name, its default and what it does (the README table is checked against this)."""
+
+    name: str
+    default: str
+    help: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+
+ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load with every `import torch` (entry point)")
+BACKEND = Flag("TORCH_FLASHPLUG_BACKEND", "", "force one backend for the whole process, ahead of every gate: fa3, fa2, math (debug) or stock")
+CACHE_DIR = Flag("TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at first use are kept; empty: the per-user cache directory")
+JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time")
+HOOK = Flag("TORCH_FLASHPLUG_HOOK", "stub", "stub: route inside torch's choice function; composite: a Python kernel on F.sdpa (Plan B)")
+
+FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK)
+
+
+def disabled() -> bool:
+    return ENABLED.get() == "0"
+
+
+def autoload() -> bool:
+    return ENABLED.get() == "1"
+
+
+def torch_is_loading_backends() -> bool:
+    """True while `import torch` itself runs, which is when torch calls the entry points of its plugins."""
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))

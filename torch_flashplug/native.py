@@ -1,0 +1,339 @@
+"""The one ctypes binding of _C: finds it, loads it, and gives its C functions Python types.
+
+Owns file lookup (built files lie beside this package in site-packages, or in build/dev of a source tree) and nothing else; decisions are in C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import importlib.resources
+import importlib.util
+import json
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .configs import ChoiceRow, KernelRow
+
+CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
+DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/flashplug.h
+MASK_IDS = {"full": 0, "causal": 1, "any": 2}
+KIND_IDS = {"fwd": 0}
+OPERANDS = ("query", "key", "value")
+# Names and order of the ints that describe a call; flashplug_plan_text reads them by position.
+PROBLEM_FIELDS = (
+    *("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv"),
+    *("dtype_q", "dtype_k", "dtype_v"),
+    *("last_stride_q", "last_stride_k", "last_stride_v"),
+    *("align_q", "align_k", "align_v"),
+    *("causal", "has_mask", "on_cuda", "grad", "deterministic"),
+)
+PROBLEM_DEFAULTS = {
+    **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), 0),
+    **dict.fromkeys(("last_stride_q", "last_stride_k", "last_stride_v"), 1),
+    **dict.fromkeys(("align_q", "align_k", "align_v"), 16),
+    **dict.fromkeys(("causal", "has_mask", "grad", "deterministic"), 0),
+    "on_cuda": 1,
+}
+FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes")
+NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
+# Counters, in the order of enum class Path.
+PATHS = (
+    *("ours_fwd", "efficient_fwd", "math_fwd"),
+    *("cudnn_bwd", "efficient_bwd", "math_bwd"),
+    *("routed_ours", "routed_stock"),
+)
+_COMPILE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int)
+_LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
+
+_lib: ctypes.CDLL | None = None
+_keep: dict[str, object] = {}  # callbacks that C holds
+
+
+class NotBuilt(ImportError):
+    """_C is not where an install or a developer build puts it."""
+
+
+def built_files() -> list[Path]:
+    """Directories that may hold _C and the kernel packs, in the order they are tried."""
+    package = Path(str(importlib.resources.files(__package__)))
+    tree = package.parent / "build" / "dev"  # a source tree's build directory; newer than what an editable install put into site-packages
+    candidates = (package, tree, tree / "packs", Path(sysconfig.get_paths()["platlib"]) / package.name)
+    return [place for place in candidates if place.is_dir()]
+
+
+def find_built(name: str) -> Path | None:
+    """Full path of a built file, or None."""
+    return next((place / name for place in built_files() if (place / name).is_file()), None)
+
+
+def _preload_tvm_ffi() -> None:
+    """Makes libtvm_ffi.so global, which the packs need, without importing tvm_ffi."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or spec.origin is None:
+        return
+    library = Path(spec.origin).parent / "lib" / "libtvm_ffi.so"
+    if library.is_file():
+        _keep["tvm_ffi"] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def lib() -> ctypes.CDLL:
+    """_C, loaded once. Raises NotBuilt if there is none."""
+    global _lib
+    if _lib is None:
+        suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
+        path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+        if path is None:
+            places = ", ".join(str(place) for place in built_files())
+            raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}; install the package, or run ./tools/dev build")
+        _preload_tvm_ffi()
+        _lib = _declare(ctypes.CDLL(str(path)))
+    return _lib
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    ints, text = ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p
+    for name in ("set_mode", "mode", "effective_mode"):
+        getattr(library, f"flashplug_{name}").restype = ctypes.c_int64
+    for name in ("set_enabled", "set_process_backend", "set_standin", "unregister_ops", "device_facts", "set_facts_override", "clear_rows"):
+        getattr(library, f"flashplug_{name}").restype = None
+    for name in ("set_gate", "counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
+        getattr(library, f"flashplug_{name}").restype = None
+    library.flashplug_set_mode.argtypes = [ctypes.c_int64]
+    library.flashplug_device_facts.argtypes = [ctypes.c_int, ints]
+    library.flashplug_set_facts_override.argtypes = [ints]
+    library.flashplug_add_kernel_row.argtypes = [ints]
+    library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
+    library.flashplug_set_gate.argtypes = [ctypes.c_int64, ctypes.c_double]
+    for name in ("plan_text", "forced_error"):
+        getattr(library, f"flashplug_{name}").argtypes = [ints, ctypes.c_double, ints, ctypes.c_int64, text, ctypes.c_int]
+    library.flashplug_counters.argtypes = [ints, ctypes.c_int]
+    library.flashplug_load_pack.argtypes = [text, ctypes.c_int]
+    return library
+
+
+def _ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _text(call: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> str:
+    size = 4096
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        needed = call(buffer, size)
+        if needed <= size:
+            return buffer.value.decode()
+        size = needed
+
+
+# ---- hook ----
+
+
+def install(slot: int = CUDA_SLOT) -> int:
+    """Puts our choice function into a slot of torch's stub. 0: done; else a reason code, in words from last_error()."""
+    return lib().flashplug_install(slot)
+
+
+def uninstall(slot: int = CUDA_SLOT) -> int:
+    """Puts the saved pointer back, exactly."""
+    return lib().flashplug_uninstall(slot)
+
+
+def installed(slot: int = CUDA_SLOT) -> bool:
+    return bool(lib().flashplug_installed(slot))
+
+
+def last_error() -> str:
+    return _text(lib().flashplug_last_error)
+
+
+def register_ops(dispatch_key: str = "CUDA", own_ops: bool = True) -> None:
+    """Registers the aten carrier at a dispatch key and, with own_ops, torch_flashplug::sdpa_fwd/_bwd (whose definitions must exist)."""
+    if lib().flashplug_register_ops(dispatch_key.encode(), int(own_ops)) != 0:
+        raise RuntimeError(f"torch_flashplug: ops not registered at {dispatch_key}: {last_error()}")
+
+
+def unregister_ops() -> None:
+    lib().flashplug_unregister_ops()
+
+
+# ---- switches ----
+
+
+def set_enabled(on: bool) -> None:
+    lib().flashplug_set_enabled(int(on))
+
+
+def enabled() -> bool:
+    return bool(lib().flashplug_enabled())
+
+
+def set_mode(word: int) -> int:
+    """Sets this thread's mode word and returns the one before."""
+    return lib().flashplug_set_mode(word)
+
+
+def mode() -> int:
+    return lib().flashplug_mode()
+
+
+def effective_mode() -> int:
+    """The process-wide backend if one is set, else this thread's mode word."""
+    return lib().flashplug_effective_mode()
+
+
+def set_process_backend(backend: int) -> None:
+    """Backend id that goes ahead of every gate; 0: none."""
+    lib().flashplug_set_process_backend(backend)
+
+
+def set_standin(on: bool) -> None:
+    """Tests only: CPU tensors are eligible and the math op stands in for the kernel."""
+    lib().flashplug_set_standin(int(on))
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names by id, as C++ knows them."""
+    names = []
+    while name := _text(lambda out, size: lib().flashplug_backend_name(len(names), out, size)):
+        names.append(name)
+    return tuple(names)
+
+
+# ---- device facts ----
+
+
+def device_facts(index: int = 0) -> dict[str, int]:
+    """{cc, sm_count, smem_bytes, l2_bytes} of a CUDA device; zeros where there is none. Makes no context."""
+    out = _ints([0] * len(FACTS_FIELDS))
+    lib().flashplug_device_facts(index, out)
+    return dict(zip(FACTS_FIELDS, out, strict=True))
+
+
+def set_facts_override(facts: Mapping[str, int] | None) -> None:
+    """Tests: every device has these facts; None: the real ones again."""
+    lib().flashplug_set_facts_override(_ints([facts[name] for name in FACTS_FIELDS]) if facts is not None else None)
+
+
+# ---- table ----
+
+
+def clear_rows() -> None:
+    lib().flashplug_clear_rows()
+
+
+def add_kernel_row(row: KernelRow) -> None:
+    head = (KIND_IDS[row.kind], row.arch, row.d_max, row.dv_max, MASK_IDS[row.mask])
+    if lib().flashplug_add_kernel_row(_ints((*head, row.tile_m, row.tile_n, row.stages, row.min_sq, row.min_tiles))):
+        raise RuntimeError("torch_flashplug: too many kernel rows; raise kMaxRows in src/flashplug.h")
+
+
+def add_choice_row(row: ChoiceRow) -> None:
+    head = (KIND_IDS[row.kind], row.arch, int(row.grad), MASK_IDS[row.mask])
+    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk, row.min_tiles)
+    if lib().flashplug_add_choice_row(_ints((*head, *ranges, int(row.serve))), row.ratio, row.measured.encode()):
+        raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
+
+
+def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], decode_rows: int, decode_occupancy: float) -> None:
+    """Replaces the table."""
+    clear_rows()
+    for kernel_row in kernel_rows:
+        add_kernel_row(kernel_row)
+    for choice_row in choice_rows:
+        add_choice_row(choice_row)
+    lib().flashplug_set_gate(decode_rows, decode_occupancy)
+
+
+def kernel_name(row: int, dtype: str) -> str:
+    """Name that C++ gives the kernel of a table row; equals KernelSpec.name()."""
+    return _text(lambda out, size: lib().flashplug_kernel_name(row, DTYPE_IDS[dtype], out, size))
+
+
+# ---- plans ----
+
+
+def _call_arguments(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int) -> tuple:
+    unknown = set(problem) - set(PROBLEM_FIELDS) - {"dropout_p"}
+    if unknown:
+        raise TypeError(f"unknown problem fields {sorted(unknown)}; known are {PROBLEM_FIELDS} and dropout_p")
+    filled = {**PROBLEM_DEFAULTS, **problem}
+    device = facts if facts is not None else NO_DEVICE
+    ints = _ints([int(filled[name]) for name in PROBLEM_FIELDS])
+    return ints, float(problem.get("dropout_p", 0.0)), _ints([device[name] for name in FACTS_FIELDS]), mode_word
+
+
+def plan_text(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> str:
+    """JSON {backend, kernel, splits, tiles, reasons{}, gate, row} of a call described by PROBLEM_FIELDS (defaults: bf16, packed) on a device."""
+    arguments = _call_arguments(problem, facts, mode_word)
+    return _text(lambda out, size: lib().flashplug_plan_text(*arguments, out, size))
+
+
+def plan(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> dict:
+    return json.loads(plan_text(problem, facts, mode_word))
+
+
+def forced_error(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int) -> str:
+    """The text a forced backend raises for a call it cannot run."""
+    arguments = _call_arguments(problem, facts, mode_word)
+    return _text(lambda out, size: lib().flashplug_forced_error(*arguments, out, size))
+
+
+def counters(reset: bool = False) -> dict[str, int]:
+    """How many calls took each path since the last reset; tests assert which path ran from this."""
+    out = _ints([0] * len(PATHS))
+    lib().flashplug_counters(out, int(reset))
+    return dict(zip(PATHS, out, strict=True))
+
+
+# ---- kernels and log ----
+
+
+def load_pack(path: Path, arch: int) -> None:
+    """Registers a kernel pack; it is opened when a kernel is first needed."""
+    lib().flashplug_load_pack(str(path).encode(), arch)
+
+
+def clear_packs() -> None:
+    lib().flashplug_clear_packs()
+
+
+def set_compile_callback(provide: Callable[[str], int | str] | None) -> None:
+    """The up-call for kernels outside the packs: provide(name) returns a tvm_ffi function handle, or a text that says why not. Nothing it raises leaves."""
+    if provide is None:
+        lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
+        return
+
+    def up_call(name: bytes, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
+        try:
+            answer = provide(name.decode())
+        except BaseException as problem:  # an exception must not cross C
+            answer = f"{type(problem).__name__}: {problem}"
+        if isinstance(answer, int):
+            handle[0] = answer
+            return 0
+        text = str(answer).encode()[: error_bytes - 1] + b"\0"
+        ctypes.memmove(error, text, len(text))
+        return 1
+
+    _keep["compile"] = _COMPILE_TYPE(up_call)
+    lib().flashplug_set_compile_callback(_keep["compile"])
+
+
+def set_log_callback(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
+    """write(level, text) for warnings and, with plans, once for each new decision (debug)."""
+    if write is None:
+        lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)
+        return
+
+    def up_call(level: int, text: bytes) -> None:
+        try:
+            write(level, text.decode())
+        except BaseException:  # an exception must not cross C
+            return
+
+    _keep["log"] = _LOG_TYPE(up_call)
+    lib().flashplug_set_log_callback(_keep["log"], int(plans))
