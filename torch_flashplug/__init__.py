@@ -1,6 +1,7 @@
 """Hopper attention kernels behind an unchanged torch.nn.functional.scaled_dot_product_attention.
 
-Importing this package loads _C, pushes the table and the environment flags into it and installs the router (_start.py). It never imports cutlass.
+Importing this package loads _C, pushes the table and the environment flags into it and installs the router; it never
+imports cutlass. TORCH_FLASHPLUG=0 leaves torch untouched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ __version__ = "0.1.0"
 inert = env.torch_is_loading_backends() and not env.autoload()
 
 if not inert:
-    from ._start import start
+    from .api import disable, enable, explain, sdpa_backend
 
-    start()
+    __all__ = ["disable", "enable", "explain", "sdpa_backend"]
+
+    if not env.disabled():
+        enable()

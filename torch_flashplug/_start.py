@@ -1,17 +1,15 @@
-"""What importing the package does, once: table and flags into _C, packs and up-calls registered, ops implemented, router installed."""
+"""What switching the plugin on needs, once: table and flags into _C, packs and up-calls registered, ops implemented, tracers told."""
 
 from __future__ import annotations
 
+import functools
 import logging
 
-import torch
-
-from . import configs, env, native
+from . import configs, env, integrations, native, tracing
 from .spec import BACKENDS
 
 _PACK_ARCH = {"flashplug_sm90a.so": 90}  # kernel packs and the architecture they are for
 
-_log = logging.getLogger("torch_flashplug")
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
 
@@ -41,15 +39,11 @@ def _load_core() -> None:
     native.set_log_callback(_plan_log.log, plans=_plan_log.isEnabledFor(logging.DEBUG))
 
 
-def start() -> None:
-    """Called by the package's __init__. TORCH_FLASHPLUG=0 leaves torch untouched."""
-    if env.disabled():
-        return
+@functools.cache
+def load() -> None:
+    """Once, and before anything is switched on. Touches nothing that stock torch does: the router is put in place by api.enable()."""
     _load_core()
-    from . import ops  # noqa: F401  (defines torch_flashplug::*, which _C implements)
-
     native.register_ops("CUDA")
-    if torch.version.cuda is None:
-        _log.debug("torch is a CPU build: there is nothing to route")
-    elif native.install(native.CUDA_SLOT) != 0:
-        _log.warning("%s", native.last_error())
+    tracing.register()
+    for satellite in integrations.ALL:
+        satellite.register()

@@ -1,0 +1,188 @@
+"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan.cpp); this file switches them and words them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import _start, composite, configs, env, native, problem, tracing
+from .spec import BACKENDS
+
+_log = logging.getLogger("torch_flashplug")
+_NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
+
+_MIB = 1 << 20
+# DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask for).
+DEVICES: dict[str, dict[str, int]] = {
+    "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
+    "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
+    "a100": {"cc": 80, "sm_count": 108, "smem_bytes": 166912, "l2_bytes": 40 * _MIB},
+    "l4": {"cc": 89, "sm_count": 58, "smem_bytes": 101376, "l2_bytes": 48 * _MIB},
+}
+
+# ---- on and off ----
+
+
+def _cache_mark() -> str:
+    """What a traced graph depends on besides the program: the table and the settings that the router reads while tracing."""
+    table = zlib.crc32(repr((configs.KERNEL_ROWS, configs.CHOICE_ROWS)).encode())
+    return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{table:08x}"
+
+
+def enable() -> None:
+    """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already. Undone by disable().
+
+    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Graphs compiled before stay as they are.
+    """
+    _start.load()
+    native.set_enabled(True)
+    if torch.version.cuda is None:
+        _log.debug("torch is a CPU build: there is nothing to route")
+    elif env.HOOK.get() == "composite" or native.install(native.CUDA_SLOT) in _NOT_HOOKABLE:
+        composite.install("CUDA")
+    elif not native.installed(native.CUDA_SLOT):
+        _log.warning("%s", native.last_error())
+    tracing.cache_tag.set_process_mark(_cache_mark(), True)
+
+
+def disable() -> None:
+    """Puts stock attention back exactly, for eager calls and newly traced code. Backwards of calls served before still work."""
+    _start.load()
+    native.set_enabled(False)
+    if native.installed(native.CUDA_SLOT):
+        native.uninstall(native.CUDA_SLOT)
+    composite.uninstall()
+    tracing.cache_tag.set_process_mark(_cache_mark(), False)
+
+
+# ---- sdpa_backend ----
+
+
+class _Entered(threading.local):
+    """What this thread's eager sdpa_backend blocks must put back, innermost last: (mode word, compile cache tag)."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, object]] = []
+
+
+_entered = _Entered()
+
+
+class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
+    """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
+
+    `backend` is "auto", "fa3", "fa2", "math" or "stock". A forced backend that cannot run a call raises an error that lists the reasons.
+    Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the compiled attention ops when they
+    run, but a graph whose attention went to stock when it was traced stays stock (as with torch.nn.attention.sdpa_kernel).
+    """
+
+    def __init__(self, backend: str) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
+        self.backend = backend
+        self.mode = BACKENDS.index(backend)
+
+    def __enter__(self) -> sdpa_backend:
+        if torch.compiler.is_compiling():
+            torch.ops.torch_flashplug.force(self.mode)
+        else:
+            _entered.blocks.append((native.set_mode(self.mode), tracing.cache_tag.push(f"|{self.backend}")))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.torch_flashplug.force(tracing.POP)
+        else:
+            mode, tag = _entered.blocks.pop()
+            native.set_mode(mode)
+            tracing.cache_tag.pop(tag)
+
+    def __call__(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapper
+
+
+# ---- explain ----
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the dispatcher does with one call, and why. str() is the text for people."""
+
+    call: str  # the facts of the call, in one line
+    backend: str  # "fa3", "fa2", "math" or "stock"
+    kernel: str = ""  # name of the kernel; empty where it is not ours
+    splits: int = 1  # parts that the keys are split into
+    reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
+    gate: str = ""  # arithmetic of the decode gate
+    row: str = ""  # the measured row that decided
+    stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
+
+    def __str__(self) -> str:
+        taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
+        kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
+        lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
+        lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
+        if self.backend != "stock" and self.stock_choice:
+            lines.append(("stock is", self.stock_choice))
+        return "\n".join(f"{name:<10}{text}" for name, text in lines if text)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    device: str | None = None,
+) -> Plan:
+    """The plan for the same call of F.scaled_dot_product_attention, made without running it; autograd and sdpa_backend state count.
+
+    `device` names a preset ("h100", "h200", "a100", "l4"): the plan on that GPU, for tensors that may lie anywhere, on the meta device too.
+    """
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device")
+    _start.load()
+    call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
+    stock_choice = ""
+    if device is None and query.is_cuda:
+        with sdpa_backend("stock"):
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+            choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa)
+        stock_choice = torch.nn.attention.SDPBackend(choice).name
+    outside = problem.outside_dispatcher(query, key, value, enable_gqa)
+    if outside is not None:
+        return Plan(call, "stock", reasons=dict.fromkeys(("fa3", "fa2", "math"), outside), stock_choice=stock_choice)
+    facts = DEVICES[device] if device is not None else native.device_facts(query.device.index) if query.is_cuda else native.NO_DEVICE
+    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | ({"on_cuda": True} if device is not None else {})
+    made = native.plan(described, facts, native.effective_mode())
+    fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row")}
+    return Plan(call, **fields, stock_choice=stock_choice)
+
+
+def _in_one_line(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> str:
+    parts = [f"{name} {list(tensor.shape)}" for name, tensor in (("q", query), ("k", key), ("v", value))]
+    parts.append(_dtype_name(query))
+    parts += ["causal"] * is_causal
+    parts += [f"mask {_dtype_name(attn_mask)} {list(attn_mask.shape)}"] if attn_mask is not None else []
+    parts += [f"dropout {dropout_p}"] * (dropout_p != 0.0) + ["grad"] * problem.wants_grad(query, key, value)
+    return ", ".join(parts)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

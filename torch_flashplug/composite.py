@@ -1,0 +1,84 @@
+"""Plan B: a Python kernel on aten::scaled_dot_product_attention, for a torch whose choice function cannot be hooked (TORCH_FLASHPLUG_HOOK=composite).
+
+It asks the same dispatcher and calls the same aten carrier as the router does. What it cannot do: host cost stays at Python's, torch.func.vmap goes to
+stock attention (functorch takes the composite apart before this kernel), and ExportedProgram.run_decompositions() leaves the composite in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import torch
+from torch import Tensor
+
+from . import native, problem
+from .spec import BACKENDS
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+_MATH = torch.ops.aten._scaled_dot_product_attention_math.default
+
+_libraries: dict[str, torch.library.Library] = {}  # by device type
+
+
+def install(device: str = "CUDA") -> None:
+    """Registers the kernel at `device` and its autograd key; "CPU" serves the tests' stand-in."""
+    if device.lower() in _libraries:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for key in (device, f"Autograd{device}"):
+        library.impl(_SDPA.name(), _sdpa, key)
+    _libraries[device.lower()] = library
+    _planned_backend.cache_clear()
+
+
+def uninstall() -> None:
+    """Stock's composite is in place again."""
+    while _libraries:
+        _libraries.popitem()[1]._destroy()
+
+
+def installed() -> bool:
+    return bool(_libraries)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if backend == "stock":
+        settings = {"scale": scale, "enable_gqa": enable_gqa}
+        return _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    if backend == "math":
+        return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+def _backend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+) -> str:
+    mode = native.effective_mode()
+    wanted = BACKENDS[mode & 0xFF]
+    outside = problem.outside_dispatcher(query, key, value, enable_gqa)
+    if wanted == "math" and native.enabled():
+        return "math"
+    if outside is not None or wanted == "stock":
+        return "stock"
+    if wanted in ("fa3", "fa2"):
+        return wanted  # forced and impossible: the carrier raises the reasons
+    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | {"on_cuda": query.device.type in _libraries}
+    return _planned_backend(tuple(facts.items()), query.device.index or 0, mode)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned_backend(facts: tuple[tuple[str, int | float], ...], device_index: int, mode: int) -> str:
+    return json.loads(native.plan_text(dict(facts), native.device_facts(device_index), mode))["backend"]

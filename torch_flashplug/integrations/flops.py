@@ -1,0 +1,27 @@
+"""FLOP formulas for torch.utils.flop_counter: without them attention served by the plugin would count as nothing."""
+
+from __future__ import annotations
+
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from .. import ops, tracing
+
+
+def register() -> None:
+    for forward in (tracing.OVERRIDEABLE, ops.namespace.sdpa_fwd):
+        register_flop_formula(forward)(_forward)
+    for backward in (tracing.OVERRIDEABLE_BACKWARD, ops.namespace.sdpa_bwd):
+        register_flop_formula(backward)(_backward)
+
+
+def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
+    return sdpa_flop_count(query, *_per_query_head(query, key, value))
+
+
+def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
+    return sdpa_backward_flop_count(grad_out, query, *_per_query_head(query, key, value))
+
+
+def _per_query_head(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
+    """Shapes of key and value as torch's counting wants them: as many heads as the query has."""
+    return tuple((*shape[:1], query[1], *shape[2:]) for shape in (key, value))

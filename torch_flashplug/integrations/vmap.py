@@ -1,0 +1,108 @@
+"""vmap rules for the aten pair that F.sdpa reaches and for our own ops: the mapped dim is folded into the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import ops, tracing
+
+_FORWARD_TENSORS = 3  # query, key, value
+_DROPOUT_AT = {"fwd": 4, "bwd": 9}  # position of dropout_p in our own ops
+
+
+def register() -> None:
+    torch.library.register_vmap("torch_flashplug::sdpa_fwd", _own_forward)
+    torch.library.register_vmap("torch_flashplug::sdpa_bwd", _own_backward)
+    torch.library.register_vmap(tracing.OVERRIDEABLE.default, _aten_forward)
+    torch.library.register_vmap(tracing.OVERRIDEABLE_BACKWARD.default, _aten_backward)
+
+
+class _Fold:
+    """Moves tensors between (B, ...) under vmap of size N and (N * B, ...) outside of it."""
+
+    def __init__(self, info, dropout_p: float) -> None:
+        if dropout_p > 0.0 and info.randomness != "different":
+            raise RuntimeError(f"vmap over attention with dropout needs randomness='different', got {info.randomness!r}")
+        self.size = info.batch_size
+
+    def front(self, tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.movedim(dim, 0) if dim is not None else tensor.expand(self.size, *tensor.shape)
+
+    def in_(self, tensor: Tensor, dim: int | None) -> Tensor:
+        return self.front(tensor, dim).flatten(0, 1)
+
+    def bias(self, bias: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
+        """A bias of 2 to 4 dims becomes (N * B, heads or 1, Sq, Sk)."""
+        if bias is None:
+            return None
+        bias = self.front(bias, dim)
+        bias = bias.reshape(self.size, *(1,) * (5 - bias.dim()), *bias.shape[1:])
+        return bias.expand(self.size, batch, *bias.shape[2:]).flatten(0, 1)
+
+    def out(self, tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (self.size, -1))
+
+    def bias_grad(self, grad: Tensor, bias: Tensor, dim: int | None) -> Tensor:
+        """(N * B, ...) back to (N, shape of one bias)."""
+        shape = self.front(bias, dim).shape
+        return self.out(grad).sum_to_size(self.size, *(1,) * (5 - len(shape)), *shape[1:]).reshape(shape)
+
+
+def _own_forward(info, in_dims: tuple, *args) -> tuple:
+    return _forward(ops.namespace.sdpa_fwd, info, in_dims, args, {}, kept=2)
+
+
+def _aten_forward(info, in_dims: tuple, *args, **settings) -> tuple:
+    args = (*args, *(None, 0.0, False, False)[len(args) - _FORWARD_TENSORS :])
+    return _forward(tracing.OVERRIDEABLE, info, in_dims, args, settings, kept=2)
+
+
+def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict, kept: int) -> tuple:
+    """The first `kept` results are mapped; seeds, offsets and sizes are those of the one call that was made."""
+    fold = _Fold(info, args[_DROPOUT_AT["fwd"]])
+    query, key, value = (fold.in_(tensor, dim) for tensor, dim in zip(args[:_FORWARD_TENSORS], in_dims))
+    batch = query.shape[0] // fold.size
+    bias = fold.bias(args[3], in_dims[3] if args[3] is not None else None, batch)
+    results = op(query, key, value, bias, *args[4:], **settings)
+    outputs = (*(fold.out(result) for result in results[:kept]), *results[kept:])
+    return outputs, (0,) * kept + (None,) * (len(results) - kept)
+
+
+def _own_backward(info, in_dims: tuple, *args) -> tuple:
+    a = ops.BackwardArgs(*args)
+    dims = ops.BackwardArgs(*in_dims)
+    fold = _Fold(info, a.dropout_p)
+    tensors, bias = _fold_backward(fold, a, dims)
+    grads = ops.namespace.sdpa_bwd(*tensors[:4], bias, *tensors[4:], *a[7:])
+    return _unfold_backward(fold, grads, a.attn_bias if a.bias_grad else None, dims.attn_bias)
+
+
+def _aten_backward(info, in_dims: tuple, *args, **settings) -> tuple:
+    wanted = args[5]
+    named = (*args[:5], *args[6:8], *args[14:16], args[12], int(args[13]), None, 0, bool(wanted[3]))
+    a = ops.BackwardArgs(*named)
+    dims = ops.BackwardArgs(*in_dims[:5], *in_dims[6:8], *in_dims[14:16], *(None,) * 5)
+    fold = _Fold(info, a.dropout_p)
+    tensors, bias = _fold_backward(fold, a, dims)
+    grads = tracing.OVERRIDEABLE_BACKWARD(*tensors[:4], bias, wanted, *tensors[4:], *args[8:], **settings)
+    return _unfold_backward(fold, grads, a.attn_bias if wanted[3] else None, dims.attn_bias)
+
+
+def _fold_backward(fold: _Fold, a: ops.BackwardArgs, dims: ops.BackwardArgs) -> tuple[list[Tensor], Tensor | None]:
+    """(grad_out, query, key, value, out, lse) folded, and the bias."""
+    names = ("grad_out", "query", "key", "value", "out", "lse")
+    tensors = [fold.in_(getattr(a, name), getattr(dims, name)) for name in names]
+    return tensors, fold.bias(a.attn_bias, dims.attn_bias, tensors[1].shape[0] // fold.size)
+
+
+def _unfold_backward(fold: _Fold, grads: tuple, bias: Tensor | None, bias_dim: int | None) -> tuple:
+    mapped = [None if grad is None else fold.out(grad) for grad in grads[:3]]
+    if bias is not None:
+        mapped.append(fold.bias_grad(grads[3], bias, bias_dim))
+    else:
+        mapped.append(grads[3])
+    dims = tuple(0 if result is not None and (index < 3 or bias is not None) else None for index, result in enumerate(mapped))
+    return tuple(mapped), dims

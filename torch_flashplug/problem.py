@@ -1,0 +1,64 @@
+"""The facts of one F.sdpa call as native.plan() wants them, read from Python tensors. explain() and Plan B use it; served calls are read in C++.
+
+Mirrors the first questions of src/router.cpp and layout_of in src/tensor_facts.cpp. Reads hints of symbolic sizes, so it never adds a guard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import native
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_OTHER_DTYPE = len(native.DTYPE_IDS)
+_ALIGN_MAX = 16  # bytes; TMA needs no more
+
+
+def wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+    """Why the dispatcher is not asked about this call at all; None if it is."""
+    if not native.enabled():
+        return "the plugin is disabled; call torch_flashplug.enable()"
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+        return "query, key and value must have 4 dims (batch, heads, rows, head dim); stock attention takes or rejects others"
+    q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
+    if None in (*q, *k, *v):
+        return "sizes depend on data; stock attention serves this call"
+    heads_fit = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
+    if not heads_fit or k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+        return "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); stock attention decides"
+    if not (torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()):
+        return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, the two that stand for this plugin"
+    return None
+
+
+def describe(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> dict[str, int | float]:
+    """Fields of native.PROBLEM_FIELDS and dropout_p, for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
+    q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
+    grad = wants_grad(query, key, value)
+    problem: dict[str, int | float] = dict(zip(("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv"), (*q[:2], k[1], q[2], k[2], q[3], v[3])))
+    problem |= {"causal": is_causal, "has_mask": attn_mask is not None, "dropout_p": dropout_p, "on_cuda": query.is_cuda}
+    problem |= {"grad": grad, "deterministic": grad and torch.are_deterministic_algorithms_enabled()}
+    for letter, tensor in (("q", query), ("k", key), ("v", value)):
+        problem[f"dtype_{letter}"] = native.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"last_stride_{letter}"] = _hints(tensor.stride())[3] if tensor.shape[3] > 1 else 1
+        problem[f"align_{letter}"] = _alignment(tensor)
+    return problem
+
+
+def _hints(sizes: tuple) -> tuple[int | None, ...]:
+    return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes)
+
+
+def _alignment(tensor: Tensor) -> int:
+    """Bytes that the base address and every outer stride are multiples of. Storages themselves are aligned."""
+    (offset,) = _hints((tensor.storage_offset(),))
+    bits = _ALIGN_MAX | offset * tensor.element_size()
+    for size, stride in zip(_hints(tensor.shape[:3]), _hints(tensor.stride()[:3])):
+        if size > 1:
+            bits |= stride * tensor.element_size()
+    return bits & -bits

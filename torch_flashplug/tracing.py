@@ -1,0 +1,192 @@
+"""How attention calls survive tracing: torch.compile, torch.export, make_fx.
+
+Owns the trace carrier (while a graph is traced, the aten pair that F.sdpa reaches becomes torch_flashplug::sdpa_fwd and sdpa_bwd with the mode
+word baked in), the op `force` (sdpa_backend inside a compiled region) and the tag that keeps compile caches apart. Decides nothing about backends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch._guards import CompileContext
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot
+
+from . import native, ops
+
+OVERRIDEABLE = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+OVERRIDEABLE_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
+
+POP = -1  # argument of `force` that ends the innermost block
+
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+_aten = torch.library.Library("aten", "IMPL")
+_library.define("force(int mode) -> ()")
+
+
+# ---- force: the mode of the sdpa_backend blocks that surround the call being traced ----
+
+
+class _Traced(threading.local):
+    """Blocks entered by the trace that runs in this thread. A trace that failed inside a block leaves them behind: `owner` tells."""
+
+    owner: weakref.ref[CompileContext] | None = None
+    blocks: tuple[tuple[int, int], ...] = ()  # (mode word, this thread's eager mode word to put back), innermost last
+
+
+_traced = _Traced()
+
+
+def _is_current() -> bool:
+    context = CompileContext.try_get()
+    return context is (_traced.owner() if _traced.owner is not None else None)
+
+
+def _drop_blocks() -> None:
+    if _traced.blocks:
+        native.set_mode(_traced.blocks[0][1])
+    _traced.blocks, _traced.owner = (), None
+
+
+def _drop_blocks_at_compile_end(*unused) -> None:
+    if _traced.owner is not None:
+        _drop_blocks()
+
+
+def _watch_compile_end() -> None:
+    # torch._dynamo.reset() clears the list, hence the look at every push. Dynamo is loaded: it is what set the CompileContext.
+    from torch._dynamo.callback import callback_handler
+
+    if _drop_blocks_at_compile_end not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_drop_blocks_at_compile_end)
+
+
+def _force(mode: int) -> None:
+    if not _is_current():
+        _drop_blocks()
+        context = CompileContext.try_get()
+        _traced.owner = None if context is None else weakref.ref(context)
+    if mode != POP:
+        # The router (C++) runs while tracing too, and must see the same mode: "stock" and "math" are choices that it makes.
+        _traced.blocks += ((mode, native.set_mode(mode)),)
+        if _traced.owner is not None:
+            _watch_compile_end()
+    elif _traced.blocks:
+        native.set_mode(_traced.blocks[-1][1])
+        _traced.blocks = _traced.blocks[:-1]
+
+
+def traced_mode() -> int:
+    """Mode word of the innermost sdpa_backend block of the trace that is running; 0 (auto) outside of any."""
+    return _traced.blocks[-1][0] if _traced.blocks and _is_current() else 0
+
+
+# ---- trace carrier ----
+
+
+def _trace_forward(
+    mode: ProxyTorchDispatchMode,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    with mode:
+        out, lse, seed, offset = ops.namespace.sdpa_fwd(
+            query, key, value, attn_bias, dropout_p, int(is_causal), scale, traced_mode()
+        )
+    return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
+
+
+def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = None) -> tuple:
+    grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
+    dropout_p, is_causal, seed, offset = args[12:]
+    bias_grad = attn_bias is not None and grad_input_mask[3]
+    settings = (dropout_p, int(is_causal), scale, _mode_of_forward(mode, offset), bias_grad)
+    with mode:
+        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings)
+    return dq, dk, dv, dbias if bias_grad else None
+
+
+_PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _mode_of_forward(mode: ProxyTorchDispatchMode, offset: Tensor) -> int:
+    """Mode word of the sdpa_fwd node that gave `offset`: the backward is traced when its block is long left. 0 if that node is in another graph."""
+    slot = get_proxy_slot(offset, mode.tracer, None)
+    node = None if slot is None else slot.proxy.node
+    while node is not None and node.target in _PASS_THROUGH:
+        node = node.args[0]
+    if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
+        return 0
+    forward = node.args[0]  # node is getitem(forward, 3)
+    return ops.ForwardArgs(*forward.args).mode if forward.target is ops.namespace.sdpa_fwd.default else 0
+
+
+def _backward_meta(*args, scale: float | None = None) -> tuple:
+    grad_out, query, key, value, attn_bias, grad_input_mask = args[:6]
+    dbias = torch.empty_like(attn_bias) if attn_bias is not None and grad_input_mask[3] else None
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), dbias
+
+
+# ---- compile caches: a graph traced with the plugin must not serve a process without it, nor the reverse ----
+
+
+class _CacheTag:
+    """Parts of torch.compiler.config.cache_key_tag. Config values set at run time are per thread from torch 2.12 on, defaults are not."""
+
+    def __init__(self) -> None:
+        entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
+        override = getattr(entry, "user_override", None)
+        self._defaults = entry if isinstance(override, ContextVar) else None
+        self._override = override if isinstance(override, ContextVar) else None
+
+    def set_process_mark(self, mark: str, present: bool) -> None:
+        """Adds or removes `mark` for every thread."""
+
+        def edit(tag: str) -> str:
+            return tag.replace(mark, "") + (mark if present else "")
+
+        if self._defaults is not None:
+            for name in ("env_value_default", "default"):
+                if isinstance(getattr(self._defaults, name, None), str):
+                    setattr(self._defaults, name, edit(getattr(self._defaults, name)))
+        if torch.compiler.config.cache_key_tag != edit(torch.compiler.config.cache_key_tag):
+            torch.compiler.config.cache_key_tag = edit(torch.compiler.config.cache_key_tag)
+
+    def push(self, suffix: str) -> object:
+        """Appends to this thread's tag; the result goes to pop()."""
+        tag = torch.compiler.config.cache_key_tag
+        if self._override is not None:
+            return self._override.set(tag + suffix)
+        torch.compiler.config.cache_key_tag = tag + suffix
+        return tag
+
+    def pop(self, pushed: object) -> None:
+        if self._override is not None:
+            self._override.reset(pushed)
+        else:
+            torch.compiler.config.cache_key_tag = pushed
+
+
+cache_tag = _CacheTag()
+
+
+def register() -> None:
+    """Called once by _start.load()."""
+    _library.impl("force", _force, "CompositeImplicitAutograd")
+    for side_effect in (ops.namespace.force, ops.namespace.force.default):
+        torch.fx.node.has_side_effect(side_effect)
+    OVERRIDEABLE.default.py_impl(ProxyTorchDispatchMode)(_trace_forward)
+    OVERRIDEABLE_BACKWARD.default.py_impl(ProxyTorchDispatchMode)(_trace_backward)
+    # torch 2.11 has no meta function for the backward.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(OVERRIDEABLE_BACKWARD.default.name(), "Meta"):
+        _aten.impl(OVERRIDEABLE_BACKWARD.default.name(), _backward_meta, "Meta")
