@@ -18,7 +18,8 @@ constexpr int64_t kChoiceMath = 0;          // SDPBackend.MATH
 constexpr int64_t kChoiceOverrideable = 4;  // SDPBackend.OVERRIDEABLE
 constexpr int kNumSlots = 2;                // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kNumSlots];
+std::atomic<void*> saved[kNumSlots];  // what the slot held; uninstall() puts exactly this back
+std::atomic<void*> stock[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where the slot was still unresolved
 std::mutex install_mutex;
 
 struct Call {
@@ -104,8 +105,8 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   }
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
-  auto stock = reinterpret_cast<ChoiceFunction>(saved[slot].load(std::memory_order_acquire));
-  return stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  auto stock_choice = reinterpret_cast<ChoiceFunction>(stock[slot].load(std::memory_order_acquire));
+  return stock_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
 void* our_choice(int slot) { return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>); }
@@ -143,15 +144,15 @@ int install(int slot) {
     return fail(5, "the CUDA slot of the choice stub is empty");
   }
   if (slot == 1 && !lies_in(old, "libtorch_cuda")) return fail(6, "the CUDA slot already holds another plugin's function");
-  if (slot == 0 && old == nullptr) return fail(7, "the CPU slot is not resolved yet; call torch._fused_sdp_choice on CPU tensors first");
   saved[slot].store(old, std::memory_order_release);
+  stock[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
   slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);
   return 0;
 }
 
 int uninstall(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (!installed(slot)) return fail(8, "it is not in place");
+  if (!installed(slot)) return fail(7, "it is not in place");
   slot_pointer(slot)->store(saved[slot].load(std::memory_order_acquire), std::memory_order_release);
   return 0;
 }

@@ -45,7 +45,9 @@ TorchSymbols look_up() {
   void* c10 = in_process("libc10.so");
   if (cpu == nullptr || c10 == nullptr) return symbols;
   symbols.stub = dlsym(cpu, kStub);
-  symbols.signature = dlsym(cpu, kSignature) != nullptr;
+  void** cpu_default = static_cast<void**>(dlsym(cpu, kSignature));
+  symbols.signature = cpu_default != nullptr;
+  if (cpu_default != nullptr) symbols.cpu_default = *cpu_default;
   if (auto context = reinterpret_cast<void* (*)()>(dlsym(cpu, kGlobalContext))) f.context = context();
   f.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
   f.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
