@@ -1,0 +1,79 @@
+"""`python -m torch_flashplug`: demo, explain, info. Options only; each verb lives in a module named after what it
+owns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) != 4 or min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; give batch,heads,length,head_dim, such as 1,32,1,128")
+    return sizes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_flashplug", description="Hopper attention behind F.scaled_dot_product_attention."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    demo = verbs.add_parser("demo", help="run a byte-level GPT on a text file, ours beside stock")
+    demo.add_argument("file", nargs="?", help="a text file (default: README.md, or the package's own source)")
+    demo.add_argument("--rounds", type=int, default=7, help="interleaved timing rounds")
+    explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
+    explain.add_argument("--device", default="", help="h100, h200, a100 or l4 (default: this machine's GPU, else h100)")
+    explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
+    explain.add_argument("--k", type=_shape, required=True, help="likewise of the key")
+    explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")
+    explain.add_argument("--dtype", choices=DTYPES, default="bf16")
+    explain.add_argument("--causal", action="store_true", help="is_causal=True")
+    explain.add_argument("--grad", action="store_true", help="gradients are wanted")
+    explain.add_argument("--backend", default="auto", help="as in sdpa_backend(...): auto, fa3, fa2, math or stock")
+    explain.add_argument("--json", action="store_true")
+    info = verbs.add_parser("info", help="versions, devices, hook, kernel packs, cache, environment flags")
+    info.add_argument("--json", action="store_true")
+    return parser
+
+
+def _explain(options: argparse.Namespace) -> None:
+    from . import what_if
+
+    shapes = what_if.Shapes(options.q, options.k, options.v or options.k)
+    names = ("dtype", "causal", "grad", "device", "backend")
+    plan = what_if.plan(shapes, **{name: getattr(options, name) for name in names})
+    print(json.dumps(dataclasses.asdict(plan), indent=1) if options.json else plan)
+
+
+def _info(options: argparse.Namespace) -> None:
+    from . import inventory
+
+    facts = inventory.collect()
+    print(json.dumps(facts, indent=1)) if options.json else inventory.show(facts)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import show
+
+    show.run(options.file, rounds=options.rounds)
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    try:
+        {"demo": _demo, "explain": _explain, "info": _info}[options.verb](options)
+    except ValueError as error:
+        sys.exit(f"{options.verb}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A byte-level GPT in plain torch. Its only attention is F.scaled_dot_product_attention; nothing here knows of
+torch_flashplug.
+
+Weights are random from a fixed seed: what is shown is arithmetic and speed, not language.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values of every layer, (1, Hkv, capacity, D); the first `length` positions are filled."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int = 0
+
+    @classmethod
+    def empty(cls, shape: Shape, capacity: int, like: Tensor) -> Cache:
+        def blank() -> Tensor:
+            return like.new_zeros(1, shape.kv_heads, capacity, shape.head_dim)
+
+        return cls([blank() for _ in range(shape.layers)], [blank() for _ in range(shape.layers)])
+
+
+def _rotate(x: Tensor, start: int) -> Tensor:
+    """Rotary position embedding of x (1, H, S, D) whose first row is at position `start`."""
+    half = x.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """Pre-norm attention with grouped KV heads, then a two-layer MLP."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv_width = shape.kv_heads * shape.head_dim
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, shape.width + 2 * kv_width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        x = x + self._attend(self.norm_attention(x), cache, layer)
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+    def _attend(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
+        shape, rows, start = self.shape, x.shape[1], cache.length
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(heads, dim=1)
+        stop = start + rows
+        cache.keys[layer][:, :, start:stop] = _rotate(k, start)
+        cache.values[layer][:, :, start:stop] = v
+        keys, values = cache.keys[layer][:, :, :stop], cache.values[layer][:, :, :stop]
+        grouped = shape.heads != shape.kv_heads
+        out = F.scaled_dot_product_attention(_rotate(q, start), keys, values, is_causal=rows > 1, enable_gqa=grouped)
+        return self.out(out.transpose(1, 2).flatten(-2))
+
+
+class ByteGPT(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(BYTES, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, BYTES, bias=False)
+
+    def forward(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Logits (1, 256) of the byte after `tokens` (1, S); a prompt first (empty cache), then one byte at a time."""
+        x = self.embed(tokens)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
+        cache.length += tokens.shape[1]
+        return self.head(self.norm(x[:, -1]))
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> ByteGPT:
+    """The model with weights drawn from `seed`, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = ByteGPT(shape)
+    model = model.to_empty(device=device).to(dtype).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+                continue
+            spread = 1.0 if name.startswith("embed") else weight.shape[-1] ** -0.5
+            # Sharper queries and keys than usual: attention of random weights would otherwise be nearly uniform.
+            spread *= 3.0 if name.endswith("qkv.weight") else 1.0
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+    return model
+
+
+def prefill(model: ByteGPT, prompt: Tensor, capacity: int) -> tuple[Tensor, Cache]:
+    """Runs the prompt (1, S) through the model once: logits after it, and the filled cache."""
+    cache = Cache.empty(model.shape, capacity, model.embed.weight)
+    return model(prompt, cache), cache
+
+
+def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Tensor, Tensor]:
+    """`steps` greedy bytes (steps,) and the logits (steps, 256) each was chosen from."""
+    chosen, seen = [], []
+    for _ in range(steps):
+        token = logits.argmax(-1)
+        chosen.append(token)
+        seen.append(logits)
+        logits = model(token[:, None], cache)
+    return torch.cat(chosen), torch.cat(seen)

@@ -1,0 +1,82 @@
+"""Which attention calls a program makes: a mode that watches F.sdpa from outside, so that the program stays
+unmodified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(slots=True)
+class Call:
+    """One F.sdpa call: its tensors (views, not copies) and its other arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kwargs: dict[str, object]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        (B, Hq, Sq, D), (Hkv, Sk), Dv = self.q.shape, self.k.shape[1:3], self.v.shape[-1]
+        return {"B": B, "Hq": Hq, "Hkv": Hkv, "Sq": Sq, "Sk": Sk, "D": D, "Dv": Dv}
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.kwargs.get("is_causal", False))
+
+    def run(self) -> Tensor:
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, **self.kwargs)
+
+
+@dataclass(slots=True)
+class Kind:
+    """Calls that differ only in how many keys they see and get the same plan."""
+
+    first: Call
+    last: Call
+    plan: object  # torch_flashplug.explain's answer to the last call
+    count: int = 1
+
+    def label(self) -> str:
+        s, keys = self.first.shape, sorted({self.first.shape["Sk"], self.last.shape["Sk"]})
+        phase = "decode" if s["Sq"] == 1 else "prefill"
+        seen = "..".join(map(str, keys))
+        heads = f"{s['Hq']}/{s['Hkv']} heads" if s["Hq"] != s["Hkv"] else f"{s['Hq']} heads"
+        return f"{phase}: {heads}, {s['Sq']} x {seen}, D {s['D']}" + (", causal" if self.first.causal else "")
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps every F.sdpa call made inside it, and lets it run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls.append(Call(*args[:3], dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def distinct(calls: Iterable[Call], explain) -> list[Kind]:
+    """Groups calls by everything but the number of keys, and by the plan that `explain(q, k, v, **kwargs)` gives."""
+    kinds: dict[tuple, Kind] = {}
+    for call in calls:
+        with torch.no_grad():
+            plan = explain(call.q, call.k, call.v, **call.kwargs)
+        shape = {name: size for name, size in call.shape.items() if name != "Sk"}
+        key = (tuple(shape.values()), call.causal, plan.backend, plan.kernel)
+        if key in kinds:
+            kinds[key].last, kinds[key].plan = call, plan
+            kinds[key].count += 1
+        else:
+            kinds[key] = Kind(call, call, plan)
+    return list(kinds.values())

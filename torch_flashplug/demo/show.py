@@ -1,0 +1,212 @@
+"""The demo's run and its tables: which calls the model makes, how right the answers are, what they cost."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_flashplug
+
+from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
+from . import model as gpt
+from .record import Kind, Recorder, distinct
+
+Scope = Callable[[], AbstractContextManager]
+GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
+CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
+WHAT_IF = "h100"  # the device a machine without a GPU shows plans for
+SLOWER = 1.03  # auto / stock above this is marked
+STOCK = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash (FA2)": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@contextmanager
+def _plugin_off() -> Iterator[None]:
+    torch_flashplug.disable()
+    try:
+        yield
+    finally:
+        torch_flashplug.enable()
+
+
+@contextmanager
+def _only(backend: SDPBackend) -> Iterator[None]:
+    with _plugin_off(), sdpa_kernel(backend):
+        yield
+
+
+def _scopes(on_gpu: bool) -> dict[str, Scope]:
+    """Every way the same model can run here, ours first."""
+    ours: dict[str, Scope] = {"auto": nullcontext}
+    if on_gpu:
+        ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")
+    stock: dict[str, Scope] = {"plugin off": _plugin_off}
+    for name, backend in STOCK.items():
+        stock[name] = lambda backend=backend: _only(backend)
+    return ours | stock
+
+
+def read_text(file: str | None) -> tuple[bytes, str]:
+    """The prompt and where it came from: the file given, else README.md of a checkout, else our own source."""
+    if file is not None:
+        path = Path(file)
+        if not path.is_file():
+            raise SystemExit(f"demo: no file {file}; give a text file, or none for the built-in text")
+        content, origin = path.read_bytes(), str(path)
+    else:
+        package = Path(str(importlib.resources.files("torch_flashplug")))
+        readme = package.parent / "README.md"
+        if readme.is_file():
+            content, origin = readme.read_bytes(), "README.md"
+        else:
+            sources = sorted(package.glob("*.py"))
+            content, origin = b"".join(source.read_bytes() for source in sources), "the package's own source"
+    if not content:
+        raise SystemExit(f"demo: {origin} is empty; give a file with some text")
+    return content, origin
+
+
+def _calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
+    table = Table(title="Attention calls of the model, and how each is planned", show_lines=True)
+    for column in ("call", "times", "where", "plan", "why"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("times", "where"))
+    for kind in kinds:
+        call = kind.last
+        plans = {"here": kind.plan}
+        if not on_gpu:
+            plans[f"on {WHAT_IF}"] = torch_flashplug.explain(call.q, call.k, call.v, **call.kwargs, device=WHAT_IF)
+        for where, plan in plans.items():
+            taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
+            why = [plan.row] if plan.row else []
+            why += [f"not {backend}: {plan.reasons[backend]}" for backend in ("fa3", "fa2") if backend in plan.reasons]
+            name = plan.backend + (f"\n{taken}" if taken else "")
+            table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
+    console.print(table)
+
+
+def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope]) -> None:
+    """RMS error of each call against fp64; the last column is ours over the best stock backend's."""
+    table = Table(title="RMS error against fp64 math (smaller is better)")
+    table.add_column("call")
+    for name in scopes:
+        table.add_column(name, justify="right")
+    table.add_column("auto / best stock", justify="right")
+    for kind in kinds:
+        call = kind.last
+        scale = call.kwargs.get("scale")
+        exact = attention_math(call.q, call.k, call.v, scale=scale, mask=Masking(int(call.causal))).out
+        errors: dict[str, float] = {}
+        for name, scope in scopes.items():
+            try:
+                with scope(), torch.no_grad():
+                    out = call.run()
+                errors[name] = measure_error(out, exact, out).rms
+            except (RuntimeError, ValueError):
+                continue  # this backend has no kernel for the call
+        best = min((name for name in STOCK if name in errors), key=errors.get, default=None)
+        ratio = f"{errors['auto'] / errors[best]:.3f} ({best})" if best and errors[best] else "-"
+        cells = [f"{errors[name]:.3e}" if name in errors else "no kernel" for name in scopes]
+        table.add_row(kind.label(), *cells, ratio)
+    console.print(table)
+
+
+def _compare_bytes(console: Console, ours: tuple[Tensor, Tensor], stock: tuple[Tensor, Tensor]) -> None:
+    (chosen, logits), (expected, stock_logits) = ours, stock
+    differ = (chosen != expected).nonzero()
+    if not len(differ):
+        console.print(f"Greedy bytes: all {len(chosen)} equal to stock's. First ones: {bytes(chosen[:16].tolist())!r}")
+        return
+    at = int(differ[0])
+    top = stock_logits[at].float().topk(2).values
+    moved = (logits[at].float() - stock_logits[at].float()).abs().max()
+    console.print(
+        f"Greedy bytes: equal to stock's up to byte {at}, then they part: "
+        f"ours {int(chosen[at])}, stock {int(expected[at])}. Stock's two best logits there are "
+        f"{float(top[0] - top[1]):.4f} apart, and rounding moved logits by up to {float(moved):.4f}."
+    )
+
+
+def _times_table(console: Console, runs: dict[str, dict[str, Candidate]], device: str, rounds: int) -> None:
+    """Prefill and decode of the whole model under every scope, side by side; ratios are paired by round."""
+    for phase, candidates in runs.items():
+        timings = time_interleaved(candidates, rounds=rounds, device=device, min_calls=1, round_ms=20.0, warmup=1)
+        base = timings["plugin off"]
+        table = Table(title=f"Time of {phase}, whole model, median of {rounds} interleaved rounds")
+        for column in ("attention", "ms", "spread", "times plugin off"):
+            table.add_column(column, justify="left" if column == "attention" else "right")
+        for name, timing in timings.items():
+            ratio = paired_ratio(timing, base)
+            mark = "red" if name == "auto" and ratio > SLOWER else "default"
+            table.add_row(name, f"{timing.ms:.3f}", f"{timing.spread:.1%}", f"[{mark}]{ratio:.3f}[/]")
+        console.print(table)
+
+
+def _time_candidates(
+    model: gpt.ByteGPT, prompt: Tensor, steps: int, scopes: dict[str, Scope]
+) -> dict[str, dict[str, Candidate]]:
+    """What can be timed under each scope: backends without a kernel for one of the phases are left out of it."""
+    capacity = prompt.shape[1] + steps
+    logits, cache = gpt.prefill(model, prompt, capacity)
+    filled = cache.length
+
+    def run_prefill() -> None:
+        gpt.prefill(model, prompt, capacity)
+
+    def run_decode() -> None:
+        cache.length = filled
+        gpt.decode(model, logits, cache, steps)
+
+    runs: dict[str, dict[str, Candidate]] = {}
+    for phase, call in ((f"prefill ({prompt.shape[1]} bytes)", run_prefill), (f"decode ({steps} bytes)", run_decode)):
+        runs[phase] = {}
+        for name, scope in scopes.items():
+            try:
+                with scope():
+                    call()
+                runs[phase][name] = Candidate(call, scope)
+            except (RuntimeError, ValueError):
+                continue  # no kernel; the table of errors says so
+    return runs
+
+
+@torch.inference_mode()
+def run(file: str | None = None, *, rounds: int = 7, console: Console | None = None) -> None:
+    """The whole demo; prints, returns nothing."""
+    console = console or Console(width=max(Console().width, 120))
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    shape, longest, steps = (GPU_SHAPE, GPU_PROMPT, GPU_STEPS) if on_gpu else (CPU_SHAPE, CPU_PROMPT, CPU_STEPS)
+    content, origin = read_text(file)
+    content = content[:longest]
+    where = torch.cuda.get_device_name() if on_gpu else "no GPU here: torch's CPU path runs, with the plugin or without"
+    console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, torch {torch.__version__}; {where}")
+    console.print(
+        f"byte-level GPT, {shape.layers} layers, {shape.heads} heads over {shape.kv_heads} KV heads of "
+        f"{shape.head_dim}, bf16, random weights; prompt: the first {len(content)} bytes of {origin}, then {steps} greedy bytes"
+    )
+    model = gpt.build(shape, device, torch.bfloat16)
+    prompt = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().to(device)[None]
+    with Recorder() as recorder:
+        logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
+        ours = gpt.decode(model, logits, cache, steps)
+    scopes = _scopes(on_gpu)
+    kinds = distinct(recorder.calls, torch_flashplug.explain)
+    _calls_table(console, kinds, on_gpu)
+    _errors_table(console, kinds, scopes)
+    with _plugin_off():
+        logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
+        stock = gpt.decode(model, logits, cache, steps)
+    _compare_bytes(console, ours, stock)
+    _times_table(console, _time_candidates(model, prompt, steps, scopes), device, rounds)

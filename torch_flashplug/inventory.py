@@ -1,0 +1,160 @@
+"""What is installed and in force on this machine: the `info` verb. Reads, never changes; versions come from metadata,
+no compiler is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import torch
+
+from . import __version__, cache, env, native
+
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "cuda-bindings")
+_KERNEL_SYMBOL = re.compile(rb"__tvm_ffi_([a-z]+_sm\d+_\w+)\x00")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices_by_cuda_python() -> list[dict[str, object]] | None:
+    """Facts of each GPU from the driver, without making a context; None where cuda-python or the driver is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+
+    def ask(function, *arguments):
+        status, *answer = function(*arguments)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{function.__name__}: {status.name}")
+        return answer[0] if answer else None
+
+    attribute = driver.CUdevice_attribute
+    wanted = {
+        "sm_count": attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        "smem_bytes": attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        "l2_bytes": attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE,
+        "clock_khz": attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
+    }
+    major, minor = (getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+    found = []
+    try:
+        ask(driver.cuInit, 0)
+        for index in range(ask(driver.cuDeviceGetCount)):
+            device = ask(driver.cuDeviceGet, index)
+            name = ask(driver.cuDeviceGetName, 128, device).split(b"\0")[0].decode()
+            cc = 10 * ask(driver.cuDeviceGetAttribute, major, device) + ask(driver.cuDeviceGetAttribute, minor, device)
+            facts = {key: ask(driver.cuDeviceGetAttribute, which, device) for key, which in wanted.items()}
+            found.append({"name": name, "cc": cc, **facts, "driver": ask(driver.cuDriverGetVersion)})
+    except RuntimeError:  # no driver, or no device: the same as none
+        return None
+    return found
+
+
+def _devices() -> list[dict[str, object]]:
+    found = _devices_by_cuda_python()
+    if found is not None:
+        return found
+    if not torch.cuda.is_available():
+        return []
+    return [{"name": torch.cuda.get_device_name(i), **native.device_facts(i)} for i in range(torch.cuda.device_count())]
+
+
+def _packs() -> list[dict[str, object]]:
+    """Each kernel pack beside _C, with the kernels whose symbols it holds."""
+    packs = []
+    for path in sorted({path for place in native.built_files() for path in place.glob("flashplug_sm*.so")}):
+        kernels = sorted({match.decode() for match in _KERNEL_SYMBOL.findall(path.read_bytes())})
+        packs.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
+    return packs
+
+
+def _cache() -> dict[str, object]:
+    folder = cache.directory()
+    files = [path for path in Path(folder).rglob("*") if path.is_file()] if folder.is_dir() else []
+    return {"directory": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+
+
+def _hook() -> dict[str, object]:
+    if env.disabled():
+        return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}=0"}
+    from . import composite
+
+    stub, plan_b = native.installed(native.CUDA_SLOT), composite.installed()
+    why = (
+        ""
+        if stub or plan_b
+        else "a CPU build of torch: nothing to route"
+        if torch.version.cuda is None
+        else native.last_error()
+    )
+    return {
+        "installed": stub,
+        "plan_b": plan_b,
+        "enabled": native.enabled(),
+        "mode": native.effective_mode(),
+        "why": why,
+    }
+
+
+def collect() -> dict[str, object]:
+    """Everything as plain data: the form of `info --json`."""
+    return {
+        "torch_flashplug": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "packages": {package: _version(package) for package in PACKAGES},
+        "devices": _devices(),
+        "hook": _hook(),
+        "packs": _packs(),
+        "cache": _cache(),
+        "environment": {
+            flag.name: {"value": flag.get(), "default": flag.default, "help": flag.help} for flag in env.FLAGS
+        },
+    }
+
+
+def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
+    lines = [(name, str(facts[name] or "-")) for name in ("torch_flashplug", "torch", "cuda", "cudnn")]
+    lines += [(name, version or "not installed") for name, version in facts["packages"].items()]
+    for device in facts["devices"] or ["none"]:
+        lines.append(
+            (
+                "device",
+                device if isinstance(device, str) else ", ".join(f"{key} {value}" for key, value in device.items()),
+            )
+        )
+    lines.append(("hook", ", ".join(f"{key} {value}" for key, value in facts["hook"].items() if value != "")))
+    for pack in facts["packs"]:
+        lines.append(("kernel pack", f"{pack['path']}: {pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"))
+    if not facts["packs"]:
+        lines.append(("kernel pack", "none: kernels are compiled at first use"))
+    kept = facts["cache"]
+    lines.append(("cache", f"{kept['directory']}: {kept['files']} files, {kept['bytes'] / 1e6:.1f} MB"))
+    return lines
+
+
+def show(facts: dict[str, object]) -> None:
+    """The same for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(show_header=False, box=None)
+    for name, text in _lines(facts):
+        table.add_row(name, text)
+    console.print(table)
+    flags = Table(title="Environment")
+    for column in ("name", "value", "default", "what it does"):
+        flags.add_column(column, overflow="fold")
+    for name, flag in facts["environment"].items():
+        flags.add_row(name, flag["value"] or "-", flag["default"] or "-", flag["help"])
+    console.print(flags)

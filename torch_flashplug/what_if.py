@@ -1,0 +1,46 @@
+"""The plan of a call given by its shapes alone, on a GPU that need not be here: the `explain` verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .api import DEVICES, Plan, explain, sdpa_backend
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+
+
+def _place(device: str) -> tuple[str, str | None]:
+    """Where the tensors lie, and the preset that explain() is asked for."""
+    if device:
+        return "meta", device
+    return ("cuda", None) if torch.cuda.is_available() else ("meta", next(iter(DEVICES)))
+
+
+def plan(
+    shapes: Shapes,
+    *,
+    dtype: str = "bf16",
+    causal: bool = False,
+    grad: bool = False,
+    device: str = "",
+    backend: str = "auto",
+) -> Plan:
+    """The plan for contiguous tensors of these shapes. device "": this machine's GPU, else the first preset."""
+    where, preset = _place(device)
+    q, k, v = (
+        torch.empty(shape, dtype=DTYPES[dtype], device=where, requires_grad=grad)
+        for shape in (shapes.q, shapes.k, shapes.v)
+    )
+    with sdpa_backend(backend), torch.set_grad_enabled(grad):
+        return explain(q, k, v, is_causal=causal, enable_gqa=shapes.q[1] != shapes.k[1], device=preset)
