@@ -1,4 +1,5 @@
-// What the two doors of sdpa_ops.cpp (the aten carrier and the project's own ops) share with stock.cpp: one call, its results, stock's own kernels.
+// What the two doors of sdpa_ops.cpp (the aten carrier and the project's own ops) share with stock.cpp: one call, its
+// results, stock's own kernels.
 #pragma once
 
 #include "tensor_facts.h"
@@ -29,7 +30,8 @@ struct BackwardResult {
   Owned grads[4];  // empty where not wanted
 };
 
-Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type, int32_t device_index);
+Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                    int32_t device_index);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);

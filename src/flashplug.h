@@ -1,4 +1,5 @@
-// The C++ core in one page: the facts of a call, the plan made of them, and every internal function in the order in which a call meets it.
+// The C++ core in one page: the facts of a call, the plan made of them, and every internal function in the order in
+// which a call meets it.
 //
 //   F.scaled_dot_product_attention
 //     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
@@ -6,7 +7,8 @@
 //     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
 //     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
-//   below all of them: state.cpp (switches and tables), torch_symbols.cpp (libtorch and driver symbols found at run time)
+//   below all of them: state.cpp (switches and tables), torch_symbols.cpp (libtorch and driver symbols found at run
+//   time)
 //
 // Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
 #pragma once
@@ -56,8 +58,8 @@ struct Problem {
   Layout layout[kNumOperands];
   Causal causal = Causal::kNone;
   bool has_mask = false;
-  bool on_cuda = false;      // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
-  bool grad = false;         // autograd will want a backward
+  bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
+  bool grad = false;           // autograd will want a backward
   bool deterministic = false;  // torch.use_deterministic_algorithms
   double dropout_p = 0.0;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
@@ -86,8 +88,8 @@ struct ChoiceRow {
   MaskKind mask;
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
   bool serve;
-  double ratio;         // stock default time / our time
-  char measured[96];    // date, machine, suite
+  double ratio;       // stock default time / our time
+  char measured[96];  // date, machine, suite
 };
 
 constexpr int kMaxRows = 128;
@@ -104,11 +106,30 @@ struct Tables {
 // ---- the plan ----
 
 enum class Why : int {
-  kNone, kDevice, kArch, kDtype, kMixedDtype, kMask, kBottomRight, kDropout, kEmpty, kHeadDimStep, kHeadDimLimit, kLastStride, kAlignment,
-  kNoKernel, kSplits, kLaterRelease, kNoRow, kSlower, kDecodeGate, kDeterministic,
+  kNone,
+  kDevice,
+  kArch,
+  kDtype,
+  kMixedDtype,
+  kMask,
+  kBottomRight,
+  kDropout,
+  kEmpty,
+  kHeadDimStep,
+  kHeadDimLimit,
+  kLastStride,
+  kAlignment,
+  kNoKernel,
+  kSplits,
+  kLaterRelease,
+  kNoRow,
+  kSlower,
+  kDecodeGate,
+  kDeterministic,
 };
 
-// A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the remedy.
+// A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
+// remedy.
 struct Reason {
   Why why = Why::kNone;
   int64_t given = 0;
@@ -118,9 +139,9 @@ struct Reason {
 };
 
 struct Gate {
-  bool decode = false;   // few enough query rows to be a decode call
-  int64_t tiles = 0;     // B * Hkv * ceil(Sq * G / decode_rows)
-  int64_t needed = 0;    // the share of the SMs that they must reach
+  bool decode = false;  // few enough query rows to be a decode call
+  int64_t tiles = 0;    // B * Hkv * ceil(Sq * G / decode_rows)
+  int64_t needed = 0;   // the share of the SMs that they must reach
   bool closed = false;
 };
 
@@ -131,7 +152,7 @@ struct Plan {
   int splits = 1;
   int64_t tiles = 0;  // B * Hq * ceil(Sq / tile_m)
   Gate gate;
-  Reason fa3, fa2;    // why not, where not taken
+  Reason fa3, fa2;  // why not, where not taken
 };
 
 // ---- 1. router.cpp ----
@@ -173,9 +194,11 @@ struct Kernel {
 
 void load_pack(const char* path, int arch);
 void clear_packs();
-// The kernel of a plan, found on first use. Where there is none: null after one warning, or, if `required`, an error with the way out.
+// The kernel of a plan, found on first use. Where there is none: null after one warning, or, if `required`, an error
+// with the way out.
 Kernel* find_kernel(const Plan& plan, DType dtype, int device_index, bool required);
-bool kernel_missing(const Plan& plan, DType dtype);  // an earlier search failed; the router then leaves such calls to stock
+bool kernel_missing(const Plan& plan,
+                    DType dtype);  // an earlier search failed; the router then leaves such calls to stock
 void forget_kernels();
 using CompileCallback = int (*)(const char* name, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
@@ -191,11 +214,23 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
 
 Tables& tables();
 bool enabled();
-Mode effective_mode();           // process-wide backend first, else this thread's mode
+Mode effective_mode();  // process-wide backend first, else this thread's mode
 Backend process_backend();
-bool standin();                  // tests: CPU tensors are eligible
+// Tests without a GPU: CPU tensors are eligible; the math op stands in for the kernel, or a pack's symbol is called on
+// CPU memory with a null stream.
+enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
+Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
-enum class Path : int { kOursForward, kEfficientForward, kMathForward, kCudnnBackward, kEfficientBackward, kMathBackward, kRoutedOurs, kRoutedStock };
+enum class Path : int {
+  kOursForward,
+  kEfficientForward,
+  kMathForward,
+  kCudnnBackward,
+  kEfficientBackward,
+  kMathBackward,
+  kRoutedOurs,
+  kRoutedStock
+};
 constexpr int kNumPaths = 8;
 void count(Path path);
 void log_warning(const std::string& text);
@@ -204,13 +239,13 @@ void set_last_error(const std::string& text);
 
 // ---- torch_symbols.cpp ----
 
-using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*, double, bool,
-                                   std::optional<double>, bool);
+using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*,
+                                   double, bool, std::optional<double>, bool);
 struct TorchSymbols {
-  void* stub = nullptr;            // at::native::_fused_sdp_choice_stub
-  bool signature = false;          // its function type is the one we were written for
-  void* cpu_default = nullptr;     // stock's choice function for CPU tensors
-  bool flash_enabled() const;      // torch.nn.attention.sdpa_kernel and the global switches
+  void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
+  bool signature = false;       // its function type is the one we were written for
+  void* cpu_default = nullptr;  // stock's choice function for CPU tensors
+  bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
   bool overrideable_enabled() const;
   bool math_enabled() const;
   bool deterministic() const;

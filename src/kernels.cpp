@@ -1,6 +1,8 @@
-// Where kernels come from: kernel packs (one shared object per architecture, a symbol per kernel), else one up-call into Python (compile.py).
+// Where kernels come from: kernel packs (one shared object per architecture, a symbol per kernel), else one up-call
+// into Python (compile.py).
 //
-// A kernel is looked up at its first use and kept in an array indexed by table row and dtype: no strings, maps or locks after that.
+// A kernel is looked up at its first use and kept in an array indexed by table row and dtype: no strings, maps or locks
+// after that.
 #include <dlfcn.h>
 
 #include <mutex>
@@ -84,7 +86,8 @@ KernelCall compile(const std::string& name, void** self, std::string* why) {
 
 std::string way_out(const std::string& name, const std::string& why) {
   return "torch_flashplug: kernel " + name + " is not available (" + why +
-         "). Build it ahead of time with `python tools/aot.py --arch sm_90a --out DIR`, or install torch_flashplug[jit] and call once outside capture";
+         "). Build it ahead of time with `python tools/aot.py --arch sm_90a --out DIR`, or install "
+         "torch_flashplug[jit] and call once outside capture";
 }
 
 Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index, bool required) {

@@ -14,7 +14,8 @@
 
 namespace flashplug {
 
-static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*), "kernels.cpp reads safe_call as the first field behind the object header");
+static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*),
+              "kernels.cpp reads safe_call as the first field behind the object header");
 static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header");
 
 namespace {
@@ -30,11 +31,14 @@ struct Argument {
 
 void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_index, bool writes, Argument* out) {
   Shape shape;
-  if (!read_shape(handle, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
+  if (!read_shape(handle, &shape))
+    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
   const void* data = nullptr;
   void* mutable_data = nullptr;
-  check_shim(writes ? torch_get_mutable_data_ptr(handle, &mutable_data) : torch_get_const_data_ptr(handle, &data), "get_data_ptr");
-  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes there too.
+  check_shim(writes ? torch_get_mutable_data_ptr(handle, &mutable_data) : torch_get_const_data_ptr(handle, &data),
+             "get_data_ptr");
+  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
+  // there too.
   for (int i = 0; i < dims; ++i) {
     const bool any = shape.size[i] == 1 && i + 1 < dims;
     out->stride[i] = any ? (shape.size[dims - 1] + 7) / 8 * 8 : shape.stride[i];
@@ -94,9 +98,11 @@ std::string raised_text() {
 class OnDevice {
  public:
   explicit OnDevice(int device_index) {
+    if (standin() != Standin::kOff) return;
     int32_t current = -1;
     check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
-    if (current != device_index) check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
+    if (current != device_index)
+      check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
   }
   ~OnDevice() {
     if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
@@ -114,7 +120,8 @@ void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
   result.zero_padding = 0;
   result.v_int64 = 0;
   KernelCall call = kernel.call.load(std::memory_order_acquire);
-  if (call(kernel.self, args, count, &result) != 0) throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
+  if (call(kernel.self, args, count, &result) != 0)
+    throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
 }
 
 }  // namespace
@@ -128,16 +135,18 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
   describe(tensors.v, 4, half, device_index, false, &v);
   describe(tensors.out, 4, half, device_index, true, &out);
   describe(tensors.lse, 3, single, device_index, true, &lse);
-  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),   pack_tensor(&k), pack_tensor(&v), pack_tensor(&out),
-                                    pack_tensor(&lse), pack_float(scale * kLog2e), pack_float(scale),
-                                    pack_pointer(current_cuda_stream(device_index))};
+  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),   pack_tensor(&k),
+                                    pack_tensor(&v),   pack_tensor(&out),
+                                    pack_tensor(&lse), pack_float(scale * kLog2e),
+                                    pack_float(scale), pack_pointer(current_cuda_stream(device_index))};
   OnDevice on_device(device_index);
   const uint64_t bit = uint64_t{1} << (device_index & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
     run(kernel, args, kNumArgs);
     return;
   }
-  // First use on this device loads the kernel's module, which a stream capture of this thread would forbid in its strict mode.
+  // First use on this device loads the kernel's module, which a stream capture of this thread would forbid in its
+  // strict mode.
   RelaxedCapture relaxed;
   run(kernel, args, kNumArgs);
   kernel.devices.fetch_or(bit, std::memory_order_release);

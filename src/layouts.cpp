@@ -5,7 +5,8 @@
 
 namespace flashplug {
 
-Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type, int32_t device_index) {
+Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                    int32_t device_index) {
   AtenTensorHandle handle = nullptr;
   check_shim(aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &handle), "empty_strided");
   return Owned(handle);
@@ -22,7 +23,8 @@ int compare_dims(const int64_t* size, const int64_t* stride, int a, int b) {
 
 }  // namespace
 
-// empty_like keeps the strides of a tensor without holes or overlaps; any other is packed in the order of its strides (c10's infer_dense_strides).
+// empty_like keeps the strides of a tensor without holes or overlaps; any other is packed in the order of its strides
+// (c10's infer_dense_strides).
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out) {
   int order[5];  // innermost first
   for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
@@ -57,7 +59,8 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
   // torch: stable sort of the dims by stride, largest first; strides packed in that order.
   int order[4] = {0, 1, 2, 3};
   for (int i = 1; i < 4; ++i) {
-    for (int j = i; j > 0 && query.stride[order[j - 1]] < query.stride[order[j]]; --j) std::swap(order[j - 1], order[j]);
+    for (int j = i; j > 0 && query.stride[order[j - 1]] < query.stride[order[j]]; --j)
+      std::swap(order[j - 1], order[j]);
   }
   int64_t next = 1;
   for (int i = 3; i >= 0; --i) {

@@ -1,4 +1,5 @@
-// The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the boundary.
+// The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the
+// boundary.
 #include <cstring>
 
 #include "flashplug.h"
@@ -67,7 +68,7 @@ FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thre
 FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
-FLASHPLUG_EXPORT void flashplug_set_standin(int on) { state().standin.store(on != 0); }
+FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(static_cast<Standin>(level)); }
 FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
   return copy_text(id >= 0 && id < kNumBackends ? kBackendNames[id] : "", out, capacity);
 }
@@ -89,15 +90,28 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
   Tables& t = tables();
   if (t.num_kernels == kMaxRows) return 1;
-  t.kernels[t.num_kernels++] = KernelRow{static_cast<int>(f[0]), static_cast<int>(f[1]), f[2], f[3], static_cast<MaskKind>(f[4]),
-                                         static_cast<int>(f[5]), static_cast<int>(f[6]), static_cast<int>(f[7]), f[8], f[9]};
+  t.kernels[t.num_kernels++] = KernelRow{
+      static_cast<int>(f[0]), static_cast<int>(f[1]), f[2], f[3], static_cast<MaskKind>(f[4]), static_cast<int>(f[5]),
+      static_cast<int>(f[6]), static_cast<int>(f[7]), f[8], f[9]};
   return 0;
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
   Tables& t = tables();
   if (t.num_choices == kMaxRows) return 1;
-  ChoiceRow row{static_cast<int>(f[0]), static_cast<int>(f[1]), f[2] != 0, static_cast<MaskKind>(f[3]), f[4], f[5], f[6], f[7], f[8], f[9], f[10],
-                f[11] != 0, ratio, ""};
+  ChoiceRow row{static_cast<int>(f[0]),
+                static_cast<int>(f[1]),
+                f[2] != 0,
+                static_cast<MaskKind>(f[3]),
+                f[4],
+                f[5],
+                f[6],
+                f[7],
+                f[8],
+                f[9],
+                f[10],
+                f[11] != 0,
+                ratio,
+                ""};
   copy_text(measured, row.measured, sizeof row.measured);
   t.choices[t.num_choices++] = row;
   return 0;
@@ -107,11 +121,14 @@ FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, double decode_occu
   tables().decode_occupancy = decode_occupancy;
 }
 
-FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode, char* out, int capacity) {
+FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,
+                                         char* out, int capacity) {
   return copy_text(plan_json(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
 }
-FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode, char* out, int capacity) {
-  return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
+FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts,
+                                            int64_t mode, char* out, int capacity) {
+  return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out,
+                   capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

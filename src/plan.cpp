@@ -1,7 +1,9 @@
-// The dispatcher's rule: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA, no strings on this path.
+// The dispatcher's rule: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA, no strings on this
+// path.
 //
-// Order of questions: can ours run this call (fa3_unsupported)? Is there a kernel row? In auto: does the decode gate let it through, and does a
-// measured row say that it is at least as fast as stock? The words for every answer are in plan_text.cpp.
+// Order of questions: can ours run this call (fa3_unsupported)? Is there a kernel row? In auto: does the decode gate
+// let it through, and does a measured row say that it is at least as fast as stock? The words for every answer are in
+// plan_text.cpp.
 #include "flashplug.h"
 
 namespace flashplug {
@@ -10,8 +12,8 @@ namespace {
 
 constexpr int kHopper = 90;
 constexpr int kAmpere = 80;
-constexpr int64_t kHeadDimStep = 8;   // TMA moves rows of whole 16-byte units
-constexpr int kAlignBytes = 16;       // TMA base address and strides
+constexpr int64_t kHeadDimStep = 8;  // TMA moves rows of whole 16-byte units
+constexpr int kAlignBytes = 16;      // TMA base address and strides
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -38,8 +40,8 @@ int64_t row_tiles(const Problem& p, const KernelRow& row) { return p.B * p.Hq * 
 int find_kernel_row(const Problem& p, int arch, const Tables& tables) {
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
-    if (row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max && mask_fits(row.mask, p.causal) &&
-        p.Sq >= row.min_sq && row_tiles(p, row) >= row.min_tiles) {
+    if (row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max &&
+        mask_fits(row.mask, p.causal) && p.Sq >= row.min_sq && row_tiles(p, row) >= row.min_tiles) {
       return i;
     }
   }
@@ -50,8 +52,9 @@ int find_choice_row(const Problem& p, int arch, int64_t tiles, const Tables& tab
   const int64_t d = p.D > p.Dv ? p.D : p.Dv;
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.kind == kKindFwd && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) && d >= row.d_min && d <= row.d_max &&
-        p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk && tiles >= row.min_tiles) {
+    if (row.kind == kKindFwd && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) &&
+        d >= row.d_min && d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk &&
+        p.Sk <= row.max_sk && tiles >= row.min_tiles) {
       return i;
     }
   }
@@ -110,10 +113,14 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
 
 int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit) {
   Collector out{reasons, limit};
-  if (!p.on_cuda || device.cc == 0) out.add(Why::kDevice);
-  else if (device.cc != kHopper) out.add(Why::kArch, device.cc, kHopper);
-  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) out.add(Why::kMixedDtype);
-  else if (!is_half(p.dtype[0])) out.add(Why::kDtype);
+  if (!p.on_cuda || device.cc == 0)
+    out.add(Why::kDevice);
+  else if (device.cc != kHopper)
+    out.add(Why::kArch, device.cc, kHopper);
+  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
+    out.add(Why::kMixedDtype);
+  else if (!is_half(p.dtype[0]))
+    out.add(Why::kDtype);
   if (p.has_mask) out.add(Why::kMask);
   if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
   if (p.dropout_p > 0.0) out.add(Why::kDropout);
@@ -137,9 +144,12 @@ int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
 
 int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit) {
   Collector out{reasons, limit};
-  if (!p.on_cuda || device.cc == 0) out.add(Why::kDevice);
-  else if (device.cc < kAmpere) out.add(Why::kArch, device.cc, kAmpere);
-  else if (find_kernel_row(p, kAmpere, tables) < 0) out.add(Why::kLaterRelease);
+  if (!p.on_cuda || device.cc == 0)
+    out.add(Why::kDevice);
+  else if (device.cc < kAmpere)
+    out.add(Why::kArch, device.cc, kAmpere);
+  else if (find_kernel_row(p, kAmpere, tables) < 0)
+    out.add(Why::kLaterRelease);
   return out.count;
 }
 
@@ -171,8 +181,8 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p > 0.0 || !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] ||
-      p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
+  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p > 0.0 || !is_half(p.dtype[0]) ||
+      p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
     return false;
   }
   for (int i = 0; i < tables.num_choices; ++i) {

@@ -1,4 +1,5 @@
-// Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path of a call that is served.
+// Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path
+// of a call that is served.
 #include "flashplug.h"
 
 #include <cstdio>
@@ -32,7 +33,8 @@ std::string quoted(const std::string& text) {
 std::string device_reason(const Reason& reason, const DeviceFacts& device) {
   if (reason.why == Why::kArch) {
     return "compute capability " + capability(reason.given) + ", these kernels need " +
-           (reason.allowed == 90 ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") + "; stock attention serves this device";
+           (reason.allowed == 90 ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") +
+           "; stock attention serves this device";
   }
   if (device.cc == 0) return "no CUDA device; these kernels run on GPUs";
   return "tensors are not all on one CUDA device; move query, key and value to the same GPU";
@@ -42,43 +44,50 @@ std::string operand_reason(const Reason& reason, const Problem& p) {
   const std::string name = kOperandNames[reason.operand];
   switch (reason.why) {
     case Why::kMixedDtype:
-      return std::string("dtypes differ (") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", " + kDtypeNames[static_cast<int>(p.dtype[1])] + ", " +
-             kDtypeNames[static_cast<int>(p.dtype[2])] + "); cast them to one 16-bit dtype";
+      return std::string("dtypes differ (") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", " +
+             kDtypeNames[static_cast<int>(p.dtype[1])] + ", " + kDtypeNames[static_cast<int>(p.dtype[2])] +
+             "); cast them to one 16-bit dtype";
     case Why::kDtype:
-      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", kernels take bfloat16 and float16; cast, or use torch.autocast";
+      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] +
+             ", kernels take bfloat16 and float16; cast, or use torch.autocast";
     case Why::kHeadDimStep:
-      return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) + "; pad the head dim";
+      return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) +
+             "; pad the head dim";
     case Why::kHeadDimLimit:
-      return name + " has head dim " + number(reason.given) + ", kernels take up to " + number(reason.allowed) + "; stock attention serves larger ones";
+      return name + " has head dim " + number(reason.given) + ", kernels take up to " + number(reason.allowed) +
+             "; stock attention serves larger ones";
     case Why::kLastStride:
       return name + " has stride " + number(reason.given) + " in its last dim, kernels need 1; call .contiguous()";
     default:
-      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), TMA needs " + number(reason.allowed) +
-             "; call .contiguous() or .clone()";
+      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), TMA needs " +
+             number(reason.allowed) + "; call .contiguous() or .clone()";
   }
 }
 
 std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device) {
   switch (reason.why) {
     case Why::kNoRow:
-      return "no measured row for this class of calls (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+      return "no measured row for this class of calls (compute capability " + capability(device.cc) +
+             (p.grad ? ", with grad" : ", no grad") +
              "); auto takes only what was measured; force it with sdpa_backend('fa3')";
     case Why::kSlower:
-      return "measured " + fixed(static_cast<double>(reason.given) / 1000) + " x stock's speed, auto needs the table's serve ratio; stock is faster";
+      return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
+             " x stock's speed, auto needs the table's serve ratio; stock is faster";
     case Why::kDecodeGate:
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
              " needed to fill the SMs; splitting the keys comes with a later release; stock is faster";
     default:
-      return "torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use torch.no_grad() or the stock backend";
+      return "torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use torch.no_grad() "
+             "or the stock backend";
   }
 }
 
 std::string gate_text(const Gate& gate, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(p.Sq * p.group());
   if (!gate.decode) return rows + " > " + number(tables.decode_rows) + ": not a decode call";
-  return rows + " <= " + number(tables.decode_rows) + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) + ") = " + number(p.B) + "*" +
-         number(p.Hkv) + "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
-         number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
+  return rows + " <= " + number(tables.decode_rows) + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) +
+         ") = " + number(p.B) + "*" + number(p.Hkv) + "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") +
+         fixed(tables.decode_occupancy) + "*" + number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
 }
 
 std::string row_text(const Plan& plan, const Tables& tables) {
@@ -111,7 +120,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kEmpty:
       return "a dimension is 0; stock attention handles empty tensors";
     case Why::kNoKernel:
-      return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) + "; see torch_flashplug/configs.py";
+      return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
+             "; see torch_flashplug/configs.py";
     case Why::kSplits:
       return "num_splits=" + number(reason.given) + ", only 1 is built; split kernels come with a later release";
     case Why::kLaterRelease:
@@ -128,8 +138,9 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 
 std::string kernel_name(const KernelRow& row, DType dtype) {
   std::string head = "d" + number(row.d_max) + (row.dv_max == row.d_max ? "" : "v" + number(row.dv_max));
-  return "fwd_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") + head + (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") +
-         number(row.tile_m) + "n" + number(row.tile_n) + "s" + number(row.stages);
+  return "fwd_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") + head +
+         (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") + number(row.tile_m) + "n" + number(row.tile_n) +
+         "s" + number(row.stages);
 }
 
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
@@ -142,7 +153,9 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
   std::string fa2 = plan.fa2 ? reason_text(plan.fa2, p, device) : not_needed(plan.backend, mode);
 
   std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
-  out += ", \"kernel\": " + quoted(plan.kernel_row >= 0 && plan.backend == Backend::kFa3 ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) : "");
+  out += ", \"kernel\": " + quoted(plan.kernel_row >= 0 && plan.backend == Backend::kFa3
+                                       ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0])
+                                       : "");
   out += ", \"splits\": " + number(plan.splits) + ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
   auto add = [&](Backend backend, const std::string& text) {
@@ -157,7 +170,8 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
                           : not_needed(plan.backend, mode));
   add(Backend::kStock, not_needed(plan.backend, mode));
   const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode);
-  out += "}, \"gate\": " + quoted(measured ? gate_text(plan.gate, p, device, tables) : "") + ", \"row\": " + quoted(row_text(plan, tables)) + "}";
+  out += "}, \"gate\": " + quoted(measured ? gate_text(plan.gate, p, device, tables) : "") +
+         ", \"row\": " + quoted(row_text(plan, tables)) + "}";
   return out;
 }
 
@@ -165,10 +179,12 @@ std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode,
   const Plan plan = plan_call(p, device, mode, tables);
   const bool fa3 = mode.backend() == Backend::kFa3;
   Reason all[kMaxReasons];
-  const int count = fa3 ? fa3_unsupported(p, device, tables, all, kMaxReasons) : fa2_unsupported(p, device, tables, all, kMaxReasons);
+  const int count =
+      fa3 ? fa3_unsupported(p, device, tables, all, kMaxReasons) : fa2_unsupported(p, device, tables, all, kMaxReasons);
   std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
-                     "' is forced and cannot run this call (query [" + number(p.B) + ", " + number(p.Hq) + ", " + number(p.Sq) + ", " + number(p.D) +
-                     "], key [.., " + number(p.Hkv) + ", " + number(p.Sk) + ", " + number(p.D) + "]):";
+                     "' is forced and cannot run this call (query [" + number(p.B) + ", " + number(p.Hq) + ", " +
+                     number(p.Sq) + ", " + number(p.D) + "], key [.., " + number(p.Hkv) + ", " + number(p.Sk) + ", " +
+                     number(p.D) + "]):";
   if (count == 0) text += "\n  - " + reason_text(fa3 ? plan.fa3 : plan.fa2, p, device);
   for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device);
   return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";

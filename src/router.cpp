@@ -1,7 +1,8 @@
 // The choice function that sits in the CUDA slot of at::native::_fused_sdp_choice_stub, and putting it there and back.
 //
-// It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that stock behaviour (and stock's
-// errors for bad input) stays what it is. Rule of the house: it never reads sizes of symbolic tensors, it never throws, it allocates nothing.
+// It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that
+// stock behaviour (and stock's errors for bad input) stays what it is. Rule of the house: it never reads sizes of
+// symbolic tensors, it never throws, it allocates nothing.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -19,7 +20,8 @@ constexpr int64_t kChoiceOverrideable = 4;  // SDPBackend.OVERRIDEABLE
 constexpr int kNumSlots = 2;                // pointers at the start of DispatchStubImpl: cpu, cuda
 
 std::atomic<void*> saved[kNumSlots];  // what the slot held; uninstall() puts exactly this back
-std::atomic<void*> stock[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where the slot was still unresolved
+std::atomic<void*> stock[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where the slot
+                                      // was still unresolved
 std::mutex install_mutex;
 
 struct Call {
@@ -32,18 +34,21 @@ enum class Verdict { kStock, kOurs };
 
 bool wants_grad(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
-  return aoti_torch_grad_mode_is_enabled() && (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v));
+  return aoti_torch_grad_mode_is_enabled() &&
+         (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v));
 }
 
 // Shapes that stock would reject or broadcast: it keeps them, and raises its own errors.
 bool shapes_regular(const Shape& q, const Shape& k, const Shape& v, bool enable_gqa) {
-  const bool heads = k.size[1] == v.size[1] && (q.size[1] == k.size[1] || (enable_gqa && k.size[1] > 0 && q.size[1] % k.size[1] == 0));
+  const bool heads =
+      k.size[1] == v.size[1] && (q.size[1] == k.size[1] || (enable_gqa && k.size[1] > 0 && q.size[1] % k.size[1] == 0));
   return heads && q.size[0] == k.size[0] && q.size[0] == v.size[0] && k.size[2] == v.size[2] && q.size[3] == k.size[3];
 }
 
 int64_t offset_bytes(AtenTensorHandle tensor) {
   int64_t offset = 0;
-  // Storages come 512-byte aligned from the allocator; a foreign storage that is not is met by the op, which looks at the address itself.
+  // Storages come 512-byte aligned from the allocator; a foreign storage that is not is met by the op, which looks at
+  // the address itself.
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * 2 : 0;
 }
 
@@ -89,8 +94,8 @@ Verdict judge(const Call& call, Mode mode) {
 }
 
 template <int slot>
-int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask, double dropout_p, bool is_causal,
-               std::optional<double> scale, bool enable_gqa) {
+int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask,
+               double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const TorchSymbols& torch = torch_symbols();
   const Mode mode = effective_mode();
   const Backend wanted = mode.backend();
@@ -109,7 +114,9 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   return stock_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
-void* our_choice(int slot) { return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>); }
+void* our_choice(int slot) {
+  return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>);
+}
 
 std::atomic<void*>* slot_pointer(int slot) {
   return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + slot * sizeof(void*));
@@ -128,22 +135,27 @@ int fail(int code, const char* text) {
 }  // namespace
 
 bool installed(int slot) {
-  return slot >= 0 && slot < kNumSlots && torch_symbols().stub != nullptr && slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
+  return slot >= 0 && slot < kNumSlots && torch_symbols().stub != nullptr &&
+         slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
 }
 
 int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
   if (slot < 0 || slot >= kNumSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
-  if (!torch.complete()) return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");
-  if (!torch.signature) return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
+  if (!torch.complete())
+    return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");
+  if (!torch.signature)
+    return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
   if (installed(slot)) return 0;
   void* old = slot_pointer(slot)->load(std::memory_order_acquire);
   if (slot == 1 && old == nullptr) {
-    if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr) return fail(4, "this torch is a CPU build; there is nothing to route");
+    if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr)
+      return fail(4, "this torch is a CPU build; there is nothing to route");
     return fail(5, "the CUDA slot of the choice stub is empty");
   }
-  if (slot == 1 && !lies_in(old, "libtorch_cuda")) return fail(6, "the CUDA slot already holds another plugin's function");
+  if (slot == 1 && !lies_in(old, "libtorch_cuda"))
+    return fail(6, "the CUDA slot already holds another plugin's function");
   saved[slot].store(old, std::memory_order_release);
   stock[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
   slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);

@@ -1,11 +1,13 @@
 // The ops that torch calls once the router said "ours", and the project's own ops: one road behind two doors.
 //
-//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward)   eager; autograd, autocast and functorch are libtorch's
-//   torch_flashplug::sdpa_fwd / sdpa_bwd                                   traced graphs and direct users; schemas, fakes, autograd in ops.py
+//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward)   eager; autograd, autocast and functorch are
+//   libtorch's torch_flashplug::sdpa_fwd / sdpa_bwd                                   traced graphs and direct users;
+//   schemas, fakes, autograd in ops.py
 //
-// Run-time order: ours if the plan says so; else stock's efficient attention; else math. A forced backend that cannot run raises its reasons.
-// The backward follows its forward's mode: autograd threads do not see the caller's thread-local, so the aten carrier lets the mode ride in the
-// upper bits of max_q, an integer that the generated autograd formula saves and hands back untouched (0 in auto mode, so max_q is Sq there).
+// Run-time order: ours if the plan says so; else stock's efficient attention; else math. A forced backend that cannot
+// run raises its reasons. The backward follows its forward's mode: autograd threads do not see the caller's
+// thread-local, so the aten carrier lets the mode ride in the upper bits of max_q, an integer that the generated
+// autograd formula saves and hands back untouched (0 in auto mode, so max_q is Sq there).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 
@@ -32,22 +34,26 @@ struct Facts {
 Facts read_facts(const ForwardCall& call) {
   Facts facts;
   TensorClass k, v;
-  if (!read_class(call.q, &facts.query) || !read_class(call.k, &k) || !read_class(call.v, &v) || facts.query.dim != 4 || k.dim != 4 || v.dim != 4) {
-    throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D]; got " + std::to_string(facts.query.dim) + "-D, " +
-                             std::to_string(k.dim) + "-D and " + std::to_string(v.dim) + "-D");
+  if (!read_class(call.q, &facts.query) || !read_class(call.k, &k) || !read_class(call.v, &v) || facts.query.dim != 4 ||
+      k.dim != 4 || v.dim != 4) {
+    throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D]; got " +
+                             std::to_string(facts.query.dim) + "-D, " + std::to_string(k.dim) + "-D and " +
+                             std::to_string(v.dim) + "-D");
   }
   if (!read_shape(call.q, &facts.q) || !read_shape(call.k, &facts.k) || !read_shape(call.v, &facts.v)) {
     throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
   }
   Problem& p = facts.problem;
   fill_shapes(facts.q, facts.k, facts.v, &p);
-  if (facts.k.size[0] != p.B || facts.v.size[0] != p.B || facts.k.size[3] != p.D || facts.v.size[1] != p.Hkv || facts.v.size[2] != p.Sk ||
-      (p.Hkv == 0 ? p.Hq != 0 : p.Hq % p.Hkv != 0)) {
-    throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " + std::to_string(p.Hq) + ", " +
-                             std::to_string(p.Sq) + ", " + std::to_string(p.D) + "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
+  if (facts.k.size[0] != p.B || facts.v.size[0] != p.B || facts.k.size[3] != p.D || facts.v.size[1] != p.Hkv ||
+      facts.v.size[2] != p.Sk || (p.Hkv == 0 ? p.Hq != 0 : p.Hq % p.Hkv != 0)) {
+    throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " +
+                             std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " + std::to_string(p.D) +
+                             "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
   }
-  p.on_cuda = eligible_device(facts.query.device_type) && facts.query.device_type == k.device_type && k.device_type == v.device_type &&
-              facts.query.device_index == k.device_index && k.device_index == v.device_index;
+  p.on_cuda = eligible_device(facts.query.device_type) && facts.query.device_type == k.device_type &&
+              k.device_type == v.device_type && facts.query.device_index == k.device_index &&
+              k.device_index == v.device_index;
   p.dtype[0] = facts.query.dtype;
   p.dtype[1] = k.dtype;
   p.dtype[2] = v.dtype;
@@ -74,7 +80,7 @@ bool forces_kernels(Mode mode) { return mode.backend() == Backend::kFa3 || mode.
 // Ours: two allocations and one launch. False where no kernel could be had (auto mode goes on to stock).
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
-  if (standin()) {  // tests without a GPU: everything but the kernel is real
+  if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     count(Path::kOursForward);
     return true;
@@ -85,13 +91,20 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   int64_t out_stride[4];
   output_strides(facts.q, out_size, out_stride);
-  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(), fp32 = aoti_torch_dtype_float32();
+  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
+                       fp32 = aoti_torch_dtype_float32();
   const int32_t dtype = p.dtype[0] == DType::kBf16 ? bf16 : fp16;
   result->out = empty_strided(4, out_size, out_stride, dtype, facts.query.device_type, facts.query.device_index);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
-  launch_forward(*kernel, p, ForwardTensors{call.q, call.k, call.v, result->out.get(), result->lse.get()}, softmax_scale(call, p), facts.query.device_index);
+  launch_forward(*kernel, p, ForwardTensors{call.q, call.k, call.v, result->out.get(), result->lse.get()},
+                 softmax_scale(call, p), facts.query.device_index);
   count(Path::kOursForward);
   return true;
+}
+
+ForwardResult counted_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  return math_forward(call);
 }
 
 ForwardResult forward(const ForwardCall& call) {
@@ -102,12 +115,13 @@ ForwardResult forward(const ForwardCall& call) {
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
-  if (plan.backend == Backend::kMath) return math_forward(call);
+  if (plan.backend == Backend::kMath) return counted_math(call);
   if (forces_kernels(call.mode)) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  return efficient_can_run(p) ? efficient_forward(call, p) : math_forward(call);
+  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 
-// Repeats the forward's decision (a pure function of the same facts), then takes the fastest backward that can follow that forward.
+// Repeats the forward's decision (a pure function of the same facts), then takes the fastest backward that can follow
+// that forward.
 BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
@@ -133,11 +147,19 @@ Mode own_op_mode(int64_t baked) {
 
 // ---- door 1: the aten carrier ----
 
-// query, key, value, attn_bias?, dropout_p, is_causal, return_debug_mask, scale? -> out, lse, cum_seq_q, cum_seq_k, max_q, max_k, seed, offset, debug
+// query, key, value, attn_bias?, dropout_p, is_causal, return_debug_mask, scale? -> out, lse, cum_seq_q, cum_seq_k,
+// max_q, max_k, seed, offset, debug
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]), mask = box::to_optional_tensor(stack[3]);
-  const ForwardCall call{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone,
-                         box::to_optional_double(stack[7]), effective_mode()};
+  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
+              mask = box::to_optional_tensor(stack[3]);
+  const ForwardCall call{q.get(),
+                         k.get(),
+                         v.get(),
+                         mask.get(),
+                         box::to<double>(stack[4]),
+                         box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone,
+                         box::to_optional_double(stack[7]),
+                         effective_mode()};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -153,11 +175,14 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[8] = box::from_tensor(Owned());
 }
 
-// grad_out, query, key, value, attn_bias, bool[4], out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, scale? -> 4 grads
+// grad_out, query, key, value, attn_bias, bool[4], out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+// seed, offset, scale? -> 4 grads
 void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]), v = box::to_tensor(stack[3]);
+  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
+              v = box::to_tensor(stack[3]);
   const Owned mask = box::to_tensor(stack[4]), out = box::to_tensor(stack[6]), lse = box::to_tensor(stack[7]);
-  const Owned cum_q = box::to_tensor(stack[8]), cum_k = box::to_tensor(stack[9]), seed = box::to_tensor(stack[14]), offset = box::to_tensor(stack[15]);
+  const Owned cum_q = box::to_tensor(stack[8]), cum_k = box::to_tensor(stack[9]), seed = box::to_tensor(stack[14]),
+              offset = box::to_tensor(stack[15]);
   const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[5]);
   const std::optional<double> scale = box::to_optional_double(stack[16]);
   const Mode mode{(box::to<int64_t>(stack[10]) >> kModeShift) & kModeMask};
@@ -165,7 +190,10 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   BackwardCall call{grad.get(),
                     {q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr, box::to<double>(stack[12]),
                      box::to<bool>(stack[13]) ? Causal::kTopLeft : Causal::kNone, scale, mode},
-                    out.get(), lse.get(), seed.get(), offset.get(),
+                    out.get(),
+                    lse.get(),
+                    seed.get(),
+                    offset.get(),
                     {wanted[0], wanted[1], wanted[2], wanted[3] && has_mask}};
   BackwardResult result = backward(call);
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
@@ -184,9 +212,16 @@ Owned placeholder(const ForwardCall& call, int32_t dtype, bool scalar) {
 
 // query, key, value, attn_bias?, dropout_p, causal_mode, scale?, mode -> out, lse, seed, offset
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]), mask = box::to_optional_tensor(stack[3]);
-  const ForwardCall call{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), static_cast<Causal>(box::to<int64_t>(stack[5])),
-                         box::to_optional_double(stack[6]), own_op_mode(box::to<int64_t>(stack[7]))};
+  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
+              mask = box::to_optional_tensor(stack[3]);
+  const ForwardCall call{q.get(),
+                         k.get(),
+                         v.get(),
+                         mask.get(),
+                         box::to<double>(stack[4]),
+                         static_cast<Causal>(box::to<int64_t>(stack[5])),
+                         box::to_optional_double(stack[6]),
+                         own_op_mode(box::to<int64_t>(stack[7]))};
   ForwardResult result = forward(call);
   if (!result.seed.defined()) result.seed = placeholder(call, aoti_torch_dtype_int64(), true);
   if (!result.offset.defined()) result.offset = placeholder(call, aoti_torch_dtype_int64(), true);
@@ -196,15 +231,24 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[3] = box::from_tensor(std::move(result.offset));
 }
 
-// grad_out, query, key, value, attn_bias?, out, lse, seed, offset, dropout_p, causal_mode, scale?, mode, bias_grad -> dq, dk, dv, dbias
+// grad_out, query, key, value, attn_bias?, out, lse, seed, offset, dropout_p, causal_mode, scale?, mode, bias_grad ->
+// dq, dk, dv, dbias
 void own_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]), v = box::to_tensor(stack[3]);
+  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
+              v = box::to_tensor(stack[3]);
   const Owned mask = box::to_optional_tensor(stack[4]), out = box::to_tensor(stack[5]), lse = box::to_tensor(stack[6]);
   const Owned seed = box::to_tensor(stack[7]), offset = box::to_tensor(stack[8]);
-  const ForwardCall forward_call{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[9]), static_cast<Causal>(box::to<int64_t>(stack[10])),
-                                 box::to_optional_double(stack[11]), own_op_mode(box::to<int64_t>(stack[12]))};
+  const ForwardCall forward_call{q.get(),
+                                 k.get(),
+                                 v.get(),
+                                 mask.get(),
+                                 box::to<double>(stack[9]),
+                                 static_cast<Causal>(box::to<int64_t>(stack[10])),
+                                 box::to_optional_double(stack[11]),
+                                 own_op_mode(box::to<int64_t>(stack[12]))};
   const bool bias_grad = box::to<bool>(stack[13]) && mask.defined();
-  BackwardCall call{grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
+  BackwardCall call{
+      grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
   BackwardResult result = backward(call);
   if (!result.grads[3].defined()) {
     int32_t dtype = 0;
@@ -227,7 +271,8 @@ void register_ops(const char* dispatch_key, bool own_ops) {
   aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
   libraries().push_back(std::move(aten));
   if (!own_ops) return;
-  auto own = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
+  auto own =
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
   own->impl("sdpa_fwd", &own_forward);
   own->impl("sdpa_bwd", &own_backward);
   libraries().push_back(std::move(own));

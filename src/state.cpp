@@ -1,4 +1,5 @@
-// Switches, tables and counters; and device facts, asked of the driver once per device. The C functions that Python calls are in native.cpp.
+// Switches, tables and counters; and device facts, asked of the driver once per device. The C functions that Python
+// calls are in native.cpp.
 #include "flashplug.h"
 
 #include <array>
@@ -29,7 +30,7 @@ int64_t current_thread_mode() { return thread_mode; }
 
 Tables& tables() { return state().tables; }
 bool enabled() { return state().enabled.load(std::memory_order_relaxed); }
-bool standin() { return state().standin.load(std::memory_order_relaxed); }
+Standin standin() { return state().standin.load(std::memory_order_relaxed); }
 Backend process_backend() { return static_cast<Backend>(state().process_backend.load(std::memory_order_relaxed)); }
 
 Mode effective_mode() {
@@ -68,8 +69,22 @@ void note_plan(const char* where, const Problem& p, const DeviceFacts& device, M
   LogCallback callback = s.log_callback.load(std::memory_order_acquire);
   if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
   uint64_t hash = static_cast<uint64_t>(plan.backend);
-  const int64_t facts[] = {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, static_cast<int64_t>(p.dtype[0]), static_cast<int64_t>(p.causal), p.grad,
-                           p.has_mask, p.layout[0].align_bytes, mode.word, plan.kernel_row, plan.choice_row, where[0]};
+  const int64_t facts[] = {p.B,
+                           p.Hq,
+                           p.Hkv,
+                           p.Sq,
+                           p.Sk,
+                           p.D,
+                           p.Dv,
+                           static_cast<int64_t>(p.dtype[0]),
+                           static_cast<int64_t>(p.causal),
+                           p.grad,
+                           p.has_mask,
+                           p.layout[0].align_bytes,
+                           mode.word,
+                           plan.kernel_row,
+                           plan.choice_row,
+                           where[0]};
   for (int64_t fact : facts) hash = mix(hash, static_cast<uint64_t>(fact));
   std::atomic<uint64_t>& seen = s.plans_seen[hash % kPlansSeen];
   if (seen.exchange(hash, std::memory_order_relaxed) == hash) return;

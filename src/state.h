@@ -18,7 +18,7 @@ using LogCallback = void (*)(int level, const char* text);
 
 struct State {
   std::atomic<bool> enabled{true};
-  std::atomic<bool> standin{false};
+  std::atomic<Standin> standin{Standin::kOff};
   std::atomic<int> process_backend{0};
   Tables tables;  // written at import and by tests, before calls run
   std::atomic<int64_t> counters[kNumPaths] = {};

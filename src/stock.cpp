@@ -1,7 +1,8 @@
-// Stock attention kernels called through the dispatcher: the efficient forward and backward, cuDNN's backward, and the math ops of ops.py.
+// Stock attention kernels called through the dispatcher: the efficient forward and backward, cuDNN's backward, and the
+// math ops of ops.py.
 //
-// torch_call_dispatcher serves ops whose returns are all tensors; these four are. (The cuDNN and flash forwards return SymInts and cannot be called.)
-// Undefined tensors stand for absent ones where a schema says Tensor.
+// torch_call_dispatcher serves ops whose returns are all tensors; these four are. (The cuDNN and flash forwards return
+// SymInts and cannot be called.) Undefined tensors stand for absent ones where a schema says Tensor.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cstring>
@@ -13,8 +14,8 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kLsePad = 32;          // the efficient kernels keep LSE rows in multiples of this
-constexpr int64_t kCudnnHeadDim = 128;   // its backward on every device and version; larger ones depend on both
+constexpr int64_t kLsePad = 32;         // the efficient kernels keep LSE rows in multiples of this
+constexpr int64_t kCudnnHeadDim = 128;  // its backward on every device and version; larger ones depend on both
 constexpr int64_t kCudnnMaxDim = 65535;
 
 // A call of one op: arguments go in order, results come out in order. Arguments are freed by the dispatcher.
@@ -27,7 +28,8 @@ class OpCall {
   }
   bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
   void require(const char* overload = "") {
-    if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed; its message is in the log above");
+    if (!run(overload))
+      throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed; its message is in the log above");
   }
   Owned result(int i) const { return box::to_tensor(stack_[i]); }
 
@@ -43,7 +45,8 @@ Shape shape_of(AtenTensorHandle tensor) {
   return shape;
 }
 
-// A copy with the given shape and strides, on the same device and in the same dtype; `from` may be null to leave it unwritten.
+// A copy with the given shape and strides, on the same device and in the same dtype; `from` may be null to leave it
+// unwritten.
 Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from) {
   int32_t dtype = 0, device_type = 0, device_index = 0;
   check_shim(aoti_torch_get_dtype(like, &dtype), "get_dtype");
@@ -64,7 +67,11 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   if (group == 1) return Owned::share(tensor);
   OpCall op("aten::repeat_interleave");
-  op.add(box::from_borrowed(tensor)).add(box::from(group)).add(box::from(std::optional<int64_t>(1))).add(box::from(std::nullopt)).require("self_int");
+  op.add(box::from_borrowed(tensor))
+      .add(box::from(group))
+      .add(box::from(std::optional<int64_t>(1)))
+      .add(box::from(std::nullopt))
+      .require("self_int");
   return op.result(0);
 }
 
@@ -73,9 +80,11 @@ Owned sum_heads(Owned grad, const Problem& p) {
   if (p.group() == 1) return grad;
   const Shape shape = shape_of(grad.get());
   const int64_t size[5] = {shape.size[0], p.Hkv, p.group(), shape.size[2], shape.size[3]};
-  const int64_t stride[5] = {shape.stride[0], shape.stride[1] * p.group(), shape.stride[1], shape.stride[2], shape.stride[3]};
+  const int64_t stride[5] = {shape.stride[0], shape.stride[1] * p.group(), shape.stride[1], shape.stride[2],
+                             shape.stride[3]};
   OpCall op("aten::sum");
-  op.add(box::from_tensor(view(grad.get(), 5, size, stride))).add(box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
+  op.add(box::from_tensor(view(grad.get(), 5, size, stride)))
+      .add(box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
   op.add(box::from(false)).add(box::from(std::nullopt)).require("dim_IntList");
   return op.result(0);
 }
@@ -85,10 +94,12 @@ Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
   const Shape have = shape_of(grad.get()), like = shape_of(operand);
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
-  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(grad) : new_like(grad.get(), 4, like.size, want, grad.get());
+  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(grad)
+                                                          : new_like(grad.get(), 4, like.size, want, grad.get());
 }
 
-// LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist probability 0.
+// LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
+// probability 0.
 Owned pad_lse(AtenTensorHandle lse, const Problem& p) {
   if (p.Sq % kLsePad == 0) return Owned::share(lse);
   const int64_t padded = (p.Sq + kLsePad - 1) / kLsePad * kLsePad;
@@ -119,9 +130,11 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 }  // namespace
 
 bool efficient_can_run(const Problem& p) {
-  if (!p.on_cuda || standin() || p.has_mask || p.causal == Causal::kBottomRight) return false;
+  if (!p.on_cuda || standin() != Standin::kOff || p.has_mask || p.causal == Causal::kBottomRight) return false;
   if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || p.dtype[0] == DType::kOther) return false;
-  if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Sq == 0 || p.Sk == 0 || p.D == 0 || p.Dv == 0 || p.D % 8 != 0 || p.Dv % 8 != 0) return false;
+  if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Sq == 0 || p.Sk == 0 || p.D == 0 || p.Dv == 0 || p.D % 8 != 0 ||
+      p.Dv % 8 != 0)
+    return false;
   for (const Layout& layout : p.layout) {
     if (layout.last_stride != 1 || layout.align_bytes < 16) return false;
   }
@@ -129,16 +142,21 @@ bool efficient_can_run(const Problem& p) {
 }
 
 bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device) {
-  return !standin() && device.cc >= 80 && !p.has_mask && p.dropout_p == 0.0 && p.causal != Causal::kBottomRight && p.D <= kCudnnHeadDim &&
-         p.Dv <= kCudnnHeadDim && p.D % 8 == 0 && p.Dv % 8 == 0 && p.Sk > 1 && p.B <= kCudnnMaxDim && p.Hq <= kCudnnMaxDim && !p.deterministic;
+  return standin() == Standin::kOff && device.cc >= 80 && !p.has_mask && p.dropout_p == 0.0 &&
+         p.causal != Causal::kBottomRight && p.D <= kCudnnHeadDim && p.Dv <= kCudnnHeadDim && p.D % 8 == 0 &&
+         p.Dv % 8 == 0 && p.Sk > 1 && p.B <= kCudnnMaxDim && p.Hq <= kCudnnMaxDim && !p.deterministic;
 }
 
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   OpCall op("aten::_scaled_dot_product_efficient_attention");
   op.add(box::from_borrowed(call.q)).add(box::from_tensor(repeat_heads(call.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(call.v, p.group()))).add(box::from_optional_tensor(nullptr)).add(box::from(true));
-  op.add(box::from(call.dropout_p)).add(box::from(call.causal == Causal::kTopLeft)).add(box::from_optional_double(call.scale));
+  op.add(box::from_tensor(repeat_heads(call.v, p.group())))
+      .add(box::from_optional_tensor(nullptr))
+      .add(box::from(true));
+  op.add(box::from(call.dropout_p))
+      .add(box::from(call.causal == Causal::kTopLeft))
+      .add(box::from_optional_double(call.scale));
   op.require();
   ForwardResult result;
   result.out = op.result(0);
@@ -149,15 +167,17 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   const Shape query = shape_of(call.q), out = shape_of(result.out.get());
   int64_t want[4];
   output_strides(query, out.size, want);
-  if (std::memcmp(want, out.stride, sizeof want) != 0) result.out = new_like(call.q, 4, out.size, want, result.out.get());
+  if (std::memcmp(want, out.stride, sizeof want) != 0)
+    result.out = new_like(call.q, 4, out.size, want, result.out.get());
   return result;
 }
 
 ForwardResult math_forward(const ForwardCall& call) {
-  count(Path::kMathForward);
   OpCall op("torch_flashplug::_math_fwd");
   add_forward_arguments(&op, call);
-  op.add(box::from(call.dropout_p)).add(box::from(static_cast<int64_t>(call.causal))).add(box::from_optional_double(call.scale));
+  op.add(box::from(call.dropout_p))
+      .add(box::from(static_cast<int64_t>(call.causal)))
+      .add(box::from_optional_double(call.scale));
   op.add(box::from(call.mode.word)).require();
   ForwardResult result;
   result.out = op.result(0);
@@ -175,10 +195,18 @@ bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* 
     const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
     Owned stats = view(call.lse, four ? 4 : 3, size, stride);
     OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
-    op.add(box::from_borrowed(call.grad_out)).add(box::from_borrowed(call.forward.q)).add(box::from_borrowed(call.forward.k));
-    op.add(box::from_borrowed(call.forward.v)).add(box::from_borrowed(call.out)).add(box::from_tensor(std::move(stats)));
-    for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox seed and offset, attn_bias, cum_seq q and k
-    op.add(box::from(p.Sq)).add(box::from(p.Sk)).add(box::from(0.0)).add(box::from(call.forward.causal == Causal::kTopLeft));
+    op.add(box::from_borrowed(call.grad_out))
+        .add(box::from_borrowed(call.forward.q))
+        .add(box::from_borrowed(call.forward.k));
+    op.add(box::from_borrowed(call.forward.v))
+        .add(box::from_borrowed(call.out))
+        .add(box::from_tensor(std::move(stats)));
+    for (int absent = 0; absent < 5; ++absent)
+      op.add(box::from_borrowed(nullptr));  // philox seed and offset, attn_bias, cum_seq q and k
+    op.add(box::from(p.Sq))
+        .add(box::from(p.Sk))
+        .add(box::from(0.0))
+        .add(box::from(call.forward.causal == Causal::kTopLeft));
     op.add(box::from_optional_double(call.forward.scale));
     if (!op.run()) continue;
     stats_4d.store(four, std::memory_order_relaxed);
@@ -193,9 +221,15 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;
   OpCall op("aten::_scaled_dot_product_efficient_attention_backward");
-  op.add(box::from_borrowed(call.grad_out)).add(box::from_borrowed(forward.q)).add(box::from_tensor(repeat_heads(forward.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(forward.v, p.group()))).add(box::from_borrowed(nullptr)).add(box::from_borrowed(call.out));
-  op.add(box::from_tensor(pad_lse(call.lse, p))).add(box::from_borrowed(call.seed)).add(box::from_borrowed(call.offset));
+  op.add(box::from_borrowed(call.grad_out))
+      .add(box::from_borrowed(forward.q))
+      .add(box::from_tensor(repeat_heads(forward.k, p.group())));
+  op.add(box::from_tensor(repeat_heads(forward.v, p.group())))
+      .add(box::from_borrowed(nullptr))
+      .add(box::from_borrowed(call.out));
+  op.add(box::from_tensor(pad_lse(call.lse, p)))
+      .add(box::from_borrowed(call.seed))
+      .add(box::from_borrowed(call.offset));
   const bool wanted[4] = {true, true, true, false};
   op.add(box::from(forward.dropout_p)).add(box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4)));
   op.add(box::from(forward.causal == Causal::kTopLeft)).add(box::from_optional_double(forward.scale));
@@ -213,9 +247,14 @@ BackwardResult math_backward(const BackwardCall& call) {
   OpCall op("torch_flashplug::_math_bwd");
   op.add(box::from_borrowed(call.grad_out));
   add_forward_arguments(&op, call.forward);
-  op.add(box::from_borrowed(call.out)).add(box::from_borrowed(call.lse)).add(box::from_borrowed(call.seed)).add(box::from_borrowed(call.offset));
+  op.add(box::from_borrowed(call.out))
+      .add(box::from_borrowed(call.lse))
+      .add(box::from_borrowed(call.seed))
+      .add(box::from_borrowed(call.offset));
   op.add(box::from(call.forward.dropout_p)).add(box::from(static_cast<int64_t>(call.forward.causal)));
-  op.add(box::from_optional_double(call.forward.scale)).add(box::from(call.forward.mode.word)).add(box::from(call.wanted[3]));
+  op.add(box::from_optional_double(call.forward.scale))
+      .add(box::from(call.forward.mode.word))
+      .add(box::from(call.wanted[3]));
   op.require();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);

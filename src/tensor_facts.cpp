@@ -8,7 +8,8 @@ constexpr int64_t kElementBytes = 2;
 constexpr int64_t kAlignMax = 16;
 
 DType to_dtype(int32_t shim) {
-  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(), fp32 = aoti_torch_dtype_float32();
+  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
+                       fp32 = aoti_torch_dtype_float32();
   return shim == bf16 ? DType::kBf16 : shim == fp16 ? DType::kFp16 : shim == fp32 ? DType::kFp32 : DType::kOther;
 }
 }  // namespace
@@ -16,7 +17,8 @@ DType to_dtype(int32_t shim) {
 bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
   int32_t dtype = -1;
   if (aoti_torch_get_dim(tensor, &facts->dim) != 0 || aoti_torch_get_dtype(tensor, &dtype) != 0 ||
-      aoti_torch_get_device_type(tensor, &facts->device_type) != 0 || aoti_torch_get_device_index(tensor, &facts->device_index) != 0) {
+      aoti_torch_get_device_type(tensor, &facts->device_type) != 0 ||
+      aoti_torch_get_device_index(tensor, &facts->device_index) != 0) {
     return false;
   }
   facts->dtype = to_dtype(dtype);
@@ -26,7 +28,8 @@ bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
 bool read_shape(AtenTensorHandle tensor, Shape* shape) {
   int64_t numel = 0;
   int64_t *size = nullptr, *stride = nullptr;
-  if (aoti_torch_get_numel(tensor, &numel) != 0 || aoti_torch_get_sizes(tensor, &size) != 0 || aoti_torch_get_strides(tensor, &stride) != 0) {
+  if (aoti_torch_get_numel(tensor, &numel) != 0 || aoti_torch_get_sizes(tensor, &size) != 0 ||
+      aoti_torch_get_strides(tensor, &stride) != 0) {
     return false;
   }
   shape->size = size;
@@ -47,7 +50,7 @@ Layout layout_of(const Shape& shape, int64_t address_bytes) {
 
 bool eligible_device(int32_t device_type) {
   static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
-  return device_type == cuda || (device_type == cpu && standin());
+  return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
 }
 
 void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p) {

@@ -14,14 +14,16 @@ struct TensorClass {
 };
 bool read_class(AtenTensorHandle tensor, TensorClass* facts);
 
-// Sizes and strides are borrowed from the tensor. False where they are symbolic: get_numel is asked first, because get_sizes would specialise.
+// Sizes and strides are borrowed from the tensor. False where they are symbolic: get_numel is asked first, because
+// get_sizes would specialise.
 struct Shape {
   const int64_t* size = nullptr;
   const int64_t* stride = nullptr;
 };
 bool read_shape(AtenTensorHandle tensor, Shape* shape);
 
-// Alignment of outer strides and of `address` or storage offset (both in bytes), for 16-bit elements; dims of size 1 do not count.
+// Alignment of outer strides and of `address` or storage offset (both in bytes), for 16-bit elements; dims of size 1 do
+// not count.
 Layout layout_of(const Shape& shape, int64_t address_bytes);
 
 bool eligible_device(int32_t device_type);

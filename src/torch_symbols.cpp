@@ -1,7 +1,9 @@
-// Every symbol that is looked up at run time, and the facts about torch versions that stand behind it. Nothing else knows a mangled name.
+// Every symbol that is looked up at run time, and the facts about torch versions that stand behind it. Nothing else
+// knows a mangled name.
 //
-// libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the driver only on GPU machines.
-// The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing, install() says so and the caller takes Plan B.
+// libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
+// driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
+// install() says so and the caller takes Plan B.
 #include "flashplug.h"
 
 #include <dlfcn.h>
@@ -10,9 +12,11 @@ namespace flashplug {
 
 namespace {
 
-// DispatchStub<signature, tag>::DEFAULT: the mangled name spells the function type, so its presence proves the signature.
+// DispatchStub<signature, tag>::DEFAULT: the mangled name spells the function type, so its presence proves the
+// signature.
 constexpr const char* kSignature =
-    "_ZN2at6native12DispatchStubIPFlRKNS_6TensorES4_S4_RKSt8optionalIS2_EdbS5_IdEbENS0_44_fused_sdp_choice_stub_DECLARE_DISPATCH_typeEE"
+    "_ZN2at6native12DispatchStubIPFlRKNS_6TensorES4_S4_RKSt8optionalIS2_EdbS5_IdEbENS0_44_fused_sdp_choice_stub_"
+    "DECLARE_DISPATCH_typeEE"
     "7DEFAULTE";
 constexpr const char* kStub = "_ZN2at6native22_fused_sdp_choice_stubE";
 constexpr const char* kGlobalContext = "_ZN2at13globalContextEv";
@@ -57,7 +61,8 @@ TorchSymbols look_up() {
   return symbols;
 }
 
-// The CUDA driver, for what the stable ABI lacks. Its functions are versioned by name and never leave; no CUDA runtime version is needed.
+// The CUDA driver, for what the stable ABI lacks. Its functions are versioned by name and never leave; no CUDA runtime
+// version is needed.
 struct Driver {
   using Attribute = int (*)(int* value, int attribute, int device);
   using ExchangeCaptureMode = int (*)(int* mode);
@@ -77,7 +82,8 @@ const Driver& driver() {
     d.init = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
     d.device_get = reinterpret_cast<int (*)(int*, int)>(dlsym(library, "cuDeviceGet"));
     d.attribute = reinterpret_cast<Driver::Attribute>(dlsym(library, "cuDeviceGetAttribute"));
-    d.exchange_capture_mode = reinterpret_cast<Driver::ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
+    d.exchange_capture_mode =
+        reinterpret_cast<Driver::ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
     d.is_capturing = reinterpret_cast<Driver::IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
     return d;
   }();
@@ -105,7 +111,9 @@ bool TorchSymbols::math_enabled() const { return found().math(found().context); 
 bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
 
 // at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
-bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const { return found().requires_grad(*reinterpret_cast<void**>(tensor)); }
+bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
+  return found().requires_grad(*reinterpret_cast<void**>(tensor));
+}
 
 bool TorchSymbols::complete() const {
   const Found& f = found();
@@ -113,13 +121,15 @@ bool TorchSymbols::complete() const {
 }
 
 void* current_cuda_stream(int device_index) {
+  if (standin() != Standin::kOff) return nullptr;
   using Shim = AOTITorchError (*)(int32_t, void**);
   static const Shim shim = [] {
     void* cuda = in_process("libtorch_cuda.so");
     return cuda ? reinterpret_cast<Shim>(dlsym(cuda, "aoti_torch_get_current_cuda_stream")) : nullptr;
   }();
   void* stream = nullptr;
-  if (shim == nullptr || shim(device_index, &stream) != 0) throw std::runtime_error("torch_flashplug: no current CUDA stream; is this torch a CUDA build?");
+  if (shim == nullptr || shim(device_index, &stream) != 0)
+    throw std::runtime_error("torch_flashplug: no current CUDA stream; is this torch a CUDA build?");
   return stream;
 }
 

@@ -1,4 +1,5 @@
-// Values that cross the dispatcher's boxed ABI: owned tensor handles and conversions to and from StableIValue. No decisions.
+// Values that cross the dispatcher's boxed ABI: owned tensor handles and conversions to and from StableIValue. No
+// decisions.
 #pragma once
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -13,7 +14,9 @@
 namespace flashplug {
 
 inline void check_shim(AOTITorchError error, const char* what) {
-  if (error != 0) throw std::runtime_error(std::string("torch_flashplug: ") + what + " failed in libtorch (the log above has its message)");
+  if (error != 0)
+    throw std::runtime_error(std::string("torch_flashplug: ") + what +
+                             " failed in libtorch (the log above has its message)");
 }
 
 // One reference to a tensor. An empty Owned stands for "no tensor"; undefined() makes torch's undefined tensor.
@@ -57,13 +60,19 @@ StableIValue from(T value) {
   return torch::stable::detail::from(value);
 }
 // Gives the reference away.
-inline StableIValue from_tensor(Owned tensor) { return torch::stable::detail::from((tensor.get() ? std::move(tensor) : Owned::undefined()).release()); }
-inline StableIValue from_borrowed(AtenTensorHandle tensor) { return from_tensor(tensor ? Owned::share(tensor) : Owned::undefined()); }
+inline StableIValue from_tensor(Owned tensor) {
+  return torch::stable::detail::from((tensor.get() ? std::move(tensor) : Owned::undefined()).release());
+}
+inline StableIValue from_borrowed(AtenTensorHandle tensor) {
+  return from_tensor(tensor ? Owned::share(tensor) : Owned::undefined());
+}
 // Tensor? and float?: a null pointer or a heap cell that the receiver frees.
 inline StableIValue from_optional_tensor(AtenTensorHandle tensor) {
   return tensor == nullptr ? from(std::nullopt) : from(new StableIValue(from_borrowed(tensor)));
 }
-inline StableIValue from_optional_double(const std::optional<double>& value) { return torch::stable::detail::from(value); }
+inline StableIValue from_optional_double(const std::optional<double>& value) {
+  return torch::stable::detail::from(value);
+}
 
 inline Owned to_tensor(StableIValue value) { return Owned(torch::stable::detail::to<AtenTensorHandle>(value)); }
 inline Owned to_optional_tensor(StableIValue value) {
@@ -73,7 +82,9 @@ inline Owned to_optional_tensor(StableIValue value) {
   delete cell;
   return tensor;
 }
-inline std::optional<double> to_optional_double(StableIValue value) { return torch::stable::detail::to<std::optional<double>>(value); }
+inline std::optional<double> to_optional_double(StableIValue value) {
+  return torch::stable::detail::to<std::optional<double>>(value);
+}
 template <typename T>
 T to(StableIValue value) {
   return torch::stable::detail::to<T>(value);

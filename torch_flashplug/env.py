@@ -20,10 +20,18 @@ class Flag:
 
 
 ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load with every `import torch` (entry point)")
-BACKEND = Flag("TORCH_FLASHPLUG_BACKEND", "", "force one backend for the whole process, ahead of every gate: fa3, fa2, math (debug) or stock")
-CACHE_DIR = Flag("TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at first use are kept; empty: the per-user cache directory")
+BACKEND = Flag(
+    "TORCH_FLASHPLUG_BACKEND", "", "one backend for the whole process, ahead of every gate: fa3, fa2, math or stock"
+)
+CACHE_DIR = Flag(
+    "TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at run time are kept; empty: the user's cache directory"
+)
 JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time")
-HOOK = Flag("TORCH_FLASHPLUG_HOOK", "stub", "stub: route inside torch's choice function; composite: a Python kernel on F.sdpa (Plan B)")
+HOOK = Flag(
+    "TORCH_FLASHPLUG_HOOK",
+    "stub",
+    "stub: inside torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
+)
 
 FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK)
 

@@ -1,16 +1,17 @@
 """The one ctypes binding of _C: finds it, loads it, and gives its C functions Python types.
 
-Owns file lookup (built files lie beside this package in site-packages, or in build/dev of a source tree) and nothing else; decisions are in C++.
+Owns the lookup of built files and nothing else; decisions are made in C++.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.machinery
 import importlib.resources
 import importlib.util
 import json
-import sysconfig
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,10 +47,11 @@ PATHS = (
     *("cudnn_bwd", "efficient_bwd", "math_bwd"),
     *("routed_ours", "routed_stock"),
 )
-_COMPILE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int)
+_COMPILE_TYPE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int
+)
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 
-_lib: ctypes.CDLL | None = None
 _keep: dict[str, object] = {}  # callbacks that C holds
 
 
@@ -58,11 +60,15 @@ class NotBuilt(ImportError):
 
 
 def built_files() -> list[Path]:
-    """Directories that may hold _C and the kernel packs, in the order they are tried."""
+    """Directories that may hold _C and the kernel packs, in the order they are tried.
+
+    Beside this file in an install; in the build directory of a source tree; in the folder of our name on sys.path,
+    which is where an editable install leaves them (site-packages) while this file lies in the tree.
+    """
     package = Path(str(importlib.resources.files(__package__)))
-    tree = package.parent / "build" / "dev"  # a source tree's build directory; newer than what an editable install put into site-packages
-    candidates = (package, tree, tree / "packs", Path(sysconfig.get_paths()["platlib"]) / package.name)
-    return [place for place in candidates if place.is_dir()]
+    tree = package.parent / "build" / "dev"
+    on_path = (Path(entry) / package.name for entry in sys.path if entry)
+    return [place for place in dict.fromkeys((package, tree, tree / "packs", *on_path)) if place.is_dir()]
 
 
 def find_built(name: str) -> Path | None:
@@ -80,25 +86,31 @@ def _preload_tvm_ffi() -> None:
         _keep["tvm_ffi"] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
+@functools.cache
 def lib() -> ctypes.CDLL:
     """_C, loaded once. Raises NotBuilt if there is none."""
-    global _lib
-    if _lib is None:
-        suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
-        path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
-        if path is None:
-            places = ", ".join(str(place) for place in built_files())
-            raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}; install the package, or run ./tools/dev build")
-        _preload_tvm_ffi()
-        _lib = _declare(ctypes.CDLL(str(path)))
-    return _lib
+    suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+    if path is None:
+        places = ", ".join(str(place) for place in built_files())
+        raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}; install the package, or run ./tools/dev build")
+    _preload_tvm_ffi()
+    return _declare(ctypes.CDLL(str(path)))
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ints, text = ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p
     for name in ("set_mode", "mode", "effective_mode"):
         getattr(library, f"flashplug_{name}").restype = ctypes.c_int64
-    for name in ("set_enabled", "set_process_backend", "set_standin", "unregister_ops", "device_facts", "set_facts_override", "clear_rows"):
+    for name in (
+        "set_enabled",
+        "set_process_backend",
+        "set_standin",
+        "unregister_ops",
+        "device_facts",
+        "set_facts_override",
+        "clear_rows",
+    ):
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("set_gate", "counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
         getattr(library, f"flashplug_{name}").restype = None
@@ -109,7 +121,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
     library.flashplug_set_gate.argtypes = [ctypes.c_int64, ctypes.c_double]
     for name in ("plan_text", "forced_error"):
-        getattr(library, f"flashplug_{name}").argtypes = [ints, ctypes.c_double, ints, ctypes.c_int64, text, ctypes.c_int]
+        getattr(library, f"flashplug_{name}").argtypes = [
+            ints,
+            ctypes.c_double,
+            ints,
+            ctypes.c_int64,
+            text,
+            ctypes.c_int,
+        ]
     library.flashplug_counters.argtypes = [ints, ctypes.c_int]
     library.flashplug_load_pack.argtypes = [text, ctypes.c_int]
     return library
@@ -151,7 +170,7 @@ def last_error() -> str:
 
 
 def register_ops(dispatch_key: str = "CUDA", own_ops: bool = True) -> None:
-    """Registers the aten carrier at a dispatch key and, with own_ops, torch_flashplug::sdpa_fwd/_bwd (whose definitions must exist)."""
+    """Registers the aten carrier at a dispatch key and, with own_ops, sdpa_fwd and sdpa_bwd of ops.py."""
     if lib().flashplug_register_ops(dispatch_key.encode(), int(own_ops)) != 0:
         raise RuntimeError(f"torch_flashplug: ops not registered at {dispatch_key}: {last_error()}")
 
@@ -190,8 +209,8 @@ def set_process_backend(backend: int) -> None:
     lib().flashplug_set_process_backend(backend)
 
 
-def set_standin(on: bool) -> None:
-    """Tests only: CPU tensors are eligible and the math op stands in for the kernel."""
+def set_standin(on: bool | int) -> None:
+    """Tests only: CPU tensors are eligible. 1: math stands in for kernels; 2: a pack's symbols run on CPU memory."""
     lib().flashplug_set_standin(int(on))
 
 
@@ -238,7 +257,9 @@ def add_choice_row(row: ChoiceRow) -> None:
         raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
 
 
-def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], decode_rows: int, decode_occupancy: float) -> None:
+def push_rows(
+    kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], decode_rows: int, decode_occupancy: float
+) -> None:
     """Replaces the table."""
     clear_rows()
     for kernel_row in kernel_rows:
@@ -267,7 +288,10 @@ def _call_arguments(problem: Mapping[str, int], facts: Mapping[str, int] | None,
 
 
 def plan_text(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> str:
-    """JSON {backend, kernel, splits, tiles, reasons{}, gate, row} of a call described by PROBLEM_FIELDS (defaults: bf16, packed) on a device."""
+    """JSON {backend, kernel, splits, tiles, reasons{}, gate, row} of a call on a device.
+
+    The call is described by PROBLEM_FIELDS and dropout_p; what is left out is bf16, packed, no mask, no grad.
+    """
     arguments = _call_arguments(problem, facts, mode_word)
     return _text(lambda out, size: lib().flashplug_plan_text(*arguments, out, size))
 
@@ -302,7 +326,10 @@ def clear_packs() -> None:
 
 
 def set_compile_callback(provide: Callable[[str], int | str] | None) -> None:
-    """The up-call for kernels outside the packs: provide(name) returns a tvm_ffi function handle, or a text that says why not. Nothing it raises leaves."""
+    """The up-call for kernels outside the packs.
+
+    provide(name) returns a tvm_ffi function handle, or a text that says why not; what it raises becomes such a text.
+    """
     if provide is None:
         lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
         return
