@@ -1,8 +1,8 @@
 """Entry point of group torch.backends: `import torch` calls hook() wherever this package is installed.
 
 Without TORCH_FLASHPLUG=1 it must leave no trace. Loading this module runs the package's __init__, which stays inert
-while torch itself is still being imported; hook() then forgets the inert package, so that a later `import torch_flashplug`
-starts afresh.
+while torch itself is still being imported; hook() then forgets the inert package, so that a later import of it starts
+afresh.
 """
 
 from __future__ import annotations

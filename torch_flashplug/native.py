@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-import importlib.resources
 import importlib.util
 import json
 import sys
@@ -65,7 +64,7 @@ def built_files() -> list[Path]:
     Beside this file in an install; in the build directory of a source tree; in the folder of our name on sys.path,
     which is where an editable install leaves them (site-packages) while this file lies in the tree.
     """
-    package = Path(str(importlib.resources.files(__package__)))
+    package = Path(__file__).resolve().parent
     tree = package.parent / "build" / "dev"
     on_path = (Path(entry) / package.name for entry in sys.path if entry)
     return [place for place in dict.fromkeys((package, tree, tree / "packs", *on_path)) if place.is_dir()]
