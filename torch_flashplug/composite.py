@@ -30,13 +30,19 @@ def install(device: str = "CUDA") -> None:
     for key in (device, f"Autograd{device}"):
         library.impl(_SDPA.name(), _sdpa, key)
     _libraries[device.lower()] = library
-    _planned_backend.cache_clear()
+    _forget_decisions()
 
 
 def uninstall() -> None:
     """Stock's composite is in place again."""
     while _libraries:
         _libraries.popitem()[1]._destroy()
+    _forget_decisions()
+
+
+def _forget_decisions() -> None:
+    _planned_backend.cache_clear()
+    _SDPA._dispatch_cache.clear()  # torch remembers in Python which kernel a dispatch key led to
 
 
 def installed() -> bool:

@@ -1,0 +1,77 @@
+"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `isolated(seconds)`: runs in a process of its own that is killed when
+its time is over, for tests that could hang, poison the device or need a fresh torch."""
+
+from __future__ import annotations
+
+import faulthandler
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import standin
+import torch
+
+GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--in-isolation", action="store_true", help="set in the process that an isolated test runs in")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker("isolated")
+    if mark is None or pyfuncitem.config.getoption("--in-isolation"):
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--in-isolation", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    try:
+        done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, timeout=mark.args[0])
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"no end after {mark.args[0]} s\n{(late.stdout or b'').decode()[-4000:]}", pytrace=False)
+    if done.returncode != 0:
+        pytest.fail(f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}", pytrace=False)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(GPU_TEST_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def road(request: pytest.FixtureRequest) -> Iterator[standin.Road]:
+    """The router installed: CPU stand-in, or the real device."""
+    with standin.road_to(request.param) as road:
+        yield road
+
+
+@pytest.fixture(params=["router", "plan_b"])
+def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Road]:
+    """Both hooks: what holds for one must hold for the other."""
+    with (standin.road_to if request.param == "router" else standin.plan_b)(device) as road:
+        yield road
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -1,0 +1,105 @@
+"""Roads to the kernels for the tests: CUDA as it is, and a CPU stand-in where everything but the kernel is real.
+
+In the stand-in CPU tensors are eligible, every device looks like an H100, and where our kernel would be launched the reference math runs
+(our_forward in src/sdpa_ops.cpp). On both roads auto mode takes whatever our kernels can run, so that tests meet the road and not today's table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from torch_flashplug import composite, configs, native
+from torch_flashplug.api import DEVICES
+from torch_flashplug.configs import ANY, ChoiceRow
+
+SERVE_ALL = tuple(
+    ChoiceRow("fwd", 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
+    for grad in (False, True)
+    for mask in ("full", "causal")
+)
+OPEN_GATE = 0.0  # share of the SMs that decode tiles must fill
+SLOT = {"cpu": native.CPU_SLOT, "cuda": native.CUDA_SLOT}
+
+
+@dataclass(frozen=True)
+class Road:
+    """Where a test runs. Counters start at zero."""
+
+    device: str  # "cpu" (stand-in) or "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+    def qkv(self, *, rows: int = 128, keys: int | None = None, heads: int = 4, kv_heads: int | None = None, grad: bool = False) -> list[torch.Tensor]:
+        """Three leaf tensors (2, heads, rows, 64), laid out (batch, rows, heads, head dim) as projections give them."""
+        sizes = ((rows, heads), (keys or rows, kv_heads or heads), (keys or rows, kv_heads or heads))
+        generator = torch.Generator().manual_seed(rows + heads)
+        made = (torch.randn(2, n, h, 64, generator=generator).to(self.device, self.dtype).transpose(1, 2) for n, h in sizes)
+        return [tensor.requires_grad_(grad) for tensor in made]
+
+    def enable(self) -> None:
+        """As torch_flashplug.enable(), for this road's slot."""
+        native.set_enabled(True)
+        assert native.install(SLOT[self.device]) == 0, native.last_error()
+
+    def disable(self) -> None:
+        native.set_enabled(False)
+        native.uninstall(SLOT[self.device])
+
+    def took(self) -> dict[str, int]:
+        """Paths taken since the last call, those above zero."""
+        return {path: count for path, count in native.counters(reset=True).items() if count}
+
+
+@functools.cache
+def _spend_override_warning() -> None:
+    """torch warns once per process when a kernel is registered over another one, which the stand-in does on purpose."""
+    library = torch.library.Library("flashplug_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            library.impl("twice", torch.clone, "CPU", allow_override=True)
+
+
+@contextlib.contextmanager
+def road_to(device: str) -> Iterator[Road]:
+    """Installs the router for `device` and puts everything back."""
+    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, configs.DECODE_ROWS, OPEN_GATE)
+    if device == "cpu":
+        _spend_override_warning()
+        native.set_facts_override(DEVICES["h100"])
+        native.set_standin(True)
+        native.register_ops("CPU")
+        torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
+    road = Road(device)
+    road.enable()
+    native.counters(reset=True)
+    try:
+        yield road
+    finally:
+        if device == "cpu":
+            road.disable()
+            native.set_enabled(True)
+            native.set_standin(False)
+            native.set_facts_override(None)
+            native.unregister_ops()
+            native.register_ops("CUDA")
+        native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+
+
+@contextlib.contextmanager
+def plan_b(device: str) -> Iterator[Road]:
+    """The same road with the Python kernel in the router's place."""
+    with road_to(device) as road:
+        native.uninstall(SLOT[device])
+        composite.install(device.upper())
+        try:
+            yield road
+        finally:
+            composite.uninstall()
+            native.install(SLOT[device])
