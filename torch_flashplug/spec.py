@@ -77,6 +77,8 @@ class KernelSpec:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N, and K of the second product)"
         if self.d % 64 or self.dv != self.d:
             return f"{self.name()}: head dims ({self.d}, {self.dv}); use equal multiples of 64 (128-byte swizzle; O takes Q's place)"
+        if self.stages not in (1, 2, 4):
+            return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (rings count in powers of two)"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
         if need > limit:
             return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"

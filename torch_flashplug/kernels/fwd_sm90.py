@@ -27,6 +27,7 @@ from .parts.scheduler import TileOrder, grid
 from .parts.softmax import OnlineSoftmax
 
 ROWS = 64  # of one consumer warpgroup
+Q_SLOTS = 4  # barriers for the warpgroups' Q tiles: at most 3, and a ring counts in powers of two
 SLAB = 16  # rows of one warp's part of O, stored by one TMA instruction per 64 columns
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -156,7 +157,7 @@ class ForwardSm90:
         sQ_layout, sK_layout, sV_layout = layouts
 
         smem = cutlass.memory.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 4 * self.stages + 2 * self.warpgroups)
+        barriers = smem.allocate_array(cutlass.Int64, 4 * self.stages + 2 * Q_SLOTS)
         sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (64, D, warpgroup)
         sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (tile_n, D, slot)
         sVt = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (Dv, tile_n, slot)
@@ -165,7 +166,7 @@ class ForwardSm90:
         ring_k = sm90.Ring(barriers, barriers + self.stages, self.stages, self.tile_n * self.d * element)
         ring_v = sm90.Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages, self.tile_n * self.dv * element)
         q_barriers = barriers + 4 * self.stages
-        ring_q = sm90.Ring(q_barriers, q_barriers + self.warpgroups, self.warpgroups, ROWS * self.d * element)
+        ring_q = sm90.Ring(q_barriers, q_barriers + Q_SLOTS, Q_SLOTS, ROWS * self.d * element)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
