@@ -33,13 +33,14 @@ def read_clocks() -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader", "-i", "0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     values = answer.stdout.strip().split(", ")
     return dict(zip(CLOCK_FIELDS, values, strict=False)) if answer.returncode == 0 else {}
 
 
 def commit() -> str:
-    answer = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "unknown"
 
 

@@ -194,7 +194,8 @@ def run(file: str | None = None, *, rounds: int = 7, console: Console | None = N
     console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, torch {torch.__version__}; {where}")
     console.print(
         f"byte-level GPT, {shape.layers} layers, {shape.heads} heads over {shape.kv_heads} KV heads of "
-        f"{shape.head_dim}, bf16, random weights; prompt: the first {len(content)} bytes of {origin}, then {steps} greedy bytes"
+        f"{shape.head_dim}, bf16, random weights; prompt: the first {len(content)} bytes of {origin}, "
+        f"then {steps} greedy bytes"
     )
     model = gpt.build(shape, device, torch.bfloat16)
     prompt = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().to(device)[None]

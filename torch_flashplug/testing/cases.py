@@ -167,7 +167,7 @@ def make_lookup(case: Case, device: str | torch.device = "cuda", seed: int = 0) 
     return Inputs(q, k, v, grad_out=torch.zeros_like(expected)), expected
 
 
-def _case(
+def new_case(
     name: str, heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int], *tags: str, **more
 ) -> Case:
     causal = "causal" in tags
@@ -177,7 +177,7 @@ def _case(
 # Square self-attention at and beside the edges of the tiles (64, 128, 192 query rows; 128 keys).
 _EDGE_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1024)
 _EDGES = tuple(
-    _case(f"square_s{s}_d{d}" + ("_causal" if mask else ""), (2, 3, 3), (s, s), (d, d), *mask)
+    new_case(f"square_s{s}_d{d}" + ("_causal" if mask else ""), (2, 3, 3), (s, s), (d, d), *mask)
     for s in _EDGE_LENGTHS for d in (64, 128) for mask in ((), ("causal",))
 )  # fmt: skip
 
@@ -185,53 +185,53 @@ _EDGES = tuple(
 _DIMS = tuple((d, d) for d in range(8, 129, 8))
 _DIMS_DIFFER = ((64, 32), (64, 8), (128, 64), (96, 128), (8, 128), (40, 64), (128, 8))
 _HEAD_DIMS = tuple(
-    _case(f"head_d{d}v{dv}" + ("_causal" if mask else ""), (2, 2, 2), (200, 333), (d, dv), *mask)
+    new_case(f"head_d{d}v{dv}" + ("_causal" if mask else ""), (2, 2, 2), (200, 333), (d, dv), *mask)
     for d, dv in _DIMS + _DIMS_DIFFER
     for mask in ((), ("causal",))
 )  # fmt: skip
 
 _GQA = tuple(
-    _case(f"gqa{g}_d{d}" + ("_causal" if mask else ""), (2, 2 * g, 2), (300, 300), (d, d), "gqa", *mask)
+    new_case(f"gqa{g}_d{d}" + ("_causal" if mask else ""), (2, 2 * g, 2), (300, 300), (d, d), "gqa", *mask)
     for g in (2, 3, 4, 5, 8) for d in (64, 128) for mask in ((), ("causal",))
 ) + (
-    _case("mqa_h16_d128_causal", (2, 16, 1), (257, 257), (128, 128), "gqa", "causal"),
-    _case("gqa7_hkv3_d64", (1, 21, 3), (130, 258), (64, 64), "gqa"),
+    new_case("mqa_h16_d128_causal", (2, 16, 1), (257, 257), (128, 128), "gqa", "causal"),
+    new_case("gqa7_hkv3_d64", (1, 21, 3), (130, 258), (64, 64), "gqa"),
 )  # fmt: skip
 
 # Lengths that differ, both ways, full and top-left causal.
 _LENGTHS_DIFFER = ((113, 203), (203, 113), (129, 1024), (1024, 129), (1, 300), (300, 1), (64, 4099), (799, 3), (3, 799),
                    (385, 127))  # fmt: skip
 _RECTANGLES = tuple(
-    _case(f"rect_{sq}x{sk}_d{d}" + ("_causal" if mask else ""), (2, 2, 2), (sq, sk), (d, d), *mask)
+    new_case(f"rect_{sq}x{sk}_d{d}" + ("_causal" if mask else ""), (2, 2, 2), (sq, sk), (d, d), *mask)
     for sq, sk in _LENGTHS_DIFFER
     for d in (64, 128) for mask in ((), ("causal",))
 )  # fmt: skip
 
 _NAMED = (
-    _case("one_key", (2, 4, 4), (77, 1), (64, 64)),
-    _case("one_key_d128_causal", (2, 4, 4), (77, 1), (128, 128), "causal"),
-    _case("one_query", (2, 4, 4), (1, 1000), (128, 128)),
-    _case("one_by_one", (1, 1, 1), (1, 1), (64, 64)),
-    _case("cross_77_d64", (2, 10, 10), (1024, 77), (64, 64), "cross"),
-    _case("cross_77_d128", (2, 8, 8), (1024, 77), (128, 128), "cross"),
-    _case("vit_197_d64", (8, 12, 12), (197, 197), (64, 64)),
-    _case("odd_tail_sq4099_d64", (1, 2, 2), (4099, 4099), (64, 64)),
-    _case("odd_tail_sq4099_d128_causal", (1, 2, 2), (4099, 4099), (128, 128), "causal"),
-    _case("train_4k_d64_causal", (1, 8, 8), (4096, 4096), (64, 64), "causal", "large"),
-    _case("train_4k_d128_causal_gqa4", (1, 8, 2), (4096, 4096), (128, 128), "causal", "gqa", "large"),
-    _case("prefill_8k_d128_causal", (1, 4, 1), (8192, 8192), (128, 128), "causal", "gqa", "large"),
-    _case("prefill_16k_d64", (1, 2, 2), (16384, 16384), (64, 64), "large"),
-    _case("many_heads_d64", (96, 24, 24), (33, 33), (64, 64), "many"),
-    _case(
+    new_case("one_key", (2, 4, 4), (77, 1), (64, 64)),
+    new_case("one_key_d128_causal", (2, 4, 4), (77, 1), (128, 128), "causal"),
+    new_case("one_query", (2, 4, 4), (1, 1000), (128, 128)),
+    new_case("one_by_one", (1, 1, 1), (1, 1), (64, 64)),
+    new_case("cross_77_d64", (2, 10, 10), (1024, 77), (64, 64), "cross"),
+    new_case("cross_77_d128", (2, 8, 8), (1024, 77), (128, 128), "cross"),
+    new_case("vit_197_d64", (8, 12, 12), (197, 197), (64, 64)),
+    new_case("odd_tail_sq4099_d64", (1, 2, 2), (4099, 4099), (64, 64)),
+    new_case("odd_tail_sq4099_d128_causal", (1, 2, 2), (4099, 4099), (128, 128), "causal"),
+    new_case("train_4k_d64_causal", (1, 8, 8), (4096, 4096), (64, 64), "causal", "large"),
+    new_case("train_4k_d128_causal_gqa4", (1, 8, 2), (4096, 4096), (128, 128), "causal", "gqa", "large"),
+    new_case("prefill_8k_d128_causal", (1, 4, 1), (8192, 8192), (128, 128), "causal", "gqa", "large"),
+    new_case("prefill_16k_d64", (1, 2, 2), (16384, 16384), (64, 64), "large"),
+    new_case("many_heads_d64", (96, 24, 24), (33, 33), (64, 64), "many"),
+    new_case(
         "many_heads_d128_causal", (70000, 1, 1), (8, 8), (128, 128), "causal", "many"
     ),  # beyond 65535: no grid dimension but x can hold B*H
-    _case("many_heads_h70000_d64", (1, 70000, 1), (3, 9), (64, 64), "gqa", "many"),
-    _case("decode_1x8k_d128_gqa4", (1, 32, 8), (1, 8192), (128, 128), "gqa", "decode"),
-    _case("decode_8x1k_d64", (8, 16, 16), (1, 1024), (64, 64), "decode"),
-    _case("verify_4x2k_d128_gqa4", (2, 16, 4), (4, 2048), (128, 128), "gqa", "decode"),
-    _case("scale_negative_d64", (2, 2, 2), (130, 130), (64, 64), scale=-0.2),
-    _case("scale_zero_d128", (2, 2, 2), (130, 130), (128, 128), scale=0.0),
-    _case("scale_large_d64_causal", (2, 2, 2), (130, 130), (64, 64), "causal", scale=2.0),
+    new_case("many_heads_h70000_d64", (1, 70000, 1), (3, 9), (64, 64), "gqa", "many"),
+    new_case("decode_1x8k_d128_gqa4", (1, 32, 8), (1, 8192), (128, 128), "gqa", "decode"),
+    new_case("decode_8x1k_d64", (8, 16, 16), (1, 1024), (64, 64), "decode"),
+    new_case("verify_4x2k_d128_gqa4", (2, 16, 4), (4, 2048), (128, 128), "gqa", "decode"),
+    new_case("scale_negative_d64", (2, 2, 2), (130, 130), (64, 64), scale=-0.2),
+    new_case("scale_zero_d128", (2, 2, 2), (130, 130), (128, 128), scale=0.0),
+    new_case("scale_large_d64_causal", (2, 2, 2), (130, 130), (64, 64), "causal", scale=2.0),
 )
 
 _LAID_OUT = (
@@ -243,10 +243,10 @@ _LAID_OUT = (
     ("odd_ones", (1, 1, 1), (200, 333)),
 )
 _LAYOUTS = tuple(
-    _case(f"layout_{layout}_d{d}" + ("_causal" if mask else ""), heads, seq, (d, d), *mask, layout=layout)
+    new_case(f"layout_{layout}_d{d}" + ("_causal" if mask else ""), heads, seq, (d, d), *mask, layout=layout)
     for layout, heads, seq in _LAID_OUT
     for d in (40, 64, 128) for mask in ((), ("causal",))
-) + (_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
+) + (new_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
 
 CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS
 _BY_NAME = {case.name: case for case in CASES}

@@ -1,0 +1,314 @@
+"""Numbers: every case of testing.CASES, in both dtypes, through unmodified F.sdpa with fa3 forced, against fp64 math.
+
+Also what must hold of a kernel beside its numbers: output layout, no read or write outside its tensors, determinism,
+no races, graph replay, memory, tensors of more than 2^31 elements. The first tests need no GPU: they hold the table and
+the cases together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import configs, native
+from torch_flashplug.api import DEVICES
+from torch_flashplug.spec import BACKENDS, DTYPES
+from torch_flashplug.testing import (
+    CASES,
+    Case,
+    Inputs,
+    assert_bitwise_equal,
+    assert_lse,
+    assert_within_budget,
+    case_named,
+    make_inputs,
+    make_lookup,
+    new_case,
+    oracle,
+    oracle_grads,
+    plain,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR
+
+FA3 = BACKENDS.index("fa3")
+SEED = 20261121
+GIB = 1 << 30
+BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+# Gradients are stock's, from our out and LSE: every fourth case, and all whose heads or layouts are unusual.
+GRAD_CASES = [case for i, case in enumerate(CASES) if i % 4 == 0 or case.gqa or case.layout != "bshd"]
+GRAD_CASES = [case for case in GRAD_CASES if not case.tags & {"large", "many"}]
+
+
+def attend(inputs: Inputs, case: Case) -> Tensor:
+    return F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
+
+
+def poison(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> None:
+    """Leaves NaN in the allocator's free blocks of these sizes: what a kernel does not write shows."""
+    blocks = [
+        torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape, dtype in shapes_and_dtypes for _ in "ab"
+    ]
+    del blocks
+
+
+def poison_outputs(case: Case) -> None:
+    poison(((case.B, case.Hq, case.Sq, case.Dv), case.torch_dtype), ((case.B, case.Hq, case.Sq), torch.float32))
+
+
+def forced(call: Callable[[], Tensor]) -> Tensor:
+    """Runs one attention call on our kernel and makes sure that it was ours."""
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = call()
+    taken = native.counters()
+    assert taken["ours_fwd"] == 1, f"the call took another path: {taken}"
+    return out
+
+
+def stock_strides(inputs: Inputs) -> tuple[int, ...]:
+    """Strides that torch's meta function promises for the output."""
+    q, k, v = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
+    return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v)[0].stride()
+
+
+# ---- without a GPU: cases and table ----
+
+
+def plan_on_h100(case: Case, dtype: str) -> dict:
+    sizes = {name: getattr(case, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
+    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[dtype] for operand in "qkv"}
+    return native.plan(sizes | dtypes | {"causal": int(case.causal)}, DEVICES["h100"], FA3)
+
+
+@BY_DTYPE
+def test_every_case_can_run_on_a_kernel(dtype):
+    refused = {case.name: plan["reasons"] for case in CASES if (plan := plan_on_h100(case, dtype))["backend"] != "fa3"}
+    assert not refused
+
+
+def test_every_row_is_hit_by_a_case():
+    hit = {plan_on_h100(case, dtype)["kernel"] for case in CASES for dtype in DTYPES}
+    missing = [name for row in configs.KERNEL_ROWS for dtype in DTYPES if (name := row.spec(dtype).name()) not in hit]
+    assert not missing, f"no case in torch_flashplug/testing/cases.py reaches {missing}"
+
+
+# ---- forward ----
+
+
+@pytest.mark.gpu
+@BY_DTYPE
+@BY_NAME
+def test_forward(case, dtype):
+    case = case.with_dtype(dtype)
+    inputs = make_inputs(case, "cuda", SEED)
+    poison_outputs(case)
+    with torch.no_grad():
+        out = forced(lambda: attend(inputs, case))
+    exact, low = oracle(case, inputs), plain(case, inputs)
+    assert_within_budget(f"{case.name} {dtype} out", out, exact.out, low.out, seed=SEED)
+    assert out.stride() == stock_strides(inputs)
+    poison_outputs(case)
+    again, lse, _, _ = torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, int(case.causal), case.scale, FA3)
+    assert_lse(f"{case.name} {dtype}", lse, exact.lse, low.lse, seed=SEED)
+    assert_bitwise_equal(f"{case.name} {dtype} op against F.sdpa", again, out)
+
+
+@pytest.mark.gpu
+@BY_DTYPE
+@pytest.mark.parametrize(
+    "name",
+    ("gqa4_d64_causal", "gqa3_d128", "rect_799x3_d128", "rect_64x4099_d64_causal", "rect_1024x129_d128_causal",
+     "square_s193_d128", "many_heads_h70000_d64", "odd_tail_sq4099_d128_causal", "head_d128v64",
+     "decode_1x8k_d128_gqa4"),
+)  # fmt: skip
+def test_lookup_is_exact(name, dtype):
+    """Each row selects one key: a wrong index, which a tolerance can hide, is a wrong integer."""
+    case = case_named(name).with_dtype(dtype)
+    inputs, expected = make_lookup(case, "cuda", SEED)
+    with torch.no_grad():
+        out = forced(lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0})))
+    assert_bitwise_equal(f"{case.name} {dtype} lookup", out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operand", ("q", "k"))
+@pytest.mark.parametrize("name", ("square_s193_d64", "square_s193_d128_causal"))
+def test_nan_stays_where_math_puts_it(name, operand):
+    case = case_named(name)
+    inputs = make_inputs(case, "cuda", SEED)
+    getattr(inputs, operand)[0, 1, 150, 3] = float("nan")
+    with torch.no_grad():
+        out = forced(lambda: attend(inputs, case))
+    exact, low = oracle(case, inputs), plain(case, inputs)
+    assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
+
+
+@pytest.mark.gpu
+def test_large_values_give_no_nan():
+    case = case_named("square_s256_d64")
+    q, k, v = make_inputs(case, "cuda", SEED)
+    q, k, v = (torch.full_like(tensor, 133120.0) for tensor in (q, k, v))
+    with torch.no_grad():
+        out = forced(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(out, v)
+
+
+# ---- gradients: our out and LSE into stock's backward ----
+
+
+@pytest.mark.gpu
+@BY_DTYPE
+@pytest.mark.parametrize("case", GRAD_CASES, ids=lambda case: case.name)
+def test_gradients(case, dtype):
+    case = case.with_dtype(dtype)
+    inputs = make_inputs(case, "cuda", SEED, requires_grad=True)
+    out = forced(lambda: attend(inputs, case))
+    got = torch.autograd.grad(out, tuple(inputs), inputs.grad_out)
+    exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
+    for name, ours, fp64, yardstick in zip(("dq", "dk", "dv"), got, exact, low, strict=True):
+        assert_within_budget(f"{case.name} {dtype} {name}", ours, fp64, yardstick, factor=GRAD_FACTOR, seed=SEED)
+
+
+# ---- repeatability ----
+
+REPEATED = (
+    "gqa4_d64_causal",
+    "odd_tail_sq4099_d64",
+    "odd_tail_sq4099_d128_causal",
+    "rect_799x3_d128",
+    "many_heads_d64",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPEATED)
+def test_same_bits_every_time(name):
+    case = case_named(name)
+    inputs = make_inputs(case, "cuda", SEED)
+    with torch.no_grad():
+        first = forced(lambda: attend(inputs, case))
+        for _ in range(20):
+            poison_outputs(case)
+            assert_bitwise_equal(name, forced(lambda: attend(inputs, case)), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPEATED)
+def test_no_race_in_1000_runs(name):
+    """Two streams keep the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows."""
+    case = case_named(name)
+    inputs = make_inputs(case, "cuda", SEED)
+    noise = torch.randn(1024, 1024, device="cuda")
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        first = attend(inputs, case)
+        torch.cuda.synchronize()
+        for i in range(1000):
+            if i % 3 == 0:
+                with torch.cuda.stream(side):
+                    noise @ noise
+            wrong += (attend(inputs, case) != first).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("gqa4_d64_causal", "square_s513_d128", "cross_77_d128"))
+def test_graph_replay_equals_eager(name):
+    case = case_named(name)
+    inputs, others = make_inputs(case, "cuda", SEED), make_inputs(case, "cuda", SEED + 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        expected, expected_others = attend(inputs, case), attend(others, case)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = attend(inputs, case)
+    graph.replay()
+    assert_bitwise_equal(f"{name} replay", out, expected)
+    for held, new in zip(inputs, others, strict=True):
+        held.copy_(new)
+    graph.replay()
+    assert_bitwise_equal(f"{name} replay on new inputs", out, expected_others)
+
+
+# ---- memory and size ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", (65536, 131072))
+def test_memory_is_outputs_and_a_constant(length):
+    case = new_case("long", (1, 4, 2), (length, length), (128, 128), "causal")
+    inputs = make_inputs(case, "cuda", SEED)
+    with torch.no_grad():
+        forced(lambda: attend(inputs, case))  # modules are loaded before the measurement
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = forced(lambda: attend(inputs, case))
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    lse_bytes = case.B * case.Hq * case.Sq * 4
+    assert peak <= out.numel() * out.element_size() + lse_bytes + (1 << 20), f"{peak} bytes over the inputs"
+
+
+def _heads_checked(inputs: Inputs, out: Tensor, case: Case, where: tuple[tuple[int, int], ...]) -> None:
+    for batch, head in where:
+        kv_head = head // (case.Hq // case.Hkv)
+        few = Inputs(
+            inputs.q[batch, head][None, None], *(t[batch, kv_head][None, None] for t in (inputs.k, inputs.v)), inputs.q
+        )
+        exact, low = oracle(case, few), plain(case, few)
+        assert_within_budget(
+            f"{case.name} at {batch}, {head}", out[batch, head][None, None], exact.out, low.out, seed=SEED
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    (new_case("over_2g_batch", (33000, 4, 4), (128, 128), (128, 128)),
+     new_case("over_2g_rows", (1, 128, 128), (131200, 131), (128, 128)),
+     new_case("over_2g_keys", (2, 64, 64), (65, 131200), (128, 128))),
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_more_than_2g_elements(case):
+    elements = max(case.B * case.Hq * case.Sq * case.D, case.B * case.Hkv * case.Sk * case.D)
+    assert elements > 2**31
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 * GIB:
+        pytest.skip(f"{free / GIB:.0f} GiB free, needs 24")
+    shapes = [(case.B, case.Hq, case.Sq, case.D)] + 2 * [(case.B, case.Hkv, case.Sk, case.D)]
+    tensors = [torch.empty(shape, dtype=case.torch_dtype, device="cuda").normal_() for shape in shapes]
+    inputs = Inputs(*tensors, grad_out=tensors[0])
+    with torch.no_grad():
+        out = forced(lambda: attend(inputs, case))
+    _heads_checked(inputs, out, case, ((0, 0), (case.B - 1, case.Hq - 1), (case.B // 2, case.Hq // 2)))
+
+
+@pytest.mark.gpu
+def test_strides_of_more_than_2g_elements():
+    """A small view of a large buffer: the offset of a batch entry does not fit 32 bits."""
+    case = new_case("far_apart", (3, 2, 2), (130, 130), (64, 64))
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    if free < 12 * GIB:
+        pytest.skip(f"{free / GIB:.0f} GiB free, needs 12")
+    far = 2**31 + 64
+    buffer = torch.empty(2 * far + 2 * 130 * 64, dtype=case.torch_dtype, device="cuda")
+    near = make_inputs(case, "cuda", SEED)
+    q = buffer.as_strided((3, 2, 130, 64), (far, 130 * 64, 64, 1))
+    q.copy_(near.q)
+    inputs = Inputs(q, near.k, near.v, near.grad_out)
+    with torch.no_grad():
+        out = forced(lambda: attend(inputs, case))
+    exact, low = oracle(case, near), plain(case, near)
+    assert_within_budget("far_apart out", out, exact.out, low.out, seed=SEED)
