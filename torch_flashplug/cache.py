@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def directory() -> Path:
     """Where objects are kept: TORCH_FLASHPLUG_CACHE_DIR, else the per-user cache folder."""
-    chosen = env.get("TORCH_FLASHPLUG_CACHE_DIR")
+    chosen = env.CACHE_DIR.get()
     if chosen:
         return Path(chosen)
     import platformdirs
