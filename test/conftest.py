@@ -38,9 +38,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("isolated")
     if mark is None or pyfuncitem.config.getoption("--in-isolation"):
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--in-isolation", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--in-isolation",
+        "-p",
+        "no:cacheprovider",
+        pyfuncitem.nodeid,
+    ]
     try:
-        done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, timeout=mark.args[0])
+        done = subprocess.run(
+            command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, timeout=mark.args[0]
+        )
     except subprocess.TimeoutExpired as late:
         pytest.fail(f"no end after {mark.args[0]} s\n{(late.stdout or b'').decode()[-4000:]}", pytrace=False)
     if done.returncode != 0:

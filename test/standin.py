@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+import torch_flashplug
 from torch_flashplug import composite, configs, native
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import ANY, ChoiceRow
@@ -24,7 +25,6 @@ SERVE_ALL = tuple(
     for mask in ("full", "causal")
 )
 OPEN_GATE = 0.0  # share of the SMs that decode tiles must fill
-SLOT = {"cpu": native.CPU_SLOT, "cuda": native.CUDA_SLOT}
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,32 @@ class Road:
     device: str  # "cpu" (stand-in) or "cuda"
     dtype: torch.dtype = torch.bfloat16
 
-    def qkv(self, *, rows: int = 128, keys: int | None = None, heads: int = 4, kv_heads: int | None = None, grad: bool = False) -> list[torch.Tensor]:
+    def qkv(
+        self,
+        *,
+        rows: int = 128,
+        keys: int | None = None,
+        heads: int = 4,
+        kv_heads: int | None = None,
+        grad: bool = False,
+    ) -> list[torch.Tensor]:
         """Three leaf tensors (2, heads, rows, 64), laid out (batch, rows, heads, head dim) as projections give them."""
         sizes = ((rows, heads), (keys or rows, kv_heads or heads), (keys or rows, kv_heads or heads))
         generator = torch.Generator().manual_seed(rows + heads)
-        made = (torch.randn(2, n, h, 64, generator=generator).to(self.device, self.dtype).transpose(1, 2) for n, h in sizes)
+        made = (
+            torch.randn(2, n, h, 64, generator=generator).to(self.device, self.dtype).transpose(1, 2) for n, h in sizes
+        )
         return [tensor.requires_grad_(grad) for tensor in made]
 
     def enable(self) -> None:
-        """As torch_flashplug.enable(), for this road's slot."""
-        native.set_enabled(True)
-        assert native.install(SLOT[self.device]) == 0, native.last_error()
+        torch_flashplug.enable()
+        if self.device == "cpu":
+            assert native.install(native.CPU_SLOT) == 0, native.last_error()
 
     def disable(self) -> None:
-        native.set_enabled(False)
-        native.uninstall(SLOT[self.device])
+        torch_flashplug.disable()
+        if self.device == "cpu":
+            native.uninstall(native.CPU_SLOT)
 
     def took(self) -> dict[str, int]:
         """Paths taken since the last call, those above zero."""
@@ -82,9 +93,9 @@ def road_to(device: str) -> Iterator[Road]:
     try:
         yield road
     finally:
+        road.enable()
         if device == "cpu":
-            road.disable()
-            native.set_enabled(True)
+            native.uninstall(native.CPU_SLOT)
             native.set_standin(False)
             native.set_facts_override(None)
             native.unregister_ops()
@@ -96,10 +107,11 @@ def road_to(device: str) -> Iterator[Road]:
 def plan_b(device: str) -> Iterator[Road]:
     """The same road with the Python kernel in the router's place."""
     with road_to(device) as road:
-        native.uninstall(SLOT[device])
+        slot = native.CPU_SLOT if device == "cpu" else native.CUDA_SLOT
+        native.uninstall(slot)
         composite.install(device.upper())
         try:
             yield road
         finally:
             composite.uninstall()
-            native.install(SLOT[device])
+            native.install(slot)

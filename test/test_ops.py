@@ -16,13 +16,31 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 FORCE_FA3 = 1
 
 
-def qkv(dtype: torch.dtype = torch.float32, *, heads: int = 4, kv_heads: int = 4, rows: int = 16, keys: int = 16, d: int = 8, dv: int = 8) -> list[Tensor]:
+def qkv(
+    dtype: torch.dtype = torch.float32,
+    *,
+    heads: int = 4,
+    kv_heads: int = 4,
+    rows: int = 16,
+    keys: int = 16,
+    d: int = 8,
+    dv: int = 8,
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((heads, rows, d), (kv_heads, keys, d), (kv_heads, keys, dv))
     return [torch.randn(2, n, h, w, generator=generator).to(dtype).transpose(1, 2) for h, n, w in sizes]
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, p: float = 0.0, causal: int = 0, mode: int = 0) -> tuple[Tensor, ...]:
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    *,
+    p: float = 0.0,
+    causal: int = 0,
+    mode: int = 0,
+) -> tuple[Tensor, ...]:
     return ops.namespace.sdpa_fwd(query, key, value, bias, p, causal, None, mode)
 
 
@@ -56,7 +74,13 @@ def test_opcheck_forward_and_backward(name: str) -> None:
 @pytest.mark.parametrize("causal", [0, 1])
 def test_opcheck_on_cuda_kernels(causal: int, grad: bool) -> None:
     tensors = [tensor.cuda().requires_grad_(grad) for tensor in qkv(torch.bfloat16, rows=128, keys=192, d=64, dv=64)]
-    torch.library.opcheck(ops.namespace.sdpa_fwd.default, (*tensors, None, 0.0, causal, None, FORCE_FA3), test_utils=OPCHECKS, atol=2e-2, rtol=2e-2)
+    torch.library.opcheck(
+        ops.namespace.sdpa_fwd.default,
+        (*tensors, None, 0.0, causal, None, FORCE_FA3),
+        test_utils=OPCHECKS,
+        atol=2e-2,
+        rtol=2e-2,
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -76,7 +100,12 @@ def test_fake_has_the_strides_of_the_real_output(device: str, layout: str, dv: i
     with torch._subclasses.FakeTensorMode() as fake_mode:
         fake = forward(*(fake_mode.from_tensor(tensor) for tensor in (query, key, value)))
     for name, got, want in zip(("out", "lse", "seed", "offset"), real, fake):
-        assert (got.shape, got.stride(), got.dtype, got.device) == (want.shape, want.stride(), want.dtype, want.device), name
+        assert (got.shape, got.stride(), got.dtype, got.device) == (
+            want.shape,
+            want.stride(),
+            want.dtype,
+            want.device,
+        ), name
     grads = ops.namespace.sdpa_bwd(torch.randn_like(real[0]), query, key, value, None, *real, 0.0, 0, None, 0, False)
     for name, got, like in zip(("dq", "dk", "dv"), grads, (query, key, value)):
         assert (got.shape, got.stride(), got.dtype) == (like.shape, torch.empty_like(like).stride(), like.dtype), name
@@ -141,7 +170,9 @@ def test_dropout_follows_its_seed(device: str) -> None:
 
 
 def test_gradcheck_with_mask_and_dropout() -> None:
-    query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, heads=2, kv_heads=1, rows=3, keys=4, d=2, dv=3))
+    query, key, value = (
+        tensor.requires_grad_() for tensor in qkv(torch.float64, heads=2, kv_heads=1, rows=3, keys=4, d=2, dv=3)
+    )
     bias = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def attention(*inputs: Tensor) -> Tensor:

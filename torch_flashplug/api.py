@@ -18,6 +18,8 @@ from .spec import BACKENDS
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
 
+_BACKEND_BITS = 0xFF  # of a mode word
+
 _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask for).
 DEVICES: dict[str, dict[str, int]] = {
@@ -127,12 +129,14 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
+    error: str = ""  # what the call raises, where a forced backend cannot run it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
 
     def __str__(self) -> str:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
+        lines += [("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))
@@ -156,26 +160,44 @@ def explain(
     `device` names a preset ("h100", "h200", "a100", "l4"): the plan on that GPU, for tensors that may lie anywhere, on the meta device too.
     """
     if device is not None and device not in DEVICES:
-        raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device")
+        raise ValueError(
+            f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
+        )
     _start.load()
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
     stock_choice = ""
     if device is None and query.is_cuda:
-        with sdpa_backend("stock"):
-            arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-            choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa)
+        # The op asks stock's choice function itself, past the router.
+        choice = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
         stock_choice = torch.nn.attention.SDPBackend(choice).name
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if outside is not None:
         return Plan(call, "stock", reasons=dict.fromkeys(("fa3", "fa2", "math"), outside), stock_choice=stock_choice)
-    facts = DEVICES[device] if device is not None else native.device_facts(query.device.index) if query.is_cuda else native.NO_DEVICE
-    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | ({"on_cuda": True} if device is not None else {})
-    made = native.plan(described, facts, native.effective_mode())
+    facts = (
+        DEVICES[device]
+        if device is not None
+        else native.device_facts(query.device.index)
+        if query.is_cuda
+        else native.NO_DEVICE
+    )
+    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | (
+        {"on_cuda": True} if device is not None else {}
+    )
+    mode = native.effective_mode()
+    made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row")}
-    return Plan(call, **fields, stock_choice=stock_choice)
+    forced = BACKENDS[mode & _BACKEND_BITS]
+    error = (
+        native.forced_error(described, facts, mode) if forced in ("fa3", "fa2") and forced != made["backend"] else ""
+    )
+    return Plan(call, **fields, error=error, stock_choice=stock_choice)
 
 
-def _in_one_line(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> str:
+def _in_one_line(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> str:
     parts = [f"{name} {list(tensor.shape)}" for name, tensor in (("q", query), ("k", key), ("v", value))]
     parts.append(_dtype_name(query))
     parts += ["causal"] * is_causal

@@ -70,7 +70,13 @@ def _sdpa(
 
 
 def _backend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> str:
     mode = native.effective_mode()
     wanted = BACKENDS[mode & 0xFF]
@@ -81,7 +87,9 @@ def _backend(
         return "stock"
     if wanted in ("fa3", "fa2"):
         return wanted  # forced and impossible: the carrier raises the reasons
-    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | {"on_cuda": query.device.type in _libraries}
+    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | {
+        "on_cuda": query.device.type in _libraries
+    }
     return _planned_backend(tuple(facts.items()), query.device.index or 0, mode)
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
-_FORWARD_ARGS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, int causal_mode, float? scale, int mode"
-)
+_FORWARD_ARGS = "Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, int causal_mode, float? scale, int mode"
 _BACKWARD_ARGS = (
     "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, Tensor lse, Tensor seed, Tensor offset, "
     "float dropout_p, int causal_mode, float? scale, int mode, bool bias_grad"
@@ -108,7 +106,9 @@ def _backward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _check_ranks(a: ForwardArgs) -> None:
     for name, tensor in zip(("query", "key", "value"), a[:3]):
-        torch._check(tensor.dim() == 4, lambda: f"{name} has {tensor.dim()} dims; sdpa_fwd takes (batch, heads, rows, head dim)")
+        torch._check(
+            tensor.dim() == 4, lambda: f"{name} has {tensor.dim()} dims; sdpa_fwd takes (batch, heads, rows, head dim)"
+        )
 
 
 def check_arguments(a: ForwardArgs) -> None:
@@ -121,7 +121,9 @@ def check_arguments(a: ForwardArgs) -> None:
     )
     torch._check(
         q.device == k.device == v.device,
-        lambda: f"Expected query, key, and value to have the same device type, but got {q.device}, {k.device} and {v.device}",
+        lambda: (
+            f"Expected query, key, and value to have the same device type, but got {q.device}, {k.device} and {v.device}"
+        ),
     )
     torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
     torch._check(
@@ -131,9 +133,13 @@ def check_arguments(a: ForwardArgs) -> None:
     heads, kv_heads = q.shape[1], k.shape[1]
     torch._check(
         heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
-        lambda: f"Number of heads in key and value must divide the number of heads in query; got {kv_heads} and {heads}",
+        lambda: (
+            f"Number of heads in key and value must divide the number of heads in query; got {kv_heads} and {heads}"
+        ),
     )
-    torch._check(0.0 <= a.dropout_p <= 1.0, lambda: f"dropout probability has to be between 0 and 1, but got {a.dropout_p}")
+    torch._check(
+        0.0 <= a.dropout_p <= 1.0, lambda: f"dropout probability has to be between 0 and 1, but got {a.dropout_p}"
+    )
     torch._check(
         a.causal_mode in (CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT),
         lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
@@ -191,7 +197,11 @@ def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> T
     """0 where an entry is dropped, else 1 / (1 - p): a hash of seed and position, so the backward repeats it and nothing waits for the device."""
     draws = 24  # bits of the hash that are compared with p
     x = torch.arange(probabilities.numel(), device=probabilities.device).view(probabilities.shape) * 2654435769 + seed
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):  # splitmix64, in two's complement
+    for shift, factor in (
+        (30, -4658895280553007687),
+        (27, -7723592293110705685),
+        (31, 1),
+    ):  # splitmix64, in two's complement
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     kept = (x & ((1 << draws) - 1)) >= int(dropout_p * (1 << draws))
     return kept.to(probabilities.dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
@@ -266,7 +276,9 @@ def _register() -> None:
     for name, forward in (("_math_fwd", True), ("_math_bwd", False), ("sdpa_fwd", True), ("sdpa_bwd", False)):
         key = "CompositeExplicitAutograd" if name.startswith("_math") else "CPU"
         _library.impl(name, _math_forward if forward else _math_backward, key)
-        torch.library.register_fake(f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library)
+        torch.library.register_fake(
+            f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
+        )
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_bwd", _double_backward, lib=_library)
 

@@ -36,12 +36,21 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     return None
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> dict[str, int | float]:
+def describe(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> dict[str, int | float]:
     """Fields of native.PROBLEM_FIELDS and dropout_p, for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
     q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
     grad = wants_grad(query, key, value)
-    problem: dict[str, int | float] = dict(zip(("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv"), (*q[:2], k[1], q[2], k[2], q[3], v[3])))
-    problem |= {"causal": is_causal, "has_mask": attn_mask is not None, "dropout_p": dropout_p, "on_cuda": query.is_cuda}
+    problem: dict[str, int | float] = dict(
+        zip(("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv"), (*q[:2], k[1], q[2], k[2], q[3], v[3]))
+    )
+    problem |= {
+        "causal": is_causal,
+        "has_mask": attn_mask is not None,
+        "dropout_p": dropout_p,
+        "on_cuda": query.is_cuda,
+    }
     problem |= {"grad": grad, "deterministic": grad and torch.are_deterministic_algorithms_enabled()}
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         problem[f"dtype_{letter}"] = native.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)

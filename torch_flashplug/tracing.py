@@ -112,7 +112,9 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, _mode_of_forward(mode, offset), bias_grad)
     with mode:
-        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings)
+        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(
+            grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings
+        )
     return dq, dk, dv, dbias if bias_grad else None
 
 

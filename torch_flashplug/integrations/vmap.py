@@ -25,7 +25,9 @@ class _Fold:
 
     def __init__(self, info, dropout_p: float) -> None:
         if dropout_p > 0.0 and info.randomness != "different":
-            raise RuntimeError(f"vmap over attention with dropout needs randomness='different', got {info.randomness!r}")
+            raise RuntimeError(
+                f"vmap over attention with dropout needs randomness='different', got {info.randomness!r}"
+            )
         self.size = info.batch_size
 
     def front(self, tensor: Tensor, dim: int | None) -> Tensor:
@@ -104,5 +106,7 @@ def _unfold_backward(fold: _Fold, grads: tuple, bias: Tensor | None, bias_dim: i
         mapped.append(fold.bias_grad(grads[3], bias, bias_dim))
     else:
         mapped.append(grads[3])
-    dims = tuple(0 if result is not None and (index < 3 or bias is not None) else None for index, result in enumerate(mapped))
+    dims = tuple(
+        0 if result is not None and (index < 3 or bias is not None) else None for index, result in enumerate(mapped)
+    )
     return tuple(mapped), dims

@@ -1,0 +1,371 @@
+"""On, off, forced and refused: which path a call takes, asserted from the core's counters, and what stays exactly as stock torch has it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from standin import Road
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torch_flashplug
+from torch_flashplug import _start, native, sdpa_backend
+
+
+def ours(took: dict[str, int]) -> int:
+    return took.get("ours_fwd", 0)
+
+
+# ---- enable and disable ----
+
+
+def calls(road: Road) -> dict[str, tuple[list, dict]]:
+    q, k, v = road.qkv()
+    gqa = road.qkv(heads=4, kv_heads=2)
+    cross = road.qkv(rows=128, keys=192)
+    mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
+    return {
+        "plain": ([q, k, v], {}),
+        "causal": ([q, k, v], {"is_causal": True}),
+        "cross_causal": (cross, {"is_causal": True}),
+        "scale": ([q, k, v], {"scale": 0.3}),
+        "gqa": (gqa, {"enable_gqa": True}),
+        "mask": ([q, k, v, mask], {}),
+        "fp32": ([t.float() for t in (q, k, v)], {}),
+        "three_dims": ([t[0] for t in (q, k, v)], {}),
+        "head_dim_12": ([t[..., :12] for t in (q, k, v)], {}),
+        "last_stride": ([t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)], {}),
+    }
+
+
+SERVED = ("plain", "causal", "cross_causal", "scale", "gqa")
+
+
+def paths_and_outputs(road: Road) -> dict[str, tuple[dict[str, int], torch.Tensor]]:
+    road.took()
+    return {
+        name: (F.scaled_dot_product_attention(*args, **kwargs), road.took())[::-1]
+        for name, (args, kwargs) in calls(road).items()
+    }
+
+
+def test_stock_is_back_exactly(road: Road) -> None:
+    road.disable()
+    before = paths_and_outputs(road)
+    road.enable()
+    during = paths_and_outputs(road)
+    road.disable()
+    after = paths_and_outputs(road)
+    for name, (_, output) in before.items():
+        assert before[name][0] == after[name][0] == {}, name  # the router is out of the way, not merely passive
+        assert torch.equal(after[name][1], output), name
+        assert ours(during[name][0]) == (name in SERVED), name
+        if name not in SERVED:  # refused calls are stock's own, bit for bit
+            assert torch.equal(during[name][1], output), name
+        torch.testing.assert_close(during[name][1], output, atol=2e-2, rtol=2e-2)
+        assert during[name][1].stride() == output.stride(), name
+
+
+def test_disable_twice_and_enable_twice(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+    torch_flashplug.enable()
+    torch_flashplug.disable()
+    torch_flashplug.disable()
+    F.scaled_dot_product_attention(q, k, v)
+    assert ours(any_road.took()) == 0
+
+
+def test_backward_outlives_disable(road: Road) -> None:
+    q, k, v = road.qkv(grad=True)
+    out = F.scaled_dot_product_attention(q, k, v)
+    road.disable()
+    out.sum().backward()
+    got = q.grad.clone()
+    q.grad = None
+    F.scaled_dot_product_attention(q, k, v).sum().backward()
+    torch.testing.assert_close(got, q.grad, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_both_hooks_serve_and_differentiate(any_road: Road, grad: bool) -> None:
+    q, k, v = any_road.qkv(grad=grad)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert ours(any_road.took()) == 1
+    with sdpa_backend("stock"):
+        stock = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert ours(any_road.took()) == 0
+    torch.testing.assert_close(out, stock, atol=2e-2, rtol=2e-2)
+    if grad:
+        got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        want = torch.autograd.grad(stock.float().square().sum(), (q, k, v))
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
+def test_forced_fa3_gradients_against_fp64(road: Road) -> None:
+    q, k, v = road.qkv(rows=256, grad=True)
+    with sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    assert ours(road.took()) == 1
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    want = torch.autograd.grad(F.scaled_dot_product_attention(*exact, is_causal=True), exact, grad.double())
+    plain = [t.detach().requires_grad_() for t in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        low = torch.autograd.grad(F.scaled_dot_product_attention(*plain, is_causal=True), plain, grad)
+    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, low):
+        budget = 3 * (c.double() - b).abs().max() + torch.finfo(a.dtype).eps * b.abs().max()
+        assert (a.double() - b).abs().max() <= budget, name
+
+
+# ---- sdpa_backend ----
+
+
+def test_blocks_nest_and_are_exception_safe(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+
+    def served() -> bool:
+        F.scaled_dot_product_attention(q, k, v)
+        return ours(any_road.took()) == 1
+
+    block = sdpa_backend("stock")
+    seen = [served()]
+    with block:
+        seen.append(served())
+        with sdpa_backend("fa3"):
+            seen.append(served())
+            with block, pytest.raises(KeyError):
+                seen.append(served())
+                raise KeyError
+            seen.append(served())
+        seen.append(served())
+        with sdpa_backend("auto"):
+            seen.append(served())
+    seen.append(served())
+    assert seen == [True, False, True, False, True, False, True, True]
+    assert native.mode() == 0
+
+
+def test_decorator(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+
+    @sdpa_backend("stock")
+    def attention(depth: int) -> torch.Tensor:
+        """Doc."""
+        return attention(depth - 1) if depth else F.scaled_dot_product_attention(q, k, v)
+
+    attention(3)
+    assert ours(any_road.took()) == 0 and attention.__doc__ == "Doc." and native.mode() == 0
+
+
+def test_each_thread_has_its_own(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+    inside, done = threading.Event(), threading.Event()
+    modes = []
+
+    def other() -> None:
+        with sdpa_backend("stock"):
+            modes.append(native.mode())
+            inside.set()
+            done.wait(30)
+        modes.append(native.mode())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    F.scaled_dot_product_attention(q, k, v)
+    assert ours(any_road.took()) == 1 and native.mode() == 0
+    done.set()
+    thread.join()
+    assert modes == [4, 0]
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError, match="auto, fa3, fa2, math, stock"):
+        sdpa_backend("fa4")
+
+
+def test_math_is_torchs_math(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+    with sdpa_backend("math"):
+        got = F.scaled_dot_product_attention(q, k, v)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = F.scaled_dot_product_attention(q, k, v)
+    assert ours(any_road.took()) == 0 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "name, text", [("mask", "attn_mask"), ("fp32", "float32"), ("head_dim_12", "12"), ("last_stride", "stride")]
+)
+def test_forced_and_impossible_says_why(any_road: Road, name: str, text: str) -> None:
+    args, kwargs = calls(any_road)[name]
+    with sdpa_backend("fa3"), pytest.raises(RuntimeError, match=rf"'fa3' is forced and cannot run(.|\n)*{text}"):
+        F.scaled_dot_product_attention(*args, **kwargs)
+    F.scaled_dot_product_attention(*args, **kwargs)  # auto: stock serves it
+
+
+def test_forced_fa2_names_its_reason(any_road: Road) -> None:
+    with sdpa_backend("fa2"), pytest.raises(RuntimeError, match="'fa2' is forced"):
+        F.scaled_dot_product_attention(*any_road.qkv())
+
+
+@pytest.mark.parametrize("backend", ["math", "stock"])
+def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str) -> None:
+    q, k, v = any_road.qkv()
+    native.set_process_backend(torch_flashplug.spec.BACKENDS.index(backend))
+    try:
+        with sdpa_backend("fa3"):
+            F.scaled_dot_product_attention(q, k, v)
+    finally:
+        native.set_process_backend(0)
+    assert ours(any_road.took()) == 0
+
+
+def test_backward_follows_the_mode_of_its_forward(road: Road) -> None:
+    """The block is left, and autograd's threads never saw it."""
+    q, k, v = road.qkv(grad=True)
+    with sdpa_backend("fa3"):
+        forced = F.scaled_dot_product_attention(q, k, v)
+    auto = F.scaled_dot_product_attention(q, k, v)
+    road.took()
+    with sdpa_backend("math"):
+        torch.autograd.grad(forced.sum() + auto.sum(), (q, k, v))
+    took = road.took()
+    assert sum(count for path, count in took.items() if path.endswith("_bwd")) == 2
+    assert road.device == "cpu" or took.get("math_bwd", 0) == 0, took
+
+
+# ---- torch's own switches ----
+
+
+@pytest.mark.parametrize(
+    "backend", ["FLASH_ATTENTION", "OVERRIDEABLE", "MATH", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"]
+)
+def test_sdpa_kernel_stays_in_force(road: Road, backend: str) -> None:
+    q, k, v = road.qkv()
+
+    def call() -> torch.Tensor | str:
+        try:
+            return F.scaled_dot_product_attention(q, k, v)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        got = call()
+        assert (ours(road.took()) == 1) == (backend in ("FLASH_ATTENTION", "OVERRIDEABLE"))
+        if backend not in ("FLASH_ATTENTION", "OVERRIDEABLE"):
+            road.disable()
+            want = call()
+            assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+
+
+def test_fallback_in_the_op_reaches_stock_and_returns(road: Road) -> None:
+    """A traced graph meets a shape no kernel takes: the op serves it, and does not come back to itself through F.sdpa."""
+    q, k, v = road.qkv(grad=True)
+    wide = [torch.cat((tensor,) * 5, dim=3) for tensor in (q, k, v)]  # head dim 320
+    odd = [tensor[..., :12] for tensor in (q, k, v)]
+    for tensors in (wide, odd):
+        out = torch.ops.torch_flashplug.sdpa_fwd(*tensors, None, 0.0, 1, None, 0)[0]
+        took = road.took()
+        assert ours(took) == 0 and took.get("routed_ours", 0) == 0
+        assert took.get("efficient_fwd", 0) + took.get("math_fwd", 0) == 1
+        with sdpa_kernel(SDPBackend.MATH):
+            want = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+        road.took()
+        got = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        for a, b in zip(got, torch.autograd.grad(want.sum(), (q, k, v), retain_graph=True)):
+            torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+# ---- explain and the log ----
+
+
+def test_explain_tells_what_happens(any_road: Road) -> None:
+    for name, (args, kwargs) in calls(any_road).items():
+        plan = torch_flashplug.explain(*args, **kwargs, device="h100")
+        any_road.took()
+        F.scaled_dot_product_attention(*args, **kwargs)
+        assert (plan.backend == "fa3") == (ours(any_road.took()) == 1), f"{name}: {plan}"
+        assert plan.backend not in plan.reasons and all(plan.reasons.values()), name
+        assert plan.backend in str(plan) and (not plan.kernel or plan.kernel in str(plan))
+
+
+def test_explain_without_a_gpu() -> None:
+    query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
+    plan = torch_flashplug.explain(query, key, key, enable_gqa=True, device="h100")
+    assert plan.backend == "stock" and "tiles" in plan.gate and "decode gate" in plan.reasons["fa3"]
+    assert "8.0" in torch_flashplug.explain(query, key, key, enable_gqa=True, device="a100").reasons["fa3"]
+    assert "no CUDA device" in torch_flashplug.explain(query, key, key, enable_gqa=True).reasons["fa3"]
+    assert "enable_gqa" in torch_flashplug.explain(query, key, key, device="h100").reasons["fa3"]
+    with pytest.raises(ValueError, match="h100, h200, a100, l4"):
+        torch_flashplug.explain(query, key, key, device="b200")
+
+
+def test_explain_knows_switches() -> None:
+    query = torch.empty(1, 8, 256, 64, dtype=torch.bfloat16, device="meta")
+    with sdpa_backend("fa3"):
+        assert torch_flashplug.explain(query, query, query, device="h100").backend == "fa3"
+        refused = torch_flashplug.explain(query, query, query, dropout_p=0.1, device="h100")
+        assert "dropout" in refused.error and "dropout" in str(refused)
+    with sdpa_backend("math"):
+        assert torch_flashplug.explain(query, query, query, device="h100").backend == "math"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "sdpa_kernel" in torch_flashplug.explain(query, query, query, device="h100").reasons["fa3"]
+    torch_flashplug.disable()
+    try:
+        assert "disabled" in torch_flashplug.explain(query, query, query, device="h100").reasons["fa3"]
+    finally:
+        torch_flashplug.enable()
+
+
+def test_each_new_plan_is_logged_once(road: Road) -> None:
+    told: list[tuple[int, str]] = []
+    native.set_log_callback(lambda level, text: told.append((level, text)), plans=True)
+    try:
+        q, k, v = road.qkv(rows=72)
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+        first = len(told)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    finally:
+        native.set_log_callback(_start._plan_log.log, plans=False)
+    assert 1 <= first <= 2 and first < len(told) <= 2 * first  # one line each from the router and from the op
+    assert all(level == logging.DEBUG and "fa3" in text for level, text in told)
+
+
+# ---- compile caches ----
+
+
+def test_compile_cache_tag_follows_in_every_thread() -> None:
+    def tags() -> list[str]:
+        seen = [torch.compiler.config.cache_key_tag]
+        thread = threading.Thread(target=lambda: seen.append(torch.compiler.config.cache_key_tag))
+        thread.start()
+        thread.join()
+        return seen
+
+    on = tags()
+    assert all("torch_flashplug" in tag for tag in on)
+    with sdpa_backend("stock"):
+        assert tags()[0] == on[0] + "|stock"
+    assert tags() == on
+    torch_flashplug.disable()
+    try:
+        assert all("torch_flashplug" not in tag for tag in tags())
+    finally:
+        torch_flashplug.enable()
+    assert tags() == on
+    with torch.compiler.config.patch(cache_key_tag="mine"):  # a user's own tag lives beside it
+        torch_flashplug.enable()
+        assert tags()[0].startswith("mine|torch_flashplug")
+        torch_flashplug.disable()
+        assert tags()[0] == "mine"
+    torch_flashplug.enable()
+    assert tags() == on
