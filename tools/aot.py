@@ -23,6 +23,7 @@ import time
 import types
 from pathlib import Path
 
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the DSL imports torch, which must not start an installed copy of this package
 ROOT = Path(__file__).resolve().parent.parent
 # The package's __init__ loads torch and _C, which is being built beside us: import its kernel modules without it.
 if "torch_flashplug" not in sys.modules:
