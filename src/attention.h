@@ -38,6 +38,8 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 
+// Stock's forward for this call where that is cuDNN's; false if it is another, or cuDNN refuses.
+bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result);
 bool efficient_can_run(const Problem& p);
 bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);

@@ -160,6 +160,9 @@ struct Plan {
 int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a reason code, text in last_error()
 int uninstall(int slot);  // puts the saved pointer back
 bool installed(int slot);
+// SDPBackend that stock torch would choose for a call without mask; 0 (math) where no router was ever installed.
+int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa);
 
 // ---- 2. sdpa_ops.cpp ----
 
@@ -223,6 +226,7 @@ Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
 enum class Path : int {
   kOursForward,
+  kCudnnForward,
   kEfficientForward,
   kMathForward,
   kCudnnBackward,
@@ -231,7 +235,7 @@ enum class Path : int {
   kRoutedOurs,
   kRoutedStock
 };
-constexpr int kNumPaths = 8;
+constexpr int kNumPaths = 9;
 void count(Path path);
 void log_warning(const std::string& text);
 void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan);
@@ -250,6 +254,7 @@ struct TorchSymbols {
   bool math_enabled() const;
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
+  bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
   bool complete() const;
 };
 const TorchSymbols& torch_symbols();
@@ -267,5 +272,25 @@ class RelaxedCapture {
   int previous_ = -1;
 };
 DeviceFacts query_device(int device_index);
+// What libtorch said when a shim failed on this thread (torch 2.13 and later; older ones log it).
+std::string shim_error();
+// Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these
+// lives.
+class QuietShims {
+ public:
+  QuietShims();
+  ~QuietShims();
+  QuietShims(const QuietShims&) = delete;
+  QuietShims& operator=(const QuietShims&) = delete;
+
+ private:
+  int previous_ = 0;
+};
+// cuDNN's forward, whose mixed returns only its C shim can hand over. False where this torch has none, or it refuses.
+struct CudnnForward {
+  AtenTensorHandle out = nullptr, lse = nullptr;
+};
+bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
+                        std::optional<double> scale, CudnnForward* result);
 
 }  // namespace flashplug

@@ -19,9 +19,9 @@ constexpr int64_t kChoiceMath = 0;          // SDPBackend.MATH
 constexpr int64_t kChoiceOverrideable = 4;  // SDPBackend.OVERRIDEABLE
 constexpr int kNumSlots = 2;                // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kNumSlots];  // what the slot held; uninstall() puts exactly this back
-std::atomic<void*> stock[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where the slot
-                                      // was still unresolved
+std::atomic<void*> saved[kNumSlots];            // what the slot held; uninstall() puts exactly this back
+std::atomic<void*> stock_functions[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where
+                                                // the slot was still unresolved
 std::mutex install_mutex;
 
 struct Call {
@@ -78,6 +78,9 @@ Verdict judge(const Call& call, Mode mode) {
     note_plan("router", p, device, mode, Plan{});
     return Verdict::kStock;
   }
+  // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
+  std::optional<QuietShims> quiet;
+  if (torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v)) quiet.emplace();
   Shape shape_q, shape_k, shape_v;
   if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
     return Verdict::kOurs;  // traced with symbolic sizes: the op decides at run time on concrete ones
@@ -110,8 +113,8 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   }
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
-  auto stock_choice = reinterpret_cast<ChoiceFunction>(stock[slot].load(std::memory_order_acquire));
-  return stock_choice(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
+  return stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
 void* our_choice(int slot) {
@@ -139,6 +142,13 @@ bool installed(int slot) {
          slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
 }
 
+int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
+  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[1].load(std::memory_order_acquire));
+  const std::optional<void*> no_mask;
+  return stock == nullptr ? kChoiceMath : stock(q, k, v, &no_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
 int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
   if (slot < 0 || slot >= kNumSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
@@ -157,7 +167,7 @@ int install(int slot) {
   if (slot == 1 && !lies_in(old, "libtorch_cuda"))
     return fail(6, "the CUDA slot already holds another plugin's function");
   saved[slot].store(old, std::memory_order_release);
-  stock[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
+  stock_functions[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
   slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);
   return 0;
 }

@@ -21,7 +21,9 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kModeShift = 40;  // above any sequence length
+constexpr int kModeShift = 40;       // above any sequence length
+constexpr int64_t kChoiceFlash = 1;  // SDPBackend.FLASH_ATTENTION
+constexpr int64_t kChoiceCudnn = 3;  // SDPBackend.CUDNN_ATTENTION
 
 using torch::stable::detail::StableLibrary;
 
@@ -107,17 +109,35 @@ ForwardResult counted_math(const ForwardCall& call) {
   return math_forward(call);
 }
 
+// What stock would run for this call, so that a traced graph that meets it at run time is not slower for having taken
+// our op.
+ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
+  const Problem& p = facts.problem;
+  ForwardResult result;
+  if (standin() == Standin::kOff && p.on_cuda && !p.has_mask && p.dropout_p == 0.0 &&
+      p.causal != Causal::kBottomRight) {
+    const int64_t choice =
+        stock_choice(call.q, call.k, call.v, 0.0, p.causal == Causal::kTopLeft, call.scale, p.Hq != p.Hkv);
+    if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
+    if (choice == kChoiceFlash) {  // its results cannot be saved for our backward; ours is the nearest
+      const Plan plan = plan_in_op(p, device, call.mode, tables());
+      if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
+    }
+  }
+  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
+}
+
 ForwardResult forward(const ForwardCall& call) {
   const Facts facts = read_facts(call);
   const Problem& p = facts.problem;
   const DeviceFacts device = device_facts(facts.query.device_index);
-  const Plan plan = plan_in_op(p, device, call.mode, tables());
+  const Plan plan = plan_call(p, device, call.mode, tables());
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
   if (plan.backend == Backend::kMath) return counted_math(call);
   if (forces_kernels(call.mode)) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
+  return stock_forward(call, facts, device);
 }
 
 // Repeats the forward's decision (a pure function of the same facts), then takes the fastest backward that can follow
@@ -127,9 +147,8 @@ BackwardResult backward(const BackwardCall& call) {
   Problem& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.query.device_index);
-  const Plan plan = plan_in_op(p, device, call.forward.mode, tables());
   BackwardResult result;
-  if (plan.backend == Backend::kMath || !efficient_can_run(p)) {
+  if (call.forward.mode.backend() == Backend::kMath || !efficient_can_run(p)) {
     result = math_backward(call);
   } else if (!(cudnn_backward_can_run(p, device) && cudnn_backward(call, p, &result))) {
     result = efficient_backward(call, p);

@@ -28,8 +28,7 @@ class OpCall {
   }
   bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
   void require(const char* overload = "") {
-    if (!run(overload))
-      throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed; its message is in the log above");
+    if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
   }
   Owned result(int i) const { return box::to_tensor(stack_[i]); }
 
@@ -98,6 +97,15 @@ Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
                                                           : new_like(grad.get(), 4, like.size, want, grad.get());
 }
 
+// The output's layout is a promise to compiled graphs too.
+Owned in_output_layout(Owned out, AtenTensorHandle query) {
+  const Shape have = shape_of(out.get());
+  int64_t want[4];
+  output_strides(shape_of(query), have.size, want);
+  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(out)
+                                                          : new_like(out.get(), 4, have.size, want, out.get());
+}
+
 // LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
 // probability 0.
 Owned pad_lse(AtenTensorHandle lse, const Problem& p) {
@@ -129,6 +137,19 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 
 }  // namespace
 
+bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
+  CudnnForward raw;
+  if (!cudnn_forward_shim(call.q, call.k, call.v, call.causal == Causal::kTopLeft, call.scale, &raw)) return false;
+  count(Path::kCudnnForward);
+  result->out = in_output_layout(Owned(raw.out), call.q);
+  const Owned lse(raw.lse);  // [B, H, Sq, 1] or [B, H, Sq]
+  const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  const Owned rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
+  const bool packed = std::memcmp(shape_of(rows.get()).stride, stride, sizeof stride) == 0;
+  result->lse = packed ? Owned::share(rows.get()) : new_like(rows.get(), 3, size, stride, rows.get());
+  return true;
+}
+
 bool efficient_can_run(const Problem& p) {
   if (!p.on_cuda || standin() != Standin::kOff || p.has_mask || p.causal == Causal::kBottomRight) return false;
   if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || p.dtype[0] == DType::kOther) return false;
@@ -159,16 +180,10 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
       .add(box::from_optional_double(call.scale));
   op.require();
   ForwardResult result;
-  result.out = op.result(0);
+  result.out = in_output_layout(op.result(0), call.q);
   result.lse = slice_lse(op.result(1), p);
   result.seed = op.result(2);
   result.offset = op.result(3);
-  // The output's layout is a promise to compiled graphs.
-  const Shape query = shape_of(call.q), out = shape_of(result.out.get());
-  int64_t want[4];
-  output_strides(query, out.size, want);
-  if (std::memcmp(want, out.stride, sizeof want) != 0)
-    result.out = new_like(call.q, 4, out.size, want, result.out.get());
   return result;
 }
 
@@ -189,27 +204,28 @@ ForwardResult math_forward(const ForwardCall& call) {
 
 bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* result) {
   // Softmax statistics are [B, H, Sq, 1] to some torch versions and [B, H, Sq] to others; the first call finds out.
-  static std::atomic<bool> stats_4d{true};
-  const bool first_try = stats_4d.load(std::memory_order_relaxed);
-  for (bool four : {first_try, !first_try}) {
+  static std::atomic<int> known_dims{0};
+  const int known = known_dims.load(std::memory_order_relaxed);
+  for (int dims : {4, 3}) {
+    if (known != 0 && known != dims) continue;
     const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
-    Owned stats = view(call.lse, four ? 4 : 3, size, stride);
     OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
     op.add(box::from_borrowed(call.grad_out))
         .add(box::from_borrowed(call.forward.q))
         .add(box::from_borrowed(call.forward.k));
     op.add(box::from_borrowed(call.forward.v))
         .add(box::from_borrowed(call.out))
-        .add(box::from_tensor(std::move(stats)));
-    for (int absent = 0; absent < 5; ++absent)
-      op.add(box::from_borrowed(nullptr));  // philox seed and offset, attn_bias, cum_seq q and k
+        .add(box::from_tensor(view(call.lse, dims, size, stride)));
+    for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox x2, attn_bias, cum_seq x2
     op.add(box::from(p.Sq))
         .add(box::from(p.Sk))
         .add(box::from(0.0))
         .add(box::from(call.forward.causal == Causal::kTopLeft));
     op.add(box::from_optional_double(call.forward.scale));
+    std::optional<QuietShims> quiet;
+    if (known == 0) quiet.emplace();
     if (!op.run()) continue;
-    stats_4d.store(four, std::memory_order_relaxed);
+    known_dims.store(dims, std::memory_order_relaxed);
     for (int i = 0; i < 3; ++i) result->grads[i] = op.result(i);
     count(Path::kCudnnBackward);
     return true;

@@ -8,6 +8,10 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
 namespace flashplug {
 
 namespace {
@@ -25,6 +29,8 @@ constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverri
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
+constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
+constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 
 using ContextFlag = bool (*)(const void* context);
 using TensorFlag = bool (*)(const void* tensor_impl);
@@ -33,6 +39,8 @@ struct Found {
   void* context = nullptr;
   ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
+  bool (*python_dispatch)(const void* tensor) = nullptr;
+  int* log_level = nullptr;
 };
 
 void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
@@ -58,6 +66,8 @@ TorchSymbols look_up() {
   f.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
   f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
+  f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
+  f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
   return symbols;
 }
 
@@ -98,7 +108,54 @@ constexpr int kAttributeMinor = 76;
 constexpr int kAttributeSmemOptin = 97;
 constexpr int kCaptureModeRelaxed = 2;
 
+constexpr int kLogFatal = 3;
+std::mutex quiet_mutex;
+
 }  // namespace
+
+std::string shim_error() {
+  using What = const char* (*)();
+  static const What what = [] {
+    void* cpu = in_process("libtorch_cpu.so");
+    return cpu ? reinterpret_cast<What>(dlsym(cpu, "torch_exception_get_what_without_backtrace")) : nullptr;
+  }();
+  const char* text = what != nullptr ? what() : nullptr;
+  return text != nullptr && *text != '\0' ? text : "the log above has libtorch's message";
+}
+
+QuietShims::QuietShims() {
+  quiet_mutex.lock();
+  if (int* level = found().log_level) previous_ = std::exchange(*level, kLogFatal);
+}
+
+QuietShims::~QuietShims() {
+  if (int* level = found().log_level) *level = previous_;
+  quiet_mutex.unlock();
+}
+
+bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
+                        std::optional<double> scale, CudnnForward* result) {
+  using Shim = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int32_t,
+                                  double, int32_t, int32_t, double*, AtenTensorHandle*, AtenTensorHandle*,
+                                  AtenTensorHandle*, AtenTensorHandle*, int64_t*, int64_t*, AtenTensorHandle*,
+                                  AtenTensorHandle*, AtenTensorHandle*);
+  static const Shim shim = [] {
+    void* cuda = in_process("libtorch_cuda.so");
+    return cuda ? reinterpret_cast<Shim>(dlsym(cuda, "aoti_torch_cuda__scaled_dot_product_cudnn_attention")) : nullptr;
+  }();
+  if (shim == nullptr) return false;
+  AtenTensorHandle extra[5] = {};  // cum_seq_q, cum_seq_k, seed, offset, debug mask
+  int64_t max_q = 0, max_k = 0;
+  double scale_value = scale.value_or(0.0);
+  if (shim(q, k, v, nullptr, 1, 0.0, is_causal, 0, scale ? &scale_value : nullptr, &result->out, &result->lse,
+           &extra[0], &extra[1], &max_q, &max_k, &extra[2], &extra[3], &extra[4]) != 0) {
+    return false;
+  }
+  for (AtenTensorHandle handle : extra) {
+    if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
+  }
+  return true;
+}
 
 const TorchSymbols& torch_symbols() {
   static const TorchSymbols instance = look_up();
@@ -115,9 +172,12 @@ bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
   return found().requires_grad(*reinterpret_cast<void**>(tensor));
 }
 
+bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
+
 bool TorchSymbols::complete() const {
   const Found& f = found();
-  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.deterministic && f.requires_grad;
+  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.deterministic && f.requires_grad &&
+         f.python_dispatch;
 }
 
 void* current_cuda_stream(int device_index) {

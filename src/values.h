@@ -14,9 +14,7 @@
 namespace flashplug {
 
 inline void check_shim(AOTITorchError error, const char* what) {
-  if (error != 0)
-    throw std::runtime_error(std::string("torch_flashplug: ") + what +
-                             " failed in libtorch (the log above has its message)");
+  if (error != 0) throw std::runtime_error(std::string("torch_flashplug: ") + what + " failed: " + shim_error());
 }
 
 // One reference to a tensor. An empty Owned stands for "no tensor"; undefined() makes torch's undefined tensor.

@@ -42,7 +42,7 @@ FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
 PATHS = (
-    *("ours_fwd", "efficient_fwd", "math_fwd"),
+    *("ours_fwd", "cudnn_fwd", "efficient_fwd", "math_fwd"),
     *("cudnn_bwd", "efficient_bwd", "math_bwd"),
     *("routed_ours", "routed_stock"),
 )
