@@ -68,9 +68,10 @@ def _devices() -> list[dict[str, object]]:
 
 
 def _packs() -> list[dict[str, object]]:
-    """Each kernel pack beside _C, with the kernels whose symbols it holds."""
+    """Each kernel pack in force, with the kernels whose symbols it holds."""
     packs = []
-    for path in sorted({path for place in native.built_files() for path in place.glob("flashplug_sm*.so")}):
+    names = {path.name for place in native.built_files() for path in place.glob("flashplug_sm*.so")}
+    for path in filter(None, map(native.find_built, sorted(names))):
         kernels = sorted({match.decode() for match in _KERNEL_SYMBOL.findall(path.read_bytes())})
         packs.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
     return packs
@@ -149,6 +150,8 @@ def show(facts: dict[str, object]) -> None:
 
     console = Console()
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, text in _lines(facts):
         table.add_row(name, text)
     console.print(table)

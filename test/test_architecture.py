@@ -1,0 +1,277 @@
+"""Rules that hold the code in shape: who imports whom, how long things may be, where names may appear, what README
+says of the files.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "torch_flashplug"
+SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
+TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
+
+# A module may import those to the right of it, never back. A package name stands for its modules, which may import
+# each other.
+ORDER = (
+    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "problem"),
+    *("integrations", "tracing", "ops", "native", "compile", "kernels", "cache", "testing", "env", "configs", "spec"),
+)
+NO_TORCH = {"env", "spec", "configs", "cache", "native", "compile", "kernels", "__main__"}
+STDLIB_ONLY = {"env", "spec", "configs"}
+CUTLASS = {"compile", "kernels"}
+LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
+
+MAX_LINES, MAX_KERNEL_LINES = 400, 700
+MAX_FUNCTION, MAX_DEVICE_FUNCTION = 120, 150
+MAX_PARAMETERS, MAX_BOOLS = 10, 3
+EXCUSED: dict[str, str] = {}  # "path" or "path:function" -> why it must break a ceiling
+
+# Where words of one concern may appear: pattern -> files.
+HOMES = {
+    r"_ZN[0-9K]": {"src/torch_symbols.cpp"},
+    r"DLTensor|TVMFFIAny": {"src/launch.cpp", "src/pack_error.c"},
+    r"\bgetenv\b": set(),
+}
+ENVIRON_HOMES = {
+    "torch_flashplug/env.py": "the flags",
+    "torch_flashplug/compile.py": "tells the DSL its target architecture",
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def files_on_disk() -> list[str]:
+    """Every source file, relative to the root; results and build products left out."""
+    found = []
+    for folder in SOURCE_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            relative = path.relative_to(ROOT).as_posix()
+            skip = "__pycache__" in relative or relative.startswith("tools/results") or path.suffix in {".so", ".pyc"}
+            if path.is_file() and not skip and not re.fullmatch(r"torch_flashplug/flashplug_\w+\.json", relative):
+                found.append(relative)
+    return found
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_of(path: Path) -> str:
+    """First name under the package: "demo" for demo/model.py, "__init__" for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
+    """(absolute dotted name, lazily, for types only) of every import in a file."""
+    package = ("torch_flashplug", *path.relative_to(PACKAGE).parent.parts)
+    tree = tree_of(path)
+    lazy = {
+        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
+    guarded = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join((*base, *([node.module] if node.module else [])))
+            names = [f"{stem}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, id(node) in lazy, id(node) in guarded
+
+
+def own(name: str) -> str | None:
+    """Module of ours that an absolute import names; "__init__" for names of the package itself."""
+    first, *rest = name.split(".")
+    if first != "torch_flashplug":
+        return None
+    return rest[0] if rest and rest[0] in ORDER else "__init__"
+
+
+def test_every_module_has_its_place_in_the_order():
+    modules = {module_of(path) for path in python_files("torch_flashplug")}
+    assert modules == set(ORDER)
+
+
+@pytest.mark.parametrize("path", python_files("torch_flashplug"), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_one_way(path):
+    here = module_of(path)
+    for name, lazy, types_only in imports(path):
+        there = own(name)
+        if there is not None and there != here and not types_only:
+            assert ORDER.index(here) < ORDER.index(there), f"{here} imports {there}, which stands above it"
+            if there in LAZY:
+                assert lazy and here in LAZY[there], f"{there} is imported lazily, by {LAZY[there]} alone"
+        top = name.split(".")[0]
+        if top == "cutlass":
+            assert here in CUTLASS and (lazy or here == "kernels"), "only compile (lazily) and kernels know the DSL"
+        if top == "torch":
+            assert here not in NO_TORCH, f"{here} works without torch"
+        if here in STDLIB_ONLY and there is None:
+            assert top in sys.stdlib_module_names, f"{here} imports {top}; it is standard library only"
+
+
+def test_kernels_know_only_parts_and_parts_only_geometry():
+    for path in python_files("torch_flashplug/kernels"):
+        inside = path.relative_to(PACKAGE / "kernels").parts
+        for name, _, _ in imports(path):
+            if not name.startswith("torch_flashplug.kernels."):
+                continue
+            target = name.removeprefix("torch_flashplug.kernels.").split(".")
+            if inside[0] == "parts":
+                assert target[:2] == ["parts", "geometry"], (
+                    f"{inside}: a part imports only spec and geometry, not {target}"
+                )
+            elif inside != ("__init__.py",):
+                assert target[0] == "parts", f"{inside}: kernels never import each other ({target})"
+
+
+def test_nothing_imports_tools_or_tests():
+    for path in python_files("torch_flashplug"):
+        assert not [name for name, _, _ in imports(path) if name.split(".")[0] in {"tools", "test", "tests"}]
+
+
+def test_import_brings_no_compiler():
+    unwanted = {"cutlass", "tvm_ffi", "rich", "matplotlib"}
+    code = f"import sys, torch_flashplug; bad = {unwanted} & set(sys.modules); assert not bad, bad"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- ceilings ----
+
+
+@pytest.mark.parametrize("name", files_on_disk())
+def test_file_length(name):
+    limit = MAX_KERNEL_LINES if name.startswith("torch_flashplug/kernels/") else MAX_LINES
+    lines = len((ROOT / name).read_text().splitlines())
+    assert lines <= limit or name in EXCUSED, f"{name}: {lines} lines, at most {limit}; split it by concern"
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("path", python_files(*SOURCE_FOLDERS[1:]), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_function_size(path):
+    name = path.relative_to(ROOT).as_posix()
+    limit = MAX_DEVICE_FUNCTION if "/kernels/" in name else MAX_FUNCTION
+    for function in functions(path):
+        if f"{name}:{function.name}" in EXCUSED:
+            continue
+        where = f"{name}:{function.lineno} {function.name}"
+        lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        assert lines <= limit, f"{where}: {lines} lines, at most {limit}"
+        arguments = function.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        named = [argument for argument in named if argument.arg not in {"self", "cls"}]
+        assert len(named) <= MAX_PARAMETERS, (
+            f"{where}: {len(named)} parameters, at most {MAX_PARAMETERS}; pass a struct"
+        )
+        bools = [a for a in named if isinstance(a.annotation, ast.Name) and a.annotation.id == "bool"]
+        assert len(bools) <= MAX_BOOLS, f"{where}: {len(bools)} bool parameters, at most {MAX_BOOLS}"
+
+
+@pytest.mark.parametrize("path", python_files(*SOURCE_FOLDERS[1:]), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_module_says_what_it_owns(path):
+    assert ast.get_docstring(tree_of(path)), "a module starts with what it owns"
+
+
+# ---- words and their homes ----
+
+
+@pytest.mark.parametrize("pattern", HOMES)
+def test_words_stay_at_home(pattern):
+    found = {
+        name for name in files_on_disk() if name.startswith("src/") and re.search(pattern, (ROOT / name).read_text())
+    }
+    assert found <= HOMES[pattern]
+
+
+def test_environment_is_read_in_one_place():
+    for path in python_files("torch_flashplug"):
+        name = path.relative_to(ROOT).as_posix()
+        if name in ENVIRON_HOMES:
+            continue
+        for node in ast.walk(tree_of(path)):
+            reads = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+            assert not reads, f"{name}:{node.lineno} reads the environment; only env.py does"
+            flag = (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"TORCH_FLASHPLUG\w*", node.value)
+            )
+            assert not flag, f"{name}:{node.lineno} names an environment flag; take it from env.py"
+
+
+def _tracked_text() -> Iterator[tuple[str, str]]:
+    for name in [*files_on_disk(), "README.md", "CMakeLists.txt", "pyproject.toml", ".ci/run"]:
+        path = ROOT / name
+        if path.is_file() and path.suffix in TEXT:
+            yield name, path.read_bytes().decode("utf-8")
+
+
+def test_text_is_ascii_and_names_no_machine():
+    places = re.compile("|".join((r"/wor" + r"k/", r"/roo" + r"t/", r"/hom" + r"e/\w", r"\.pyen" + "v")))
+    for name, text in _tracked_text():
+        assert text.isascii(), f"{name}: {[c for c in text if not c.isascii()][:5]}"
+        assert not (found := places.search(text)), f"{name} names a place on one machine: {found}"
+
+
+# ---- README ----
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def rows_of_table(heading: str) -> list[list[str]]:
+    """Cells of the table rows in a section of README, header and rule left out."""
+    section = readme().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
+    return rows[2:]
+
+
+def test_readme_map_is_the_files_on_disk():
+    mapped = {path for row in rows_of_table("Where things are") for path in re.findall(r"`([^`]+)`", row[0])}
+    missing = [path for path in mapped if not (ROOT / path).exists()]
+    assert not missing, f"README's map names what does not exist: {missing}"
+    folders = tuple(path for path in mapped if path.endswith("/"))
+    unmapped = [name for name in files_on_disk() if name not in mapped and not name.startswith(folders)]
+    assert not unmapped, f"README's map lacks {unmapped}"
+
+
+def test_readme_environment_is_env_py():
+    from torch_flashplug import env
+
+    said = {row[0].strip("`"): row[1:] for row in rows_of_table("Environment")}
+    assert list(said) == [flag.name for flag in env.FLAGS]
+    for flag in env.FLAGS:
+        default, text = said[flag.name]
+        assert (default.strip("`"), text.replace("`", "")) == (flag.default or "-", flag.help.replace("`", ""))
+
+
+def test_readme_is_short():
+    assert len(readme().splitlines()) <= 250
