@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -66,7 +65,7 @@ def read_text(file: str | None) -> tuple[bytes, str]:
             raise SystemExit(f"demo: no file {file}; give a text file, or none for the built-in text")
         content, origin = path.read_bytes(), str(path)
     else:
-        package = Path(str(importlib.resources.files("torch_flashplug")))
+        package = Path(__file__).resolve().parent.parent
         readme = package.parent / "README.md"
         if readme.is_file():
             content, origin = readme.read_bytes(), "README.md"

@@ -1,0 +1,98 @@
+"""The command line: the demo on a CPU and on a GPU, explain and info as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torch_flashplug import env
+from torch_flashplug.api import DEVICES
+
+DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_flashplug", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def output(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Some plain text to read, again and again. " * 20)
+    return str(path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU form of the demo")
+def test_demo_without_gpu(text_file):
+    shown = output("demo", text_file, "--rounds", "3")
+    assert "no GPU here" in shown
+    for part in ("prefill", "decode", "on h100", "Greedy bytes: all", "plugin off", "RMS error against fp64"):
+        assert part in shown
+
+
+def test_demo_has_its_own_text():
+    from torch_flashplug.demo.show import read_text
+
+    content, origin = read_text(None)
+    assert content and origin in {"README.md", "the package's own source"}
+
+
+def test_demo_names_a_missing_file():
+    done = run("demo", "no_such_file.txt")
+    assert done.returncode != 0
+    assert "no_such_file.txt" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_demo_on_gpu():
+    shown = output("demo", "--rounds", "3")
+    assert "Greedy bytes" in shown and "fa3" in shown
+
+
+def test_explain_says_backend_and_gate():
+    shown = output(*DECODE)
+    assert "stock" in shown and "132 SMs" in shown
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("more", ((), ("--grad",), ("--backend", "fa3"), ("--v", "1,8,8192,64")))
+def test_explain_as_json(device, more):
+    plan = json.loads(output(*DECODE, *more, "--device", device, "--json"))
+    assert plan["backend"] in {"fa3", "stock"}
+    assert plan["reasons"]
+    forced_on_hopper = DEVICES[device]["cc"] == 90 and "fa3" in more
+    assert (plan["backend"] == "fa3") == forced_on_hopper
+
+
+@pytest.mark.parametrize(
+    "wrong", (("--q", "1,2,3"), ("--device", "b200"), ("--backend", "fastest")), ids=lambda words: words[0]
+)  # fmt: skip
+def test_explain_words_its_errors(wrong):
+    done = run(*DECODE, *wrong)
+    assert done.returncode != 0
+    assert wrong[1] in done.stderr and "Traceback" not in done.stderr
+
+
+def test_info_is_whole():
+    facts = json.loads(output("info", "--json"))
+    assert set(facts) >= {"torch_flashplug", "torch", "packages", "devices", "hook", "packs", "cache", "environment"}
+    assert list(facts["environment"]) == [flag.name for flag in env.FLAGS]
+    for pack in facts["packs"]:
+        assert pack["symbols"] == len(pack["kernels"]) > 0
+    assert len(facts["devices"]) == torch.cuda.device_count()
+
+
+def test_info_is_readable():
+    shown = output("info")
+    assert torch.__version__ in shown and "hook" in shown
