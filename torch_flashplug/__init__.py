@@ -10,8 +10,9 @@ from . import env
 
 __version__ = "0.1.0"
 
-# torch found our entry point, but nobody asked for us: touch nothing (_autoload.py).
-inert = env.torch_is_loading_backends() and not env.autoload()
+# While `import torch` runs its plugins' entry points, nobody asked for us yet: touch nothing. _autoload.hook() runs
+# this file a second time if it is wanted.
+inert = env.torch_is_loading_backends() and "inert" not in globals()
 
 if not inert:
     from .api import disable, enable, explain, sdpa_backend

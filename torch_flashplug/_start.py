@@ -20,7 +20,7 @@ def _process_backend() -> int:
     return BACKENDS.index(name) if name else 0
 
 
-def _provide(name: str) -> int | str:
+def provide(name: str) -> int | str:
     """Compiles one kernel at its first use. The compiler is imported here because no other call needs it."""
     if env.JIT.get() == "0":
         return f"{env.JIT.name}=0 forbids compiling"
@@ -35,7 +35,7 @@ def _load_core() -> None:
     for pack, arch in _PACK_ARCH.items():
         if path := native.find_built(pack):
             native.load_pack(path, arch)
-    native.set_compile_callback(_provide)
+    native.set_compile_callback(provide)
     native.set_log_callback(_plan_log.log, plans=_plan_log.isEnabledFor(logging.DEBUG))
 
 

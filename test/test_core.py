@@ -1,0 +1,212 @@
+"""The C++ core below the dispatcher's rule: hook, modes, launch ABI, layouts, start-up of the package. No GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_flashplug import _start, configs, native
+from torch_flashplug.api import DEVICES
+from torch_flashplug.configs import KernelRow
+from torch_flashplug.spec import BACKENDS
+
+KERNELS = (
+    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
+)
+
+
+def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
+    before = native.set_mode(3)
+    try:
+        assert native.mode() == 3
+        native.set_process_backend(4)
+        assert native.effective_mode() == 4
+    finally:
+        native.set_process_backend(0)
+        native.set_mode(before)
+
+
+def slot_pointers() -> list[int | None]:
+    """The CPU and CUDA slots of torch's choice stub, read behind the plugin's back."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return list((ctypes.c_void_p * 2).in_dll(library, "_ZN2at6native22_fused_sdp_choice_stubE"))
+
+
+def test_uninstall_restores_the_pointer() -> None:
+    before = slot_pointers()
+    assert native.install(native.CPU_SLOT) == 0
+    assert slot_pointers()[native.CPU_SLOT] != before[native.CPU_SLOT]
+    assert native.install(native.CPU_SLOT) == 0  # twice is once
+    assert native.uninstall(native.CPU_SLOT) == 0
+    assert slot_pointers() == before
+    assert native.uninstall(native.CPU_SLOT) != 0
+    assert "not in place" in native.last_error()
+
+
+FAKE_PACK = r"""
+#include <stdint.h>
+#include <string.h>
+typedef struct { int32_t type; uint32_t pad; union { int64_t i; double f; void *p; } v; } Any;
+typedef struct { void *data; struct { int32_t type, id; } device; int32_t ndim;
+                 struct { uint8_t code, bits; uint16_t lanes; } dtype;
+                 int64_t *shape, *strides; uint64_t offset; } Tensor;
+int64_t seen[64]; double scales[2];
+int __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(void *self, const Any *args, int32_t n, Any *result) {
+  int64_t *out = seen;
+  *out++ = n;
+  for (int i = 0; i < 5; ++i) {
+    const Tensor *t = args[i].v.p;
+    *out++ = args[i].type; *out++ = t->ndim; *out++ = t->dtype.code; *out++ = t->dtype.bits;
+    for (int j = 0; j < t->ndim; ++j) *out++ = t->strides[j];
+  }
+  scales[0] = args[5].v.f; scales[1] = args[6].v.f;
+  *out++ = args[7].type;
+  return 0;
+}
+int __tvm_ffi_fwd_sm90_bf16_d128_full_m128n128s2(void *self, const Any *args, int32_t n, Any *result) { return 0; }
+"""
+
+
+@pytest.fixture
+def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
+    """The whole road down to a pack's symbol, on CPU memory; the kernel only notes its arguments."""
+    (tmp_path / "pack.c").write_text(FAKE_PACK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
+    native.push_rows(KERNELS, (), configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+    native.set_facts_override(DEVICES["h100"])
+    native.set_standin(2)
+    native.clear_packs()
+    native.load_pack(tmp_path / "pack.so", 90)
+    native.register_ops("CPU", own_ops=False)
+    native.set_mode(BACKENDS.index("fa3"))
+    yield ctypes.CDLL(str(tmp_path / "pack.so"))
+    native.set_mode(0)
+    native.unregister_ops()
+    native.register_ops("CUDA")
+    native.clear_packs()
+    native.set_standin(0)
+    native.set_facts_override(None)
+    native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+
+
+CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+
+
+def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
+    """Argument order, types, strides of size-1 dims, both scales."""
+    query = torch.zeros(1, 3, 5, 40, dtype=torch.bfloat16).as_strided((1, 3, 5, 40), (7, 200, 40, 1))
+    key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
+    CARRIER(query, key, key, scale=0.5)
+    seen = list((ctypes.c_int64 * 64).in_dll(fake_pack, "seen"))
+    dl_tensor, bfloat, real, pointer = 7, 4, 2, 4
+    half, lse = [dl_tensor, 4, bfloat, 16], [dl_tensor, 3, real, 32]
+    q_strides, kv_strides = [40, 200, 40, 1], [40, 0, 40, 1]
+    expected = [8, *half, *q_strides, *half, *kv_strides, *half, *kv_strides, *half, *q_strides, *lse, 8, 5, 1, pointer]
+    assert seen[: len(expected)] == expected
+    assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
+
+
+def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
+    """No pack and no compiler, under a forced backend: the error names the spec and the command that builds it."""
+    native.clear_packs()
+    native.set_compile_callback(lambda name: "not today")
+    query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
+    try:
+        with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today.*tools/aot.py"):
+            CARRIER(query, query, query)
+    finally:
+        native.set_compile_callback(_start.provide)
+
+
+BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)
+LAYOUTS = {
+    "bhsd": BASE,
+    "bshd": BASE.transpose(1, 2),
+    "sbhd": BASE.permute(2, 1, 0, 3),
+    "slice": BASE[..., :64],
+    "one": BASE[:1],
+    "expanded": BASE[:1].expand(2, 8, 4, 80),
+    "expanded_heads": BASE[:, :1].expand(2, 8, 4, 80).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("value_dim", [64, 48, None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_output_strides_are_torchs(fake_pack: ctypes.CDLL, layout: str, value_dim: int | None) -> None:
+    """Outputs lie as torch's meta function says; compiled graphs assert on it."""
+    query = LAYOUTS[layout]
+    value = query[..., :value_dim]
+    meta = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (query, query, value)]
+    assert CARRIER(query, query, value)[0].stride() == CARRIER(*meta)[0].stride()
+
+
+AUTOLOAD = """
+import importlib.metadata, sys
+class Point:
+    name = "torch_flashplug"
+    def load(self):
+        from torch_flashplug._autoload import hook
+        return hook
+real = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **kw: [Point()] if kw.get("group") == "torch.backends" else real(**kw)
+"""
+
+
+def run_python(code: str, **environment: str) -> str:
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("TORCH_FLASHPLUG") and k != "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", AUTOLOAD + code],
+        env=env | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+STATE = """
+package = sys.modules.get("torch_flashplug")
+print("absent" if package is None else "active" if hasattr(package, "enable") else "inert")
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "flag", "expected"),
+    [
+        ("import torch", None, "absent"),
+        ("import torch", "1", "active"),
+        ("import torch", "0", "absent"),
+        ("import torch; import torch_flashplug", None, "active"),
+        ("import torch; import torch_flashplug", "1", "active"),
+        ("import torch_flashplug; import torch", None, "active"),
+        ("import torch_flashplug; import torch", "1", "active"),
+    ],
+)
+def test_entry_point(order: str, flag: str | None, expected: str) -> None:
+    """Every program of the environment runs our entry point; only TORCH_FLASHPLUG=1 or an import makes it count."""
+    assert run_python(order + STATE, **({} if flag is None else {"TORCH_FLASHPLUG": flag})) == expected
+
+
+def test_entry_point_never_raises() -> None:
+    """A broken plugin must not break `import torch`."""
+    code = "import warnings; warnings.simplefilter('ignore')\nimport torch\nprint(torch.ones(1).item())"
+    assert run_python(code, TORCH_FLASHPLUG="1", TORCH_FLASHPLUG_BACKEND="no such backend") == "1.0"
+
+
+def test_switched_off_touches_nothing() -> None:
+    code = "import torch, torch_flashplug\nfrom torch_flashplug import native\nprint(native.lib.cache_info().currsize)"
+    assert run_python(code, TORCH_FLASHPLUG="0") == "0"

@@ -1,0 +1,374 @@
+"""The dispatcher's rule as golden tables: named calls x devices -> plan or reasons. No GPU; device facts are a value.
+
+A change of the rule or the table shows as a diff here. After reading it: EXPECTTEST_ACCEPT=1 pytest test/test_plan.py
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+import expecttest
+import pytest
+
+from torch_flashplug import configs, native
+from torch_flashplug.api import DEVICES
+from torch_flashplug.configs import ANY, ChoiceRow, KernelRow
+from torch_flashplug.spec import BACKENDS, DTYPES
+
+Call = Mapping[str, int | float]
+FACTS = {**DEVICES, "none": None}
+
+
+def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **more: int | float) -> Call:
+    """heads (B, Hq, Hkv), rows (Sq, Sk), dims (D, Dv)."""
+    names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
+    return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
+
+
+# Calls that the table decides.
+CALLS = {
+    "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
+    "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
+    "prefill_4k_d128_causal_gqa4": call((4, 32, 8), (4096, 4096), (128, 128), causal=1),
+    "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
+    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
+    "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
+    "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
+    "decode_1x8k_d128_gqa4": call((1, 32, 8), (1, 8192), (128, 128)),
+    "decode_b64_1x8k_d128_gqa4": call((64, 32, 8), (1, 8192), (128, 128)),
+}
+# Calls that kernels cannot run, whatever the table says.
+REFUSED = {
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
+    "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), dtype_k=1),
+    "mask": call((1, 8, 8), (512, 512), (64, 64), has_mask=1),
+    "dropout": call((1, 8, 8), (512, 512), (64, 64), dropout_p=0.1),
+    "bottom_right": call((1, 8, 8), (512, 1024), (64, 64), causal=2),
+    "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
+    "head_dim_60": call((1, 8, 8), (512, 512), (60, 64)),
+    "head_dim_256": call((1, 8, 8), (512, 512), (256, 256)),
+    "last_stride_2": call((1, 8, 8), (512, 512), (64, 64), last_stride_v=2),
+    "misaligned": call((1, 8, 8), (512, 512), (64, 64), align_k=2),
+    "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
+    "deterministic_grad": call((4, 16, 16), (4096, 4096), (64, 64), grad=1, deterministic=1),
+    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5),
+}
+# A table of its own for the rule itself, so that retunes do not change that golden.
+KERNELS = (
+    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2),
+)
+CHOICES = (
+    ChoiceRow("fwd", 90, False, "full", 8, 64, 0, 255, 0, ANY, 0, ratio=0.8, measured="test row: short"),
+    ChoiceRow("fwd", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row: full"),
+    ChoiceRow("fwd", 90, False, "causal", 8, 128, 0, ANY, 0, ANY, 132, ratio=1.2, measured="test row: causal"),
+    ChoiceRow("fwd", 90, True, "full", 8, 64, 0, ANY, 0, ANY, 0, ratio=1.0, measured="test row: grad"),
+)
+
+
+def push(kernels: tuple[KernelRow, ...], choices: tuple[ChoiceRow, ...]) -> None:
+    native.push_rows(kernels, choices, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+
+
+@pytest.fixture(autouse=True)
+def own_table() -> Iterator[None]:
+    push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+    yield
+    push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+
+
+def wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def described(plan: dict) -> list[str]:
+    """A plan in lines: what was taken, the reason for each backend that was not, the gate."""
+    taken = f"{plan['backend']} {plan['kernel']}".strip()
+    if plan["kernel"]:
+        taken += f" tiles={plan['tiles']} splits={plan['splits']}"
+    lines = [wrapped(taken, "    ")]
+    if plan["row"]:
+        lines.append(wrapped(plan["row"], "      "))
+    lines += [
+        wrapped(f"{backend}: {plan['reasons'][backend]}", "      ")
+        for backend in ("fa3",)
+        if backend != plan["backend"]
+    ]
+    if plan["gate"]:
+        lines.append(wrapped(f"gate: {plan['gate']}", "      "))
+    return lines
+
+
+def table_of(calls: Mapping[str, Call], devices: Mapping[str, dict | None], mode: int = 0) -> str:
+    """Every call on every device; devices with the same answer share it."""
+    lines = []
+    for name, problem in calls.items():
+        lines.append(name)
+        answers: dict[str, list[str]] = {}
+        for device, facts in devices.items():
+            answers.setdefault("\n".join(described(native.plan(problem, facts, mode))), []).append(device)
+        for answer, names in answers.items():
+            lines += [f"  {' '.join(names)}", answer]
+    return "\n".join(lines) + "\n"
+
+
+class TestGolden(expecttest.TestCase):
+    def test_todays_table(self) -> None:
+        push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+        self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
+train_4k_d128_causal
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, with grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+prefill_4k_d128_causal
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+prefill_4k_d128_causal_gqa4
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+encoder_512_d64
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+prefill_16k_d64_fp16
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+one_small_tile
+  h100
+    stock
+      fa3: decode gate: 1 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
+        release; stock is faster
+      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
+odd_tail_sq113_sk203_d72
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+decode_1x8k_d128_gqa4
+  h100
+    stock
+      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
+        release; stock is faster
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+decode_b64_1x8k_d128_gqa4
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 64*8*1 = 512 >= 0.800*132 SMs ->
+        open
+""")
+
+    def test_rule(self) -> None:
+        push(KERNELS, CHOICES)
+        self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
+train_4k_d128_causal
+  h100
+    stock
+      fa3: no measured row for this class of calls (compute capability 9.0, with grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+prefill_4k_d128_causal
+  h100
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 2: 1.200 x stock (test row: causal)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
+prefill_4k_d128_causal_gqa4
+  h100
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
+      choice row 2: 1.200 x stock (test row: causal)
+      gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
+encoder_512_d64
+  h100
+    fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1
+      choice row 1: 1.100 x stock (test row: full)
+      gate: Sq*G = 512*1 = 512 > 64: not a decode call
+prefill_16k_d64_fp16
+  h100
+    fa3 fwd_sm90_fp16_d64_full_m128n128s2 tiles=2048 splits=1
+      choice row 1: 1.100 x stock (test row: full)
+      gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
+one_small_tile
+  h100
+    stock
+      fa3: decode gate: 1 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
+        release; stock is faster
+      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
+odd_tail_sq113_sk203_d72
+  h100
+    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
+      choice row 1: 1.100 x stock (test row: full)
+      gate: Sq*G = 113*1 = 113 > 64: not a decode call
+decode_1x8k_d128_gqa4
+  h100
+    stock
+      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
+        release; stock is faster
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+decode_b64_1x8k_d128_gqa4
+  h100
+    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1
+      choice row 1: 1.100 x stock (test row: full)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 64*8*1 = 512 >= 0.800*132 SMs ->
+        open
+""")
+
+    def test_devices(self) -> None:
+        push(KERNELS, CHOICES)
+        few = {name: CALLS[name] for name in ("prefill_4k_d128_causal", "decode_1x8k_d128_gqa4")}
+        self.assertExpectedInline(table_of(few, FACTS), """\
+prefill_4k_d128_causal
+  h100 h200
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 2: 1.200 x stock (test row: causal)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+  l4
+    stock
+      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+  none
+    stock
+      fa3: no CUDA device; these kernels run on GPUs
+decode_1x8k_d128_gqa4
+  h100 h200
+    stock
+      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
+        release; stock is faster
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+  l4
+    stock
+      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+  none
+    stock
+      fa3: no CUDA device; these kernels run on GPUs
+""")
+
+    def test_refused(self) -> None:
+        push(KERNELS, CHOICES)
+        self.assertExpectedInline(table_of(REFUSED, {"h100": DEVICES["h100"]}), """\
+fp32
+  h100
+    stock
+      fa3: dtype float32, kernels take bfloat16 and float16; cast, or use torch.autocast
+mixed_dtypes
+  h100
+    stock
+      fa3: dtypes differ (bfloat16, float16, bfloat16); cast them to one 16-bit dtype
+mask
+  h100
+    stock
+      fa3: attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the
+        mask says
+dropout
+  h100
+    stock
+      fa3: dropout_p=0.100, kernels have no dropout; pass dropout_p=0
+bottom_right
+  h100
+    stock
+      fa3: causal mask aligned to the bottom right, kernels align to the top left; use the math
+        backend
+no_keys
+  h100
+    stock
+      fa3: a dimension is 0; stock attention handles empty tensors
+head_dim_60
+  h100
+    stock
+      fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
+head_dim_256
+  h100
+    stock
+      fa3: query has head dim 256, kernels take up to 128; stock attention serves larger ones; also:
+        value has head dim 256, kernels take up to 128; stock attention serves larger ones
+last_stride_2
+  h100
+    stock
+      fa3: value has stride 2 in its last dim, kernels need 1; call .contiguous()
+misaligned
+  h100
+    stock
+      fa3: key is aligned to 2 bytes (base address and strides), TMA needs 16; call .contiguous() or
+        .clone()
+two_devices
+  h100
+    stock
+      fa3: tensors are not all on one CUDA device; move query, key and value to the same GPU
+deterministic_grad
+  h100
+    stock
+      fa3: torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use
+        torch.no_grad() or the stock backend
+three_reasons
+  h100
+    stock
+      fa3: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: query has head dim 60,
+        kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels take up
+        to 128; stock attention serves larger ones
+""")
+
+    def test_forced(self) -> None:
+        push(KERNELS, CHOICES)
+        few = {name: CALLS[name] for name in ("train_4k_d128_causal", "decode_1x8k_d128_gqa4")}
+        fa3 = BACKENDS.index("fa3")
+        text = table_of(few, {"h100": DEVICES["h100"], "a100": DEVICES["a100"]}, fa3)
+        text += native.forced_error(REFUSED["three_reasons"], DEVICES["h100"], fa3) + "\n"
+        text += native.forced_error(few["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
+        self.assertExpectedInline(text, """\
+train_4k_d128_causal
+  h100
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+decode_1x8k_d128_gqa4
+  h100
+    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=32 splits=1
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60], key [.., 8, 512, 60]):
+  - dropout_p=0.500, kernels have no dropout; pass dropout_p=0
+  - query has head dim 60, kernels take multiples of 8; pad the head dim
+  - value has head dim 264, kernels take up to 128; stock attention serves larger ones
+Use sdpa_backend('auto') to let stock attention serve such calls.
+torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128], key [.., 16, 4096, 128]):
+  - its kernels (sm_80 and up) come with a later release
+Use sdpa_backend('auto') to let stock attention serve such calls.
+""")
+
+
+def test_ids_are_mirrored() -> None:
+    """Names and positions have one Python home; C++ answers with the same."""
+    assert native.backend_names() == BACKENDS
+    assert {name: i for i, name in enumerate(DTYPES)} == {name: native.DTYPE_IDS[name] for name in DTYPES}
+    push(configs.KERNEL_ROWS, ())
+    for i, row in enumerate(configs.KERNEL_ROWS):
+        for dtype in DTYPES:
+            assert native.kernel_name(i, dtype) == row.spec(dtype).name()
+
+
+def test_every_reason_of_a_refused_call_is_listed() -> None:
+    reasons = native.plan(REFUSED["three_reasons"], DEVICES["h100"])["reasons"]["fa3"]
+    for part in ("dropout_p=0.500", "head dim 60", "head dim 264"):
+        assert part in reasons
