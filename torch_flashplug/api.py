@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _start, composite, configs, env, native, problem, tracing
+from .ops import never_a_frame
 from .spec import BACKENDS
 
 _log = logging.getLogger("torch_flashplug")
@@ -91,6 +92,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         self.backend = backend
         self.mode = BACKENDS.index(backend)
 
+    @never_a_frame
     def __enter__(self) -> sdpa_backend:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(self.mode)
@@ -98,6 +100,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             _entered.blocks.append((native.set_mode(self.mode), tracing.cache_tag.push(f"|{self.backend}")))
         return self
 
+    @never_a_frame
     def __exit__(self, *exception: object) -> None:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(tracing.POP)
@@ -107,9 +110,11 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             tracing.cache_tag.pop(tag)
 
     def __call__(self, function: Callable) -> Callable:
+        backend = self.backend
+
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            with self:
+            with sdpa_backend(backend):  # a new block: Dynamo cannot enter one that was made outside of the graph
                 return function(*args, **kwargs)
 
         return wrapper

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import native, problem
+from .ops import never_a_frame
 from .spec import BACKENDS
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -49,6 +50,7 @@ def installed() -> bool:
     return bool(_libraries)
 
 
+@never_a_frame
 def _sdpa(
     query: Tensor,
     key: Tensor,

@@ -9,6 +9,7 @@ Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,14 @@ for _name in ("sdpa_bwd", "_math_bwd"):
     _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
 
 namespace = torch.ops.torch_flashplug
+
+
+def never_a_frame(function: Callable) -> Callable:
+    """Dynamo may inline the function into a graph, but where it is called from code that runs uncompiled it must not become a graph of its own."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return function
 
 
 class ForwardArgs(NamedTuple):
@@ -207,6 +216,7 @@ def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> T
     return kept.to(probabilities.dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
+@never_a_frame
 def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     check_arguments(a)
@@ -220,6 +230,7 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, s.lse.to(torch.float32), seed, offset
 
 
+@never_a_frame
 def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = BackwardArgs(*args)
     s = _scores(a.forward)
