@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import workloads
 from rich.console import Console
 
+from torch_flashplug.configs import KERNEL_ROWS
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -109,6 +110,14 @@ def _facts(case: Case) -> dict[str, object]:
     }
 
 
+def _tiles(case: Case) -> int:
+    """B * Hq * ceil(Sq / tile_m) of the kernel that would take the case: the number that ChoiceRow.min_tiles bounds."""
+    rows = (row for row in KERNEL_ROWS if row.mask == ("causal" if case.causal else "full"))
+    fitting = (row for row in rows if case.D <= row.d_max and case.Dv <= row.dv_max and case.Sq >= row.min_sq)
+    row = next(fitting, None)
+    return 0 if row is None else case.B * case.Hq * -(-case.Sq // row.tile_m)
+
+
 def _auto_plan(inputs: Inputs, case: Case) -> str:
     if who.torch_flashplug is None:
         return "-"
@@ -186,7 +195,8 @@ def _suite_against_stock(bench: Bench, grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             candidates, errors, refused = _try_each(bench, case, inputs, ("ours_fa3", "stock"), build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=6.0)
-        bench.add(_row(case.name, timings, **_facts(case), errors=errors, refused=refused))
+        more = {"errors": errors, "refused": refused, "tiles": _tiles(case)}
+        bench.add(_row(case.name, timings, **_facts(case), **more))
 
 
 def suite_choice(bench: Bench) -> None:
@@ -286,7 +296,10 @@ def main() -> None:
     document |= {"rounds": options.rounds, "absent": absent, "skipped": bench.skipped, "rows": bench.rows}
     if not bench.rows:
         raise SystemExit(f"no case of suite {options.suite} has {options.filter!r} in its name, or no time was given")
-    report.print_table(document, Console(width=180))
+    console = Console(width=180)
+    report.print_table(document, console)
+    if options.suite in {"choice", "grad"}:
+        report.print_classes(document, console)
     print("wrote", report.write_json(document, options.out))
     picture = report.plot(document, {name: provider.label for name, provider in found.items()}, options.out)
     if picture:

@@ -106,6 +106,24 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
         console.print(f"skipped: {case} ({reason})")
 
 
+def print_classes(document: dict[str, object], console: Console) -> None:
+    """Lowest ratio of each class of calls: what a ChoiceRow with these bounds would have to say."""
+    table = Table(title="Lowest stock time / our time, by class; a ChoiceRow serves from 0.97 up")
+    bounds = (0, 66, 132, 264, 528)
+    for column in ("head dims", "mask", "query rows >=", *(f"tiles >= {tiles}" for tiles in bounds)):
+        table.add_column(column, justify="right")
+    for low, high in ((1, 64), (65, 128)):
+        for mask in ("full", "causal"):
+            rows = [row for row in document["rows"] if low <= row["d"] <= high and row["mask"] == mask and row["ratio"]]
+            for least in sorted({row["s"] for row in rows}):
+                cells = []
+                for tiles in bounds:
+                    ratios = [row["ratio"] for row in rows if row["s"] >= least and row["tiles"] >= tiles]
+                    cells.append(f"{min(ratios):.3f} of {len(ratios)}" if ratios else "-")
+                table.add_row(f"{low}..{high}", mask, str(least), *cells)
+    console.print(table)
+
+
 def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> Path | None:
     """A picture beside the JSON file; None (and a line that says so) where matplotlib is missing."""
     try:
