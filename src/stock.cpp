@@ -22,8 +22,9 @@ constexpr int64_t kCudnnMaxDim = 65535;
 class OpCall {
  public:
   explicit OpCall(const char* name) : name_(name) {}
-  OpCall& add(StableIValue value) {
-    stack_[count_++] = value;
+  template <typename... Values>
+  OpCall& add(Values... values) {
+    ((stack_[count_++] = values), ...);
     return *this;
   }
   bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
@@ -66,10 +67,7 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   if (group == 1) return Owned::share(tensor);
   OpCall op("aten::repeat_interleave");
-  op.add(box::from_borrowed(tensor))
-      .add(box::from(group))
-      .add(box::from(std::optional<int64_t>(1)))
-      .add(box::from(std::nullopt))
+  op.add(box::from_borrowed(tensor), box::from(group), box::from(std::optional<int64_t>(1)), box::from(std::nullopt))
       .require("self_int");
   return op.result(0);
 }
@@ -82,9 +80,9 @@ Owned sum_heads(Owned grad, const Problem& p) {
   const int64_t stride[5] = {shape.stride[0], shape.stride[1] * p.group(), shape.stride[1], shape.stride[2],
                              shape.stride[3]};
   OpCall op("aten::sum");
-  op.add(box::from_tensor(view(grad.get(), 5, size, stride)))
-      .add(box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
-  op.add(box::from(false)).add(box::from(std::nullopt)).require("dim_IntList");
+  op.add(box::from_tensor(view(grad.get(), 5, size, stride)),
+         box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
+  op.add(box::from(false), box::from(std::nullopt)).require("dim_IntList");
   return op.result(0);
 }
 
@@ -131,7 +129,7 @@ bool is_defined(AtenTensorHandle tensor) {
 }
 
 void add_forward_arguments(OpCall* op, const ForwardCall& call) {
-  op->add(box::from_borrowed(call.q)).add(box::from_borrowed(call.k)).add(box::from_borrowed(call.v));
+  op->add(box::from_borrowed(call.q), box::from_borrowed(call.k), box::from_borrowed(call.v));
   op->add(box::from_optional_tensor(is_defined(call.mask) ? call.mask : nullptr));
 }
 
@@ -165,19 +163,15 @@ bool efficient_can_run(const Problem& p) {
 bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device) {
   return standin() == Standin::kOff && device.cc >= 80 && !p.has_mask && p.dropout_p == 0.0 &&
          p.causal != Causal::kBottomRight && p.D <= kCudnnHeadDim && p.Dv <= kCudnnHeadDim && p.D % 8 == 0 &&
-         p.Dv % 8 == 0 && p.Sk > 1 && p.B <= kCudnnMaxDim && p.Hq <= kCudnnMaxDim && !p.deterministic;
+         p.Dv % 8 == 0 && p.Sq > 1 && p.Sk > 1 && p.B <= kCudnnMaxDim && p.Hq <= kCudnnMaxDim && !p.deterministic;
 }
 
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   OpCall op("aten::_scaled_dot_product_efficient_attention");
-  op.add(box::from_borrowed(call.q)).add(box::from_tensor(repeat_heads(call.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(call.v, p.group())))
-      .add(box::from_optional_tensor(nullptr))
-      .add(box::from(true));
-  op.add(box::from(call.dropout_p))
-      .add(box::from(call.causal == Causal::kTopLeft))
-      .add(box::from_optional_double(call.scale));
+  op.add(box::from_borrowed(call.q), box::from_tensor(repeat_heads(call.k, p.group())));
+  op.add(box::from_tensor(repeat_heads(call.v, p.group())), box::from_optional_tensor(nullptr), box::from(true));
+  op.add(box::from(call.dropout_p), box::from(call.causal == Causal::kTopLeft), box::from_optional_double(call.scale));
   op.require();
   ForwardResult result;
   result.out = in_output_layout(op.result(0), call.q);
@@ -190,9 +184,8 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
 ForwardResult math_forward(const ForwardCall& call) {
   OpCall op("torch_flashplug::_math_fwd");
   add_forward_arguments(&op, call);
-  op.add(box::from(call.dropout_p))
-      .add(box::from(static_cast<int64_t>(call.causal)))
-      .add(box::from_optional_double(call.scale));
+  op.add(box::from(call.dropout_p), box::from(static_cast<int64_t>(call.causal)),
+         box::from_optional_double(call.scale));
   op.add(box::from(call.mode.word)).require();
   ForwardResult result;
   result.out = op.result(0);
@@ -204,24 +197,22 @@ ForwardResult math_forward(const ForwardCall& call) {
 
 bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* result) {
   // Softmax statistics are [B, H, Sq, 1] to some torch versions and [B, H, Sq] to others; the first call finds out.
+  // After a refusal cuDNN is not asked again: some torch versions keep a null plan for the refused call and would use
+  // it.
   static std::atomic<int> known_dims{0};
+  static std::atomic<bool> refused{false};
+  if (refused.load(std::memory_order_relaxed)) return false;
   const int known = known_dims.load(std::memory_order_relaxed);
+  const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
   for (int dims : {4, 3}) {
     if (known != 0 && known != dims) continue;
-    const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
     OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
-    op.add(box::from_borrowed(call.grad_out))
-        .add(box::from_borrowed(call.forward.q))
-        .add(box::from_borrowed(call.forward.k));
-    op.add(box::from_borrowed(call.forward.v))
-        .add(box::from_borrowed(call.out))
-        .add(box::from_tensor(view(call.lse, dims, size, stride)));
+    op.add(box::from_borrowed(call.grad_out), box::from_borrowed(call.forward.q), box::from_borrowed(call.forward.k),
+           box::from_borrowed(call.forward.v), box::from_borrowed(call.out),
+           box::from_tensor(view(call.lse, dims, size, stride)));
     for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox x2, attn_bias, cum_seq x2
-    op.add(box::from(p.Sq))
-        .add(box::from(p.Sk))
-        .add(box::from(0.0))
-        .add(box::from(call.forward.causal == Causal::kTopLeft));
-    op.add(box::from_optional_double(call.forward.scale));
+    op.add(box::from(p.Sq), box::from(p.Sk), box::from(0.0), box::from(call.forward.causal == Causal::kTopLeft),
+           box::from_optional_double(call.forward.scale));
     std::optional<QuietShims> quiet;
     if (known == 0) quiet.emplace();
     if (!op.run()) continue;
@@ -230,6 +221,11 @@ bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* 
     count(Path::kCudnnBackward);
     return true;
   }
+  const std::string why = shim_error();
+  if (why.find("out of memory") != std::string::npos)
+    throw std::runtime_error("torch_flashplug: cuDNN's backward: " + why);
+  refused.store(true, std::memory_order_relaxed);
+  log_warning("cuDNN's backward refused a call (" + why + "); the efficient backward takes its place from now on");
   return false;
 }
 
@@ -237,18 +233,14 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;
   OpCall op("aten::_scaled_dot_product_efficient_attention_backward");
-  op.add(box::from_borrowed(call.grad_out))
-      .add(box::from_borrowed(forward.q))
-      .add(box::from_tensor(repeat_heads(forward.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(forward.v, p.group())))
-      .add(box::from_borrowed(nullptr))
-      .add(box::from_borrowed(call.out));
-  op.add(box::from_tensor(pad_lse(call.lse, p)))
-      .add(box::from_borrowed(call.seed))
-      .add(box::from_borrowed(call.offset));
+  op.add(box::from_borrowed(call.grad_out), box::from_borrowed(forward.q),
+         box::from_tensor(repeat_heads(forward.k, p.group())));
+  op.add(box::from_tensor(repeat_heads(forward.v, p.group())), box::from_borrowed(nullptr),
+         box::from_borrowed(call.out));
+  op.add(box::from_tensor(pad_lse(call.lse, p)), box::from_borrowed(call.seed), box::from_borrowed(call.offset));
   const bool wanted[4] = {true, true, true, false};
-  op.add(box::from(forward.dropout_p)).add(box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4)));
-  op.add(box::from(forward.causal == Causal::kTopLeft)).add(box::from_optional_double(forward.scale));
+  op.add(box::from(forward.dropout_p), box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4)));
+  op.add(box::from(forward.causal == Causal::kTopLeft), box::from_optional_double(forward.scale));
   op.require();
   BackwardResult result;
   result.grads[0] = laid_out_like(op.result(0), forward.q);
@@ -263,14 +255,10 @@ BackwardResult math_backward(const BackwardCall& call) {
   OpCall op("torch_flashplug::_math_bwd");
   op.add(box::from_borrowed(call.grad_out));
   add_forward_arguments(&op, call.forward);
-  op.add(box::from_borrowed(call.out))
-      .add(box::from_borrowed(call.lse))
-      .add(box::from_borrowed(call.seed))
-      .add(box::from_borrowed(call.offset));
-  op.add(box::from(call.forward.dropout_p)).add(box::from(static_cast<int64_t>(call.forward.causal)));
-  op.add(box::from_optional_double(call.forward.scale))
-      .add(box::from(call.forward.mode.word))
-      .add(box::from(call.wanted[3]));
+  op.add(box::from_borrowed(call.out), box::from_borrowed(call.lse), box::from_borrowed(call.seed),
+         box::from_borrowed(call.offset));
+  op.add(box::from(call.forward.dropout_p), box::from(static_cast<int64_t>(call.forward.causal)));
+  op.add(box::from_optional_double(call.forward.scale), box::from(call.forward.mode.word), box::from(call.wanted[3]));
   op.require();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);
