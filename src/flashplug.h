@@ -7,6 +7,7 @@
 //     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
 //     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
+//     counters.cpp       the global counter from which a persistent kernel draws its tiles
 //   below all of them: state.cpp (switches and tables), torch_symbols.cpp (libtorch and driver symbols found at run
 //   time)
 //
@@ -211,6 +212,8 @@ void set_compile_callback(CompileCallback callback);
 struct ForwardTensors {
   AtenTensorHandle q, k, v, out, lse;
 };
+// A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
+void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
 
 // ---- state.cpp ----
@@ -272,6 +275,7 @@ class RelaxedCapture {
   int previous_ = -1;
 };
 DeviceFacts query_device(int device_index);
+void* device_zeros(size_t bytes);  // on the current device, never freed, also while a stream is captured; null if none
 // What libtorch said when a shim failed on this thread (torch 2.13 and later; older ones log it).
 std::string shim_error();
 // Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these

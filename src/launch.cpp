@@ -2,7 +2,7 @@
 //
 // Argument order, shared with torch_flashplug/kernels/fwd_sm90.py:
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
-//   5 scale * log2(e)    6 scale               7 stream
+//   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
 #include <dlfcn.h>
 #include <tvm/ffi/c_api.h>
 
@@ -21,7 +21,7 @@ static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header")
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr int kNumArgs = 8;
+constexpr int kNumArgs = 10;
 
 // A DLTensor with room for normalised strides; sizes are borrowed from the tensor.
 struct Argument {
@@ -53,11 +53,26 @@ void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_in
   out->tensor.byte_offset = 0;
 }
 
+// One int32 that is no torch tensor.
+void describe_counter(void* data, int device_index, Argument* out) {
+  static int64_t one = 1;
+  const DLDataType int32 = {kDLInt, 32, 1};
+  out->tensor = DLTensor{data, DLDevice{kDLCUDA, device_index}, 1, int32, &one, &one, 0};
+}
+
 TVMFFIAny pack_tensor(Argument* argument) {
   TVMFFIAny any;
   any.type_index = kTVMFFIDLTensorPtr;
   any.zero_padding = 0;
   any.v_ptr = &argument->tensor;
+  return any;
+}
+
+TVMFFIAny pack_int(int64_t value) {
+  TVMFFIAny any;
+  any.type_index = kTVMFFIInt;
+  any.zero_padding = 0;
+  any.v_int64 = value;
   return any;
 }
 
@@ -129,17 +144,25 @@ void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
   const DLDataType half = {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
   const DLDataType single = {kDLFloat, 32, 1};
-  Argument q, k, v, out, lse;
+  OnDevice on_device(device_index);
+  void* stream = current_cuda_stream(device_index);
+  Argument q, k, v, out, lse, counter;
   describe(tensors.q, 4, half, device_index, false, &q);
   describe(tensors.k, 4, half, device_index, false, &k);
   describe(tensors.v, 4, half, device_index, false, &v);
   describe(tensors.out, 4, half, device_index, true, &out);
   describe(tensors.lse, 3, single, device_index, true, &lse);
-  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),   pack_tensor(&k),
-                                    pack_tensor(&v),   pack_tensor(&out),
-                                    pack_tensor(&lse), pack_float(scale * kLog2e),
-                                    pack_float(scale), pack_pointer(current_cuda_stream(device_index))};
-  OnDevice on_device(device_index);
+  describe_counter(launch_counter(device_index, stream), device_index, &counter);
+  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),
+                                    pack_tensor(&k),
+                                    pack_tensor(&v),
+                                    pack_tensor(&out),
+                                    pack_tensor(&lse),
+                                    pack_float(scale * kLog2e),
+                                    pack_float(scale),
+                                    pack_tensor(&counter),
+                                    pack_int(device_facts(device_index).sm_count),
+                                    pack_pointer(stream)};
   const uint64_t bit = uint64_t{1} << (device_index & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
     run(kernel, args, kNumArgs);

@@ -82,6 +82,11 @@ struct Driver {
   int (*init)(unsigned flags) = nullptr;
   ExchangeCaptureMode exchange_capture_mode = nullptr;
   IsCapturing is_capturing = nullptr;
+  int (*mem_alloc)(uint64_t* pointer, size_t bytes) = nullptr;
+  int (*memset_async)(uint64_t pointer, unsigned char value, size_t bytes, void* stream) = nullptr;
+  int (*stream_create)(void** stream, unsigned flags) = nullptr;
+  int (*stream_synchronize)(void* stream) = nullptr;
+  int (*stream_destroy)(void* stream) = nullptr;
 };
 
 const Driver& driver() {
@@ -95,6 +100,11 @@ const Driver& driver() {
     d.exchange_capture_mode =
         reinterpret_cast<Driver::ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
     d.is_capturing = reinterpret_cast<Driver::IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
+    d.mem_alloc = reinterpret_cast<decltype(d.mem_alloc)>(dlsym(library, "cuMemAlloc_v2"));
+    d.memset_async = reinterpret_cast<decltype(d.memset_async)>(dlsym(library, "cuMemsetD8Async"));
+    d.stream_create = reinterpret_cast<decltype(d.stream_create)>(dlsym(library, "cuStreamCreate"));
+    d.stream_synchronize = reinterpret_cast<decltype(d.stream_synchronize)>(dlsym(library, "cuStreamSynchronize"));
+    d.stream_destroy = reinterpret_cast<decltype(d.stream_destroy)>(dlsym(library, "cuStreamDestroy_v2"));
     return d;
   }();
   return instance;
@@ -107,6 +117,7 @@ constexpr int kAttributeMajor = 75;
 constexpr int kAttributeMinor = 76;
 constexpr int kAttributeSmemOptin = 97;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr unsigned kStreamNonBlocking = 1;  // not ordered with the legacy stream, which a capture may forbid
 
 constexpr int kLogFatal = 3;
 std::mutex quiet_mutex;
@@ -206,6 +217,18 @@ RelaxedCapture::RelaxedCapture() {
 
 RelaxedCapture::~RelaxedCapture() {
   if (previous_ >= 0) driver().exchange_capture_mode(&previous_);
+}
+
+void* device_zeros(size_t bytes) {
+  const Driver& d = driver();
+  if (d.mem_alloc == nullptr || d.memset_async == nullptr || d.stream_create == nullptr) return nullptr;
+  RelaxedCapture relaxed;
+  uint64_t pointer = 0;
+  void* stream = nullptr;
+  if (d.mem_alloc(&pointer, bytes) != 0 || d.stream_create(&stream, kStreamNonBlocking) != 0) return nullptr;
+  const bool cleared = d.memset_async(pointer, 0, bytes, stream) == 0 && d.stream_synchronize(stream) == 0;
+  d.stream_destroy(stream);
+  return cleared ? reinterpret_cast<void*>(pointer) : nullptr;
 }
 
 DeviceFacts query_device(int device_index) {

@@ -1,8 +1,9 @@
 """Attention forward for Hopper: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
 
-One CTA computes tile_m query rows of one head. A producer warp streams K and V blocks through two rings of TMA buffers; each consumer warpgroup
-owns 64 of the rows, from its Q tile to its O tile, and never talks to the others except to take turns on the tensor cores. Block j's scores are
-multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608, section 3.2), so softmax always has tensor work under it.
+A CTA stays on its SM and draws tiles of tile_m query rows of one head until none is left. Its producer warp streams Q, K and V through rings of
+TMA buffers, running ahead into the next tile; each consumer warpgroup owns 64 of the rows, from its Q to its O, and never talks to the others
+except to take turns on the tensor cores. Block j's scores are multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608,
+section 3.2), so softmax always has tensor work under it.
 """
 
 from __future__ import annotations
@@ -19,33 +20,53 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, KernelSpec
+from ..spec import Q_STAGES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.geometry import Geometry
 from .parts.mask import Mask
-from .parts.scheduler import TileOrder, grid
+from .parts.scheduler import MAIL_SLOTS, TileOrder, TileQueue
 from .parts.softmax import OnlineSoftmax
 
-ROWS = 64  # of one consumer warpgroup
-Q_SLOTS = 4  # barriers for the warpgroups' Q tiles: at most 3, and a ring counts in powers of two
+ROWS = ROWS_PER_WARPGROUP
 SLAB = 16  # rows of one warp's part of O, stored by one TMA instruction per 64 columns
+Q_SLOTS = 4  # barriers for one tile's Q, one per warpgroup: at most 3, and rings count in powers of two
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 class Barrier(enum.IntEnum):
     """Named barriers; 0 is sync_threads."""
 
-    OUTPUT = 1  # + warpgroup: the warpgroup has finished reading Q, whose place O takes
-    TURN = 4  # + warpgroup
+    TURN = 1  # + warpgroup
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One global tensor with the TMA atom that moves its tiles, and its place in shared memory."""
+    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in shared memory."""
 
     atom: cute.CopyAtom
-    m: cute.Tensor  # TMA coordinates of the whole tensor
-    s: cute.Tensor  # shared memory
+    m: cute.Tensor
+    s: cute.Tensor
+
+    def head(self, head: Int32, batch: Int32) -> Operand:
+        """The same operand, of one head."""
+        return Operand(self.atom, self.m[None, None, head, batch], self.s)
+
+    def tiles(self, shape: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
+        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of `coordinate`)."""
+        g = cute.local_tile(self.m, shape, coordinate)  # (rows, cols, tiles)
+        return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow: the rings between them, the tiles to do, and the blocks of each."""
+
+    ring_q: sm90.Ring
+    ring_k: sm90.Ring
+    ring_v: sm90.Ring
+    queue: TileQueue
+    order: TileOrder
+    geo: Geometry
 
 
 class ForwardSm90:
@@ -69,16 +90,9 @@ class ForwardSm90:
         B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
         D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
         lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        return (
-            operand(B, Hq, Sq, D),
-            operand(B, Hkv, Sk, D),
-            operand(B, Hkv, Sk, Dv),
-            operand(B, Hq, Sq, Dv),
-            lse,
-            Float32(1.0),
-            Float32(1.0),
-            cute.runtime.make_fake_stream(),
-        )
+        counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+        tensors = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv), lse)
+        return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -90,6 +104,8 @@ class ForwardSm90:
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
         scale_log2: Float32,
         scale: Float32,
+        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
+        num_ctas: Int32,  # CTAs that the device runs at once
         stream: cuda.CUstream,
     ):
         # Rows and columns first, as tiles want them; V seen as (Dv, Sk), the N x K operand of the second product.
@@ -97,24 +113,22 @@ class ForwardSm90:
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
-            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.warpgroups),
+            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, Q_STAGES * self.warpgroups),
             hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
             hopper.make_smem_layout_b(col_major, (ROWS, self.dv, self.tile_n), self.dtype, self.stages),
         )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        first = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, first[0], (ROWS, self.d))
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, first[1], (self.tile_n, self.d))
-        tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, first[2], (self.dv, self.tile_n))
-        store = cpasync.CopyBulkTensorTileS2GOp()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        one_slot = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one_slot[0], (ROWS, self.d))
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one_slot[1], (self.tile_n, self.d))
+        tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, one_slot[2], (self.dv, self.tile_n))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, self.output_layout(SLAB), (SLAB, self.dv))
 
-        num_m_blocks = cute.ceil_div(mLSE.shape[2], self.tile_m)
-        total_heads = mLSE.shape[0] * mLSE.shape[1]
-        group = mLSE.shape[1] // mK.shape[2]
-        section = TileOrder.section_heads(mK.shape[0], (self.d + self.dv) * 2, group, total_heads)
-        self.kernel((tma_q, tma_k, tma_v, tma_o), mQ, mK, mVt, mO, mLSE, scale_log2, scale, section, layouts).launch(
-            grid=grid(num_m_blocks, total_heads),
+        B, Hq, Sq = mLSE.shape
+        num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
+        section = TileOrder.section_heads(mK.shape[0], (self.d + self.dv) * self.dtype.width // 8, Hq // mK.shape[2], total_heads)
+        self.kernel((tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), mLSE, (scale_log2, scale), mCounter, section, layouts).launch(
+            grid=(cutlass.min(num_m_blocks * total_heads, num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may drop the register split
@@ -134,203 +148,207 @@ class ForwardSm90:
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
         major, source = OperandMajorMode, warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source
-        )
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mVt: cute.Tensor,
-        mO: cute.Tensor,
+        atoms: tuple,  # TMA of q, k, v, o
+        tensors: tuple,  # their TMA coordinates
         mLSE: cute.Tensor,
-        scale_log2: Float32,
-        scale: Float32,
+        scales: tuple,  # scale * log2(e), scale
+        mCounter: cute.Tensor,
         section: Int32,
-        layouts: tuple,
+        layouts: tuple,  # shared memory of q, k, v
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tma_q, tma_k, tma_v, tma_o = atoms
-        sQ_layout, sK_layout, sV_layout = layouts
-
-        smem = cutlass.memory.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 4 * self.stages + 2 * Q_SLOTS)
-        sQ = smem.allocate_tensor(self.dtype, sQ_layout.outer, 1024, sQ_layout.inner)  # (64, D, warpgroup)
-        sK = smem.allocate_tensor(self.dtype, sK_layout.outer, 1024, sK_layout.inner)  # (tile_n, D, slot)
-        sVt = smem.allocate_tensor(self.dtype, sV_layout.outer, 1024, sV_layout.inner)  # (Dv, tile_n, slot)
-
         element = self.dtype.width // 8
-        ring_k = sm90.Ring(barriers, barriers + self.stages, self.stages, self.tile_n * self.d * element)
-        ring_v = sm90.Ring(barriers + 2 * self.stages, barriers + 3 * self.stages, self.stages, self.tile_n * self.dv * element)
-        q_barriers = barriers + 4 * self.stages
-        ring_q = sm90.Ring(q_barriers, q_barriers + Q_SLOTS, Q_SLOTS, ROWS * self.d * element)
+        smem = cutlass.memory.SmemAllocator()
+
+        def ring(stages: int, slot_bytes: int) -> sm90.Ring:
+            barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
+            return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
+
+        def buffer(layout: cute.ComposedLayout) -> cute.Tensor:
+            return smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
+
+        ring_q = ring(Q_STAGES * Q_SLOTS, ROWS * self.d * element)
+        ring_k = ring(self.stages, self.tile_n * self.d * element)
+        ring_v = ring(self.stages, self.tile_n * self.dv * element)
+        posted = smem.allocate_array(cutlass.Int64, 2 * MAIL_SLOTS)
+        mail = cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS))
+        sQ, sK, sVt = (buffer(layout) for layout in layouts)  # (64, D, 2 x warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
+        sO = buffer(self.output_layout(ROWS, self.warpgroups))  # (64, Dv, warpgroup)
+
+        mQ, mK, mVt, mO = tensors
+        B, Hq, Sq = mLSE.shape
+        order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
+        queue = TileQueue(mCounter.iterator, mail, posted, posted + MAIL_SLOTS, order.total)
+        geo = Geometry(self.spec.mask, self.tile_m, self.tile_n, Sq, mK.shape[0])
+        work = Work(ring_q, ring_k, ring_v, queue, order, geo)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                ring_k.init(4 * self.warpgroups)
-                ring_v.init(4 * self.warpgroups)
                 ring_q.init(4)
+                for shared in (ring_k, ring_v, queue):
+                    shared.init(4 * self.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-
-        B, Hq, Sq = mLSE.shape
-        geo = Geometry(self.spec.mask, self.tile_m, self.tile_n, Sq, mK.shape[0])
-        order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
-        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
-        kv_head = head // (Hq // mK.shape[2])
-        blocks = geo.num_blocks(m_block)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q = Operand(tma_q, mQ[None, None, head, batch], sQ)
-                k = Operand(tma_k, mK[None, None, kv_head, batch], sK)
-                v = Operand(tma_v, mVt[None, None, kv_head, batch], sVt)
-                self.load(q, k, v, (ring_q, ring_k, ring_v), m_block, blocks)
+                self.load(Operand(atoms[0], mQ, sQ), Operand(atoms[1], mK, sK), Operand(atoms[2], mVt, sVt), work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            out = Operand(tma_o, mO[None, None, head, batch], sQ)
-            self.consume(sQ, sK, sVt, (ring_q, ring_k, ring_v), geo, m_block, out, mLSE[batch, head, None], (scale_log2, scale))
+            self.consume((sQ, sK, sVt), work, Operand(atoms[3], mO, sO), mLSE, scales)
 
     @cute.jit
-    def load(self, q: Operand, k: Operand, v: Operand, rings: tuple, m_block: Int32, blocks: Int32):
-        """Producer warp: every warpgroup's Q once, then K(j) one block ahead of V(j), the order in which they are multiplied."""
-        ring_q, ring_k, ring_v = rings
-        tQsQ, tQgQ = tiles_of(q, (ROWS, self.d), (None, 0))  # (TMA, warpgroup), (TMA, num_m_tiles)
-        tKsK, tKgK = tiles_of(k, (self.tile_n, self.d), (None, 0))  # (TMA, slot), (TMA, num_n_blocks)
-        tVsV, tVgV = tiles_of(v, (self.dv, self.tile_n), (0, None))
-        for w in cutlass.range_constexpr(self.warpgroups):
-            ring_q.acquire(w)
-            cute.copy(q.atom, tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, w], tma_bar_ptr=ring_q.arrival(w))
-            if cutlass.const_expr(w == 0):
-                self.load_block(k, tKgK, tKsK, ring_k, blocks, Int32(0))
-        for j in cutlass.range(1, blocks, unroll=1):
-            self.load_block(k, tKgK, tKsK, ring_k, blocks, j)
-            self.load_block(v, tVgV, tVsV, ring_v, blocks, j - 1)
-        self.load_block(v, tVgV, tVsV, ring_v, blocks, blocks - 1)
+    def load(self, q: Operand, k: Operand, v: Operand, work: Work):
+        """Producer warp. A tile's loads, in the order in which they are multiplied: Q and K(0), then K(j) ahead of V(j-1), V of the last."""
+        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
+        group = work.order.heads // k.m.shape[2]
+        nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
+        number = cute.arch.block_idx()[0]
+        while number < work.order.total:
+            upcoming = work.queue.draw()  # long before it is needed: the atomic's latency passes under the loads
+            m_block, head, batch = work.order.tile(number)
+            blocks = work.geo.num_blocks(m_block)
+            tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.d), (None, 0))
+            tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
+            tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
+            for w in cutlass.range_constexpr(self.warpgroups):
+                gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
+                load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
+                if cutlass.const_expr(w == 0):
+                    load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
+            for j in cutlass.range(1, blocks, unroll=1):
+                load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
+                load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
+            load_block(v.atom, tVgV, tVsV, ring_v, Int32(0), done + blocks - 1)
+            work.queue.post(nth, upcoming)
+            number = upcoming
+            nth += 1
+            done += blocks
+
+    def q_slot(self, nth: Int32, wg: Int32) -> Int32:
+        """Where warpgroup wg's Q of this CTA's nth tile lies."""
+        return nth % Q_STAGES * self.warpgroups + wg
 
     @cute.jit
-    def load_block(self, operand: Operand, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, blocks: Int32, j: Int32):
-        """The j-th visited block, counted from the right."""
-        ring.acquire(j)
-        cute.copy(operand.atom, tXgX[None, blocks - 1 - j], tXsX[None, ring.slot(j)], tma_bar_ptr=ring.arrival(j))
-
-    @cute.jit
-    def consume(
-        self,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sVt: cute.Tensor,
-        rings: tuple,
-        geo: Geometry,
-        m_block: Int32,
-        out: Operand,
-        mLSE: cute.Tensor,  # (Sq,)
-        scales: tuple,
-    ):
-        """Consumer warpgroup: 64 rows of the tile, all KV blocks."""
+    def consume(self, buffers: tuple, work: Work, out: Operand, mLSE: cute.Tensor, scales: tuple):
+        """Consumer warpgroup: its 64 rows of every tile, KV blocks from the right: the masked ones first."""
+        sQ, sK, sVt = buffers
+        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP)
         thread = tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        ring_q, ring_k, ring_v = rings
         times_kt, times_v = sm90.Product.create(self.make_qk), sm90.Product.create(self.make_pv)
         qk, pv = times_kt.add.get_slice(thread), times_v.add.get_slice(thread)
-        tSrQ = qk.make_fragment_A(qk.partition_A(sQ))[None, None, None, wg]  # (MMA, 1, D/16)
+        tSrQ = qk.make_fragment_A(qk.partition_A(sQ))  # (MMA, 1, D/16, slot)
         tSrK = qk.make_fragment_B(qk.partition_B(sK))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
         acc_S = sm90.zeros(qk, (ROWS, self.tile_n))
         acc_O = sm90.zeros(pv, (ROWS, self.dv))
         P = sm90.OperandA.create(acc_S, self.dtype)  # (MMA, 1, tile_n/16)
         scores, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
-
-        row = (m_block * self.warpgroups + wg) * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        mask = Mask(geo, row, lane % 4 * 2)
         softmax = OnlineSoftmax.create(scales[0])
-        turn = sm90.Turn(Barrier.TURN, wg, self.warpgroups)
-        turn.start()
-
-        blocks = geo.num_blocks(m_block)
-        partial = cutlass.max(blocks - geo.num_full(m_block), 1)  # the first block is always masked: its code is there anyway
-
-        ring_q.wait(wg)
-        ring_k.wait(0)
-        turn.take()
-        warpgroup.fence()
-        times_kt.issue(acc_S, tSrQ, tSrK[None, None, None, 0], accumulate=False)
-        turn.pass_on()
-        warpgroup.wait_group(0)
-        ring_k.release(0)
-        mask.apply(scores, blocks - 1)
-        softmax.step(scores, first=True, masked=True)
-        P.take(acc_S)
-
-        for stretch in cutlass.range_constexpr(2):
-            masked = stretch == 0
-            begin, end = (1, partial) if masked else (partial, blocks)
-            for j in cutlass.range(begin, end, unroll=1):
-                ring_k.wait(j)
-                turn.take()
-                warpgroup.fence()
-                times_kt.issue(acc_S, tSrQ, tSrK[None, None, None, ring_k.slot(j)], accumulate=False)
-                ring_v.wait(j - 1)
-                times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(j - 1)], accumulate=True)
-                turn.pass_on()
-                warpgroup.wait_group(1)
-                ring_k.release(j)
-                if cutlass.const_expr(masked):
-                    mask.apply(scores, blocks - 1 - j)
-                softmax.step(scores, first=False, masked=masked)
-                warpgroup.wait_group(0)
-                ring_v.release(j - 1)
-                P.take(acc_S)
-                softmax.rescale(output)
-
-        ring_v.wait(blocks - 1)
-        warpgroup.fence()
-        times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(blocks - 1)], accumulate=True)
         lse = cute.make_rmem_tensor((2,), Float32)
-        warpgroup.wait_group(0)
-        softmax.finish(output, lse, scales[1])
-        if lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                if row + 8 * r < geo.Sq:
-                    mLSE[row + 8 * r] = lse[r]
-        self.store(acc_O, out, times_v.add, m_block, wg)
+        turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
+        turns.start()
+
+        nth, done = Int32(0), Int32(0)
+        number = cute.arch.block_idx()[0]
+        while number < work.order.total:
+            m_block, head, batch = work.order.tile(number)
+            wg_tile = m_block * self.warpgroups + wg
+            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            mask = Mask(work.geo, row, lane % 4 * 2)
+            blocks = work.geo.num_blocks(m_block)
+            partial = cutlass.max(blocks - work.geo.num_full(m_block), 1)  # the first block is always masked: its code is there anyway
+            my_Q = tSrQ[None, None, None, self.q_slot(nth, wg)]
+
+            ring_q.wait(nth * Q_SLOTS + wg)
+            ring_k.wait(done)
+            turns.take()
+            warpgroup.fence()
+            times_kt.issue(acc_S, my_Q, tSrK[None, None, None, ring_k.slot(done)], accumulate=False)
+            turns.pass_on()
+            warpgroup.wait_group(0)
+            ring_k.release(done)
+            mask.apply(scores, blocks - 1)
+            softmax.step(scores, first=True, masked=True)
+            P.take(acc_S)
+            acc_O.fill(0.0)
+
+            for masked in cutlass.range_constexpr(1, -1, -1):
+                begin, end = (1, partial) if masked else (partial, blocks)
+                for j in cutlass.range(begin, end, unroll=1):
+                    now, before = done + j, done + j - 1
+                    ring_k.wait(now)
+                    turns.take()
+                    warpgroup.fence()
+                    times_kt.issue(acc_S, my_Q, tSrK[None, None, None, ring_k.slot(now)], accumulate=False)
+                    ring_v.wait(before)
+                    times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(before)], accumulate=True)
+                    turns.pass_on()
+                    warpgroup.wait_group(1)
+                    ring_k.release(now)
+                    if cutlass.const_expr(masked):
+                        mask.apply(scores, blocks - 1 - j)
+                    softmax.step(scores, first=False, masked=bool(masked))
+                    warpgroup.wait_group(0)
+                    ring_v.release(before)
+                    P.take(acc_S)
+                    softmax.rescale(output)
+
+            ring_q.release(nth * Q_SLOTS + wg)
+            done += blocks
+            ring_v.wait(done - 1)
+            warpgroup.fence()
+            times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
+            warpgroup.wait_group(0)
+            ring_v.release(done - 1)
+            softmax.finish(output, lse, scales[1])
+            if lane % 4 == 0:
+                for r in cutlass.range_constexpr(2):
+                    if row + 8 * r < work.geo.Sq:
+                        mLSE[batch, head, row + 8 * r] = lse[r]
+            self.store(acc_O, out.head(head, batch), wg, wg_tile, times_v.add)
+            number = work.queue.take(nth)
+            nth += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: Operand, mma_pv: cute.TiledMma, m_block: Int32, wg: Int32):
-        """O to 16 bits, through the warpgroup's own Q buffer, to global memory; each warp sends its 16 rows when it has them."""
-        thread = (cute.arch.thread_idx()[0]) % sm90.WARPGROUP
+    def store(self, acc_O: cute.Tensor, out: Operand, wg: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+        """O in 16 bits through shared memory to global memory; each warp sends its 16 rows when it has them and waits for no other."""
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
-        sO = cute.make_tensor(out.s.iterator, self.output_layout(ROWS, self.warpgroups).outer)[None, None, wg]  # (64, Dv)
         rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
-        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv)
-        thr_copy = to_smem.get_slice(thread)
-        # All four warps have waited for their last read of Q before any of them overwrites it.
-        cute.arch.barrier(barrier_id=Barrier.OUTPUT + wg, number_of_threads=sm90.WARPGROUP)
-        cute.copy(to_smem, thr_copy.retile(rO), thr_copy.partition_D(sO))
-        cute.arch.fence_proxy("async.shared", space="cta")
+        sO = out.s[None, None, wg]  # (64, Dv)
+        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv).get_slice(thread)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # this warp's rows of the tile before have left
         cute.arch.sync_warp()
-        slab = (m_block * self.warpgroups + wg) * (ROWS // SLAB) + warp_in_group
-        gO = cute.local_tile(out.m, (SLAB, self.dv), (slab, 0))
-        sO_slab = cute.local_tile(sO, (SLAB, self.dv), (warp_in_group, 0))
-        tOsO, tOgO = cpasync.tma_partition(
-            out.atom, 0, cute.make_layout(1), cute.group_modes(sO_slab, 0, 2), cute.group_modes(gO, 0, 2)
-        )
-        cute.copy(out.atom, tOsO, tOgO)
+        cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
+        cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
+        cute.arch.sync_warp()
+        slab = Operand(out.atom, out.m, cute.local_tile(sO, (SLAB, self.dv), (warp_in_group, 0)))
+        tOsO, tOgO = slab.tiles((SLAB, self.dv), (None, 0))
+        cute.copy(out.atom, tOsO, tOgO[None, wg_tile * (ROWS // SLAB) + warp_in_group])
         cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def tiles_of(operand: Operand, tile: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
-    """Shared and global tiles of one operand as TMA moves them: (TMA, slot) and (TMA, tiles along the free mode)."""
-    g = cute.local_tile(operand.m, tile, coordinate)  # (rows, cols, tiles)
-    return cpasync.tma_partition(
-        operand.atom, 0, cute.make_layout(1), cute.group_modes(operand.s, 0, 2), cute.group_modes(g, 0, 2)
-    )
+@cute.jit
+def load_tile(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, ring: sm90.Ring, count: Int32):
+    """Producer warp: one TMA load into the ring's slot number `count`, once that slot is free."""
+    ring.acquire(count)
+    cute.copy(atom, gX, sX, tma_bar_ptr=ring.arrival(count))
+
+
+@cute.jit
+def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, n_block: Int32, count: Int32):
+    """Producer warp: KV block n_block as the ring's block number `count`."""
+    load_tile(atom, tXgX[None, n_block], tXsX[None, ring.slot(count)], ring, count)

@@ -1,6 +1,6 @@
 """Hopper mechanisms: rings of TMA buffers, turns between warpgroups, wgmma on one warpgroup's 64 rows.
 
-All waits and arrivals of a kernel go through Ring and Turn; a kernel never touches a barrier itself.
+All waits and arrivals of a kernel go through Ring and Turns; a kernel never touches a barrier itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turns:
     """Warpgroups issue their products in rotation, so that one's softmax runs under another's tensor-core work (FlashAttention-3's ping-pong).
 
     Warpgroup w waits on named barrier first + w, where its predecessor arrives; the last one arrives once at the start to let the first begin.
