@@ -34,22 +34,28 @@ def forward_grid(dims: tuple[int, ...] = (64, 128)) -> list[Case]:
     ]
 
 
-# (B, Hq, Hkv) and (Sq, Sk) of the lattice; dims that share a kernel are stood for by the kernel's own and one below it
+# (B, Hq, Hkv) and (Sq, Sk) of the lattice. Head dims that have a kernel of their own are measured all over it, those
+# that a larger one serves at spots.
 _HEADS = ((1, 8, 8), (1, 32, 8), (4, 16, 16), (16, 16, 16))
 _SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_OWN_DIMS, _SPOT_DIMS, _SPOT_LENGTHS = ((64, 64), (128, 128)), ((40, 40), (96, 96), (128, 64)), (256, 1024, 4096)
 _RECTANGLES = ((1024, 77), (4096, 77), (16, 4096), (64, 8192), (256, 4096), (2048, 512))
 _MAX_SCORES = 1 << 33  # B * Hq * Sq * Sk: larger problems say nothing new
 
 
-def choice_lattice(
-    dims: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (40, 40), (96, 96), (128, 64)),
-) -> list[Case]:
+def _lattice_lengths(dims: tuple[int, int], mask: str) -> list[tuple[int, int]]:
+    if dims not in _OWN_DIMS:
+        return [(s, s) for s in _SPOT_LENGTHS]
+    return [(s, s) for s in _SQUARE] + (list(_RECTANGLES) if mask == "full" else [])
+
+
+def choice_lattice() -> list[Case]:
     """Shapes across the range, so that a class of calls shows where ours stops being the faster one."""
     cases = []
-    for d, dv in dims:
+    for d, dv in _OWN_DIMS + _SPOT_DIMS:
         for mask in MASKS:
             for b, hq, hkv in _HEADS:
-                for sq, sk in tuple((s, s) for s in _SQUARE) + (_RECTANGLES if mask == "full" else ()):
+                for sq, sk in _lattice_lengths((d, dv), mask):
                     if b * hq * sq * sk <= _MAX_SCORES:
                         name = f"d{d}v{dv}_{mask}_b{b}h{hq}kv{hkv}_{sq}x{sk}"
                         cases.append(_case(name, (b, hq, hkv), (sq, sk), (d, dv), mask == "causal"))

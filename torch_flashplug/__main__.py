@@ -29,7 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     demo = verbs.add_parser("demo", help="run a byte-level GPT on a text file, ours beside stock")
     demo.add_argument("file", nargs="?", help="a text file (default: README.md, or the package's own source)")
-    demo.add_argument("--rounds", type=int, default=7, help="interleaved timing rounds")
+    demo.add_argument(
+        "--rounds", type=int, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
+    )
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
     explain.add_argument("--device", default="", help="h100, h200, a100 or l4 (default: this machine's GPU, else h100)")
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")

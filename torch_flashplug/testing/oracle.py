@@ -47,9 +47,10 @@ class _Piece:
     scores: torch.Tensor  # (heads, rows, Sk), masked and scaled
 
 
-def _cuts(heads: int, sq: int, sk: int) -> Iterator[tuple[slice, slice]]:
+def _cuts(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Flat heads and query rows, cut so that neither scores nor copies of the operands (D + Dv = width) grow large."""
     rows = max(1, min(sq, MAX_SCORES // max(sk, 1)))
-    group = max(1, MAX_SCORES // max(rows * sk, 1)) if rows == sq else 1
+    group = max(1, MAX_SCORES // max(rows * sk, (rows + sk) * width, 1)) if rows == sq else 1
     for h in range(0, heads, group):
         for m in range(0, sq, rows):
             yield slice(h, min(h + group, heads)), slice(m, min(m + rows, sq))
@@ -61,7 +62,7 @@ def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> 
     flat_q, flat_k, flat_v = q.reshape(B * Hq, Sq, D), k.reshape(B * Hkv, Sk, D), v.reshape(B * Hkv, Sk, Dv)
     bias = None if mask.bias is None else mask.bias.expand(B, Hq, Sq, Sk)
     columns = torch.arange(Sk, device=q.device)
-    for h, m in _cuts(B * Hq, Sq, Sk):
+    for h, m in _cuts(B * Hq, Sq, Sk, D + Dv):
         heads = torch.arange(h.start, h.stop, device=q.device)
         kv_index = heads // Hq * Hkv + heads % Hq // (Hq // Hkv)
         qp, kp, vp = flat_q[h, m].to(dtype), flat_k[kv_index].to(dtype), flat_v[kv_index].to(dtype)
