@@ -123,7 +123,7 @@ int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
     out.add(Why::kDtype);
   if (p.has_mask) out.add(Why::kMask);
   if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
-  if (p.dropout_p > 0.0) out.add(Why::kDropout);
+  if (p.dropout_p != 0.0) out.add(Why::kDropout);
   if (out.full()) return out.count;
   if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
     out.add(Why::kEmpty);
@@ -181,7 +181,7 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p > 0.0 || !is_half(p.dtype[0]) ||
+  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !is_half(p.dtype[0]) ||
       p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
     return false;
   }

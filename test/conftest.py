@@ -80,7 +80,7 @@ def road(request: pytest.FixtureRequest) -> Iterator[standin.Road]:
 @pytest.fixture(params=["router", "plan_b"])
 def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Road]:
     """Both hooks: what holds for one must hold for the other."""
-    with (standin.road_to if request.param == "router" else standin.plan_b)(device) as road:
+    with standin.road_to(device, request.param) as road:
         yield road
 
 

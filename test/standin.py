@@ -32,6 +32,7 @@ class Road:
     """Where a test runs. Counters start at zero."""
 
     device: str  # "cpu" (stand-in) or "cuda"
+    hook: str = "router"  # or "plan_b"
     dtype: torch.dtype = torch.bfloat16
 
     def qkv(
@@ -53,8 +54,11 @@ class Road:
 
     def enable(self) -> None:
         torch_flashplug.enable()
-        if self.device == "cpu":
+        if self.device == "cpu" and self.hook == "router":
             assert native.install(native.CPU_SLOT) == 0, native.last_error()
+        elif self.hook == "plan_b":
+            native.uninstall(native.CUDA_SLOT)
+            composite.install(self.device.upper())
 
     def disable(self) -> None:
         torch_flashplug.disable()
@@ -78,8 +82,8 @@ def _spend_override_warning() -> None:
 
 
 @contextlib.contextmanager
-def road_to(device: str) -> Iterator[Road]:
-    """Installs the router for `device` and puts everything back."""
+def road_to(device: str, hook: str = "router") -> Iterator[Road]:
+    """Puts the hook in place for `device`, and everything back in the end."""
     native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, configs.DECODE_ROWS, OPEN_GATE)
     if device == "cpu":
         _spend_override_warning()
@@ -87,31 +91,17 @@ def road_to(device: str) -> Iterator[Road]:
         native.set_standin(True)
         native.register_ops("CPU")
         torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
-    road = Road(device)
+    road = Road(device, hook)
     road.enable()
     native.counters(reset=True)
     try:
         yield road
     finally:
-        road.enable()
+        road.disable()
+        torch_flashplug.enable()
         if device == "cpu":
-            native.uninstall(native.CPU_SLOT)
             native.set_standin(False)
             native.set_facts_override(None)
             native.unregister_ops()
             native.register_ops("CUDA")
         native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
-
-
-@contextlib.contextmanager
-def plan_b(device: str) -> Iterator[Road]:
-    """The same road with the Python kernel in the router's place."""
-    with road_to(device) as road:
-        slot = native.CPU_SLOT if device == "cpu" else native.CUDA_SLOT
-        native.uninstall(slot)
-        composite.install(device.upper())
-        try:
-            yield road
-        finally:
-            composite.uninstall()
-            native.install(slot)

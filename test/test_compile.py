@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import CUDA
 from functorch.compile import make_boxed_func
-from standin import Road, plan_b
+from standin import Road, road_to
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -41,8 +41,14 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
     """(op, mode word) of our ops, and (aten name, -1) of every other attention op, in graph order."""
     found = []
     for node in graph.nodes:
-        call = [node.target, *node.args]  # an op that checkpoint will repeat is an argument of the op that keeps the RNG state
-        own = next((index for index, part in enumerate(call) if isinstance(part, torch._ops.OpOverload) and part in OWN_OPS), None)
+        call = [
+            node.target,
+            *node.args,
+        ]  # an op that checkpoint will repeat is an argument of the op that keeps the RNG state
+        own = next(
+            (index for index, part in enumerate(call) if isinstance(part, torch._ops.OpOverload) and part in OWN_OPS),
+            None,
+        )
         if own is not None:
             name, fields = OWN_OPS[call[own]]
             found.append((name, fields(*call[own + 1 :]).mode))
@@ -85,7 +91,9 @@ def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 NESTED_MODES = [FA3, AUTO, FA3, AUTO]
 
 
-def check_against_eager(road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int) -> dict[str, int]:
+def check_against_eager(
+    road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
+) -> dict[str, int]:
     """Runs both on the same inputs; the paths that the compiled one took."""
     inputs, copies = (road.qkv(grad=grad, **sizes) for _ in range(2))
     want = function(*inputs)
@@ -101,7 +109,9 @@ def check_against_eager(road: Road, function: Callable, compiled: Callable, *, g
         (got.float() * weights).sum().backward()
         took |= road.took()
         for name, a, b in zip("qkv", copies, inputs):
-            torch.testing.assert_close(a.grad, b.grad, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"d{name}: {text}")
+            torch.testing.assert_close(
+                a.grad, b.grad, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"d{name}: {text}"
+            )
             assert a.grad.stride() == b.grad.stride()
     return took
 
@@ -289,7 +299,9 @@ def test_mask_goes_to_stock_and_gqa_is_served(road: Road) -> None:
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
 def test_inductor(road: Road, cpp_wrapper: bool) -> None:
     with torch._inductor.config.patch(cpp_wrapper=cpp_wrapper):
-        took = check_against_eager(road, nested, torch.compile(nested, fullgraph=True), grad=not cpp_wrapper or road.device == "cuda")
+        took = check_against_eager(
+            road, nested, torch.compile(nested, fullgraph=True), grad=not cpp_wrapper or road.device == "cuda"
+        )
     assert took["ours_fwd"] == len(NESTED_MODES)
 
 
@@ -408,7 +420,9 @@ def test_selective_checkpoint_sees_the_aten_op(road: Road) -> None:
         return CheckpointPolicy.MUST_SAVE if op is tracing.OVERRIDEABLE.default else CheckpointPolicy.PREFER_RECOMPUTE
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return checkpoint(causal, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        return checkpoint(
+            causal, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
 
     took = check_against_eager(road, causal, function, grad=True)
     assert took.get("ours_fwd", 0) == 0 or took["ours_fwd"] == 1
@@ -504,7 +518,7 @@ def test_jacrev(road: Road) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
-    with plan_b(device) as road:
+    with road_to(device, "plan_b") as road:
         inputs = three(road.qkv())
         got = torch.vmap(causal)(*inputs)
         assert road.took().get("ours_fwd", 0) == 0

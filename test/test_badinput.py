@@ -1,0 +1,234 @@
+"""Odd and wrong input to F.sdpa: with the plugin the same error or the same result as without. Every case is run twice, plugin off and on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from standin import Road
+from torch import Tensor
+
+NAN, INF = float("nan"), float("inf")
+Call = tuple[list[Any], dict[str, Any]]
+CASES: dict[str, Callable[[Road], Call]] = {}
+
+
+def sized(road: Road, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...] | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator).to(road.device, road.dtype) for size in (q, k, v or k)]
+
+
+def masked(road: Road, mask: Tensor, **settings: Any) -> Call:
+    return [*road.qkv(), mask.to(road.device)], settings
+
+
+def changed(road: Road, operand: int, change: Callable[[Tensor], Tensor], **settings: Any) -> Call:
+    tensors = road.qkv()
+    tensors[operand] = change(tensors[operand])
+    return list(tensors), settings
+
+
+def poked(tensor: Tensor, where: tuple, value: float) -> Tensor:
+    tensor = tensor.clone(memory_format=torch.preserve_format)
+    tensor[where] = value
+    return tensor
+
+
+# What stock rejects.
+CASES |= {
+    "query_of_another_dtype": lambda road: changed(road, 0, lambda t: t.to(torch.float16)),
+    "value_of_another_dtype": lambda road: changed(road, 2, lambda t: t.float()),
+    "key_on_another_device": lambda road: changed(road, 1, lambda t: t.to("meta")),
+    "value_on_the_host": lambda road: changed(road, 2, lambda t: t.cpu().to("cpu")),
+    "all_one_dim": lambda road: (sized(road, (64,), (64,)), {}),
+    "key_one_dim": lambda road: changed(road, 1, lambda t: t[0, 0, 0]),
+    "head_dims_differ": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 128, 32)), {}),
+    "key_and_value_lengths_differ": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 96, 64)), {}),
+    "heads_differ_without_enable_gqa": lambda road: (sized(road, (2, 4, 128, 64), (2, 2, 128, 64)), {}),
+    "gqa_heads_do_not_divide": lambda road: (sized(road, (2, 4, 128, 64), (2, 3, 128, 64)), {"enable_gqa": True}),
+    "gqa_key_and_value_heads_differ": lambda road: (
+        sized(road, (2, 4, 128, 64), (2, 2, 128, 64), (2, 4, 128, 64)),
+        {"enable_gqa": True},
+    ),
+    "batches_do_not_broadcast": lambda road: (sized(road, (2, 4, 128, 64), (3, 4, 128, 64)), {}),
+    "mask_and_causal": lambda road: masked(road, torch.ones(128, 128, dtype=torch.bool), is_causal=True),
+    "int_mask": lambda road: masked(road, torch.ones(128, 128, dtype=torch.int32)),
+    "mask_of_another_float": lambda road: masked(road, torch.zeros(128, 128, dtype=torch.float16)),
+    "mask_of_wrong_shape": lambda road: masked(road, torch.ones(128, 64, dtype=torch.bool)),
+    "mask_of_five_dims": lambda road: masked(road, torch.ones(1, 1, 1, 128, 128, dtype=torch.bool)),
+    "dropout_above_one": lambda road: (road.qkv(), {"dropout_p": 1.5}),
+    "dropout_below_zero": lambda road: (road.qkv(), {"dropout_p": -0.5}),
+    "int_tensors": lambda road: ([t.to(torch.int32) for t in road.qkv()], {}),
+    "bool_tensors": lambda road: ([t > 0 for t in road.qkv()], {}),
+    "none_for_key": lambda road: ([road.qkv()[0], None, road.qkv()[2]], {}),
+    "scale_is_a_string": lambda road: (road.qkv(), {"scale": "large"}),
+}
+# What stock serves, and our kernels do not.
+CASES |= {
+    "fp64": lambda road: ([t.double() for t in road.qkv()], {}),
+    "fp32": lambda road: ([t.float() for t in road.qkv()], {"is_causal": True}),
+    "two_dims": lambda road: (sized(road, (128, 64), (96, 64)), {}),
+    "three_dims": lambda road: (sized(road, (4, 128, 64), (4, 96, 64)), {}),
+    "five_dims": lambda road: (sized(road, (2, 2, 4, 128, 64), (2, 2, 4, 96, 64)), {}),
+    "one_key_head_broadcasts": lambda road: (sized(road, (2, 4, 128, 64), (2, 1, 128, 64)), {}),
+    "batch_broadcasts": lambda road: (sized(road, (2, 4, 128, 64), (1, 4, 128, 64)), {}),
+    "no_keys": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 0, 64)), {}),
+    "no_keys_causal": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 0, 64)), {"is_causal": True}),
+    "no_rows": lambda road: (sized(road, (2, 4, 0, 64), (2, 4, 128, 64)), {}),
+    "no_batch": lambda road: (sized(road, (0, 4, 128, 64), (0, 4, 128, 64)), {}),
+    "no_heads": lambda road: (sized(road, (2, 0, 128, 64), (2, 0, 128, 64)), {}),
+    "head_dim_0": lambda road: (sized(road, (2, 4, 128, 0), (2, 4, 128, 0), (2, 4, 128, 64)), {}),
+    "value_head_dim_0": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 128, 0)), {}),
+    "head_dim_not_a_multiple_of_8": lambda road: (sized(road, (2, 4, 128, 20), (2, 4, 128, 20)), {}),
+    "head_dim_320": lambda road: (sized(road, (1, 2, 128, 320), (1, 2, 128, 320)), {}),
+    "last_dim_not_contiguous": lambda road: changed(road, 1, lambda t: t.mT.contiguous().mT),
+    "every_other_element": lambda road: ([torch.cat((t, t), -1)[..., ::2] for t in road.qkv()], {}),
+    "misaligned_storage_offset": lambda road: changed(road, 0, shifted_by_one),
+    "misaligned_row_stride": lambda road: changed(road, 2, lambda t: torch.cat((t, t[..., :4]), -1)[..., :64]),
+    "row_hidden_by_bool_mask": lambda road: masked(road, poked(torch.ones(128, 128, dtype=torch.bool), (5,), False)),
+    "row_hidden_by_inf_mask": lambda road: masked(road, poked(torch.zeros(128, 128, dtype=torch.bfloat16), (5,), -INF)),
+    "row_of_lowest_values": lambda road: masked(road, poked(torch.zeros(128, 128), (5,), torch.finfo().min).bfloat16()),
+    "mask_of_one_row": lambda road: masked(road, torch.arange(128) < 100),
+    "fp32_mask": lambda road: masked(road, torch.randn(2, 1, 128, 128)),
+    "dropout_one": lambda road: (road.qkv(), {"dropout_p": 1.0}),
+    "dropout_half": lambda road: (road.qkv(), {"dropout_p": 0.5}),
+}
+# What both serve.
+CASES |= {
+    "value_head_dim_differs": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 96, 64), (2, 4, 96, 32)), {}),
+    "causal_more_rows_than_keys": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 72, 64)), {"is_causal": True}),
+    "causal_more_keys_than_rows": lambda road: (sized(road, (2, 4, 72, 64), (2, 4, 128, 64)), {"is_causal": True}),
+    "one_key": lambda road: (sized(road, (2, 4, 128, 64), (2, 4, 1, 64)), {"is_causal": True}),
+    "expanded_heads": lambda road: changed(road, 1, lambda t: t[:, :1].expand_as(t)),
+    "expanded_batch": lambda road: changed(road, 2, lambda t: t[:1].expand_as(t)),
+    "odd_stride_of_a_size_one_dim": lambda road: changed(road, 0, lambda t: odd_stride(t[:1]).expand(2, -1, -1, -1)),
+    "odd_stride_of_one_head": lambda road: ([odd_stride(t[:, :1], 1) for t in road.qkv()], {}),
+    "scale_zero": lambda road: (road.qkv(), {"scale": 0.0}),
+    "scale_negative": lambda road: (road.qkv(), {"scale": -0.2}),
+    "scale_nan": lambda road: (road.qkv(), {"scale": NAN}),
+    "scale_inf": lambda road: (road.qkv(), {"scale": INF}),
+    "nan_in_one_query_row": lambda road: changed(road, 0, lambda t: poked(t, (0, 1, 5), NAN)),
+    "nan_in_one_key": lambda road: changed(road, 1, lambda t: poked(t, (0, 1, 5, 3), NAN)),
+    "nan_in_a_value_that_causal_hides": lambda road: changed(
+        road, 2, lambda t: poked(t, (0, 1, 100), NAN), is_causal=True
+    ),
+    "large_values": lambda road: ([t * 133120 for t in road.qkv()], {}),
+}
+# Hidden entries are multiplied by zero or not looked at, which stock's own backends answer differently.
+ANY_NAN = {"nan_in_a_value_that_causal_hides", "scale_inf", "scale_nan", "large_values"}
+
+
+def shifted_by_one(tensor: Tensor) -> Tensor:
+    storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return storage[1:].view(tensor.shape).copy_(tensor)
+
+
+def odd_stride(tensor: Tensor, dim: int = 0) -> Tensor:
+    strides = list(tensor.stride())
+    strides[dim] = 3
+    return tensor.as_strided(tensor.shape, strides)
+
+
+Outcome = list[Tensor] | tuple[type, str]
+
+
+def outcome(call: Call, grad: bool) -> Outcome:
+    """The result and the gradients, or the error's type and first line."""
+    args = [
+        t.detach().requires_grad_() if grad and isinstance(t, Tensor) and t.is_floating_point() else t for t in call[0]
+    ]
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stock's notes on why a fused kernel did not run
+        try:
+            out = F.scaled_dot_product_attention(*args, **call[1])
+            if not grad:
+                return [out]
+            out.float().square().sum().backward()
+            return [out.detach(), *(t.grad for t in args if isinstance(t, Tensor) and t.grad is not None)]
+        except Exception as error:
+            return type(error), str(error).splitlines()[0]
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Of the dims where they mean something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+
+
+@pytest.fixture(params=[False, True], ids=["no_grad", "grad"])
+def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
+    with torch.set_grad_enabled(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool) -> None:
+    call = CASES[name](any_road)
+    any_road.disable()
+    want = outcome(call, grad)
+    any_road.enable()
+    any_road.took()
+    got = outcome(call, grad)
+    served = any_road.took().get("ours_fwd", 0) > 0
+    if isinstance(want, tuple) or isinstance(got, tuple):
+        assert got == want
+        return
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
+        if not served:
+            assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))  # stock's own result, bit for bit
+        elif name not in ANY_NAN:
+            limit = 2e-2 if a is got[0] else 2e-1
+            torch.testing.assert_close(a, b, atol=limit, rtol=limit, equal_nan=True)
+
+
+def test_rows_that_may_see_nothing_stay_zero(road: Road) -> None:
+    """No keys at all: zeros and zero gradients, forced or not."""
+    q, k, v = (t.requires_grad_() for t in sized(road, (2, 4, 128, 64), (2, 4, 0, 64)))
+    out = F.scaled_dot_product_attention(q, k, v)
+    out.sum().backward()
+    assert out.eq(0).all() and q.grad.eq(0).all() and k.grad.shape == k.shape
+
+
+def test_double_backward_is_refused_or_right(any_road: Road) -> None:
+    q, k, v = any_road.qkv(rows=72, grad=True)
+
+    def second() -> Tensor | type:
+        try:
+            (first,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).float().sum(), q, create_graph=True)
+            return torch.autograd.grad(first.float().square().sum(), q)[0]
+        except RuntimeError as error:
+            return type(error)
+
+    any_road.disable()
+    want = second()
+    any_road.enable()
+    got = second()
+    # Stock's fused kernels and ours have no second derivative; stock math has one.
+    assert got is RuntimeError if not isinstance(want, Tensor) or isinstance(got, type) else torch.equal(got, want)
+
+
+def test_autocast_takes_fp32(any_road: Road) -> None:
+    tensors = [t.float() for t in any_road.qkv()]
+    with torch.autocast(any_road.device, torch.bfloat16):
+        out = F.scaled_dot_product_attention(*tensors)
+    assert out.dtype == torch.bfloat16 and any_road.took()["ours_fwd"] == 1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_deterministic_algorithms(road: Road, training: bool) -> None:
+    """Strict determinism raises nothing that stock does not raise."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        road.disable()
+        want = outcome((road.qkv(), {}), training)
+        road.enable()
+        got = outcome((road.qkv(), {}), training)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert isinstance(got, tuple) == isinstance(want, tuple)
