@@ -153,16 +153,11 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
   describe(tensors.out, 4, half, device_index, true, &out);
   describe(tensors.lse, 3, single, device_index, true, &lse);
   describe_counter(launch_counter(device_index, stream), device_index, &counter);
-  const TVMFFIAny args[kNumArgs] = {pack_tensor(&q),
-                                    pack_tensor(&k),
-                                    pack_tensor(&v),
-                                    pack_tensor(&out),
-                                    pack_tensor(&lse),
-                                    pack_float(scale * kLog2e),
-                                    pack_float(scale),
-                                    pack_tensor(&counter),
-                                    pack_int(device_facts(device_index).sm_count),
-                                    pack_pointer(stream)};
+  const TVMFFIAny args[kNumArgs] = {
+      pack_tensor(&q),     pack_tensor(&k),       pack_tensor(&v),
+      pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
+      pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
+      pack_pointer(stream)};
   const uint64_t bit = uint64_t{1} << (device_index & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
     run(kernel, args, kNumArgs);

@@ -68,7 +68,9 @@ int __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(void *self, const Any *args, int
     for (int j = 0; j < t->ndim; ++j) *out++ = t->strides[j];
   }
   scales[0] = args[5].v.f; scales[1] = args[6].v.f;
-  *out++ = args[7].type;
+  const Tensor *counter = args[7].v.p;
+  *out++ = args[7].type; *out++ = counter->ndim; *out++ = *(int32_t *)counter->data;
+  *out++ = args[8].type; *out++ = args[8].v.i; *out++ = args[9].type;
   return 0;
 }
 int __tvm_ffi_fwd_sm90_bf16_d128_full_m128n128s2(void *self, const Any *args, int32_t n, Any *result) { return 0; }
@@ -106,10 +108,12 @@ def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
     key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
     CARRIER(query, key, key, scale=0.5)
     seen = list((ctypes.c_int64 * 64).in_dll(fake_pack, "seen"))
-    dl_tensor, bfloat, real, pointer = 7, 4, 2, 4
+    dl_tensor, bfloat, real, integer, pointer = 7, 4, 2, 1, 4
     half, lse = [dl_tensor, 4, bfloat, 16], [dl_tensor, 3, real, 32]
-    q_strides, kv_strides = [40, 200, 40, 1], [40, 0, 40, 1]
-    expected = [8, *half, *q_strides, *half, *kv_strides, *half, *kv_strides, *half, *q_strides, *lse, 8, 5, 1, pointer]
+    q_strides, kv_strides, lse_strides = [40, 200, 40, 1], [40, 0, 40, 1], [8, 5, 1]
+    tensors = [*half, *q_strides, *half, *kv_strides, *half, *kv_strides, *half, *q_strides, *lse, *lse_strides]
+    counter, ctas = [dl_tensor, 1, 0], [integer, DEVICES["h100"]["sm_count"]]
+    expected = [10, *tensors, *counter, *ctas, pointer]
     assert seen[: len(expected)] == expected
     assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
