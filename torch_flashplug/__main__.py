@@ -69,8 +69,8 @@ def _demo(options: argparse.Namespace) -> None:
     show.run(options.file, rounds=options.rounds)
 
 
-def main() -> None:
-    options = _parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
     try:
         {"demo": _demo, "explain": _explain, "info": _info}[options.verb](options)
     except ValueError as error:
