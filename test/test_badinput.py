@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from standin import Road
 from torch import Tensor
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")
 Call = tuple[list[Any], dict[str, Any]]
 CASES: dict[str, Callable[[Road], Call]] = {}
@@ -167,6 +168,8 @@ def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool) -> None:
+    if name == "no_heads" and any_road.device == "cpu" and TORCH < (2, 13):
+        pytest.skip("stock's CPU kernel divides by the number of heads")
     call = CASES[name](any_road)
     any_road.disable()
     want = outcome(call, grad)

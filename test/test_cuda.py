@@ -1,0 +1,206 @@
+"""What only a GPU shows: graph capture and replay, streams, a second device, host syncs, threads, AOTInductor packages. All marked gpu, except the
+stand-in form of the last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import standin
+import torch
+import torch.nn.functional as F
+from standin import Road
+from torch import Tensor
+
+from torch_flashplug import sdpa_backend
+
+sdpa = F.scaled_dot_product_attention
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+@pytest.fixture
+def cuda_road() -> Iterator[Road]:
+    with standin.road_to("cuda") as road:
+        yield road
+
+
+def stock(function: Callable, *inputs: Tensor) -> Tensor:
+    with sdpa_backend("stock"):
+        return function(*inputs)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, is_causal=True)
+
+
+def check_replay(graph: torch.cuda.CUDAGraph, inputs: list[Tensor], out: Tensor) -> None:
+    """Two replays, the second with other values in the same memory."""
+    for factor in (1.0, -0.5):
+        for tensor in inputs:
+            tensor.mul_(factor)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(out, stock(causal, *inputs), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(240)
+@pytest.mark.parametrize("warm", [False, True], ids=["first_use_under_capture", "warm"])
+def test_capture_and_replay(cuda_road: Road, warm: bool) -> None:
+    inputs = cuda_road.qkv(rows=512)
+    if warm:
+        causal(*inputs)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with sdpa_backend("fa3"), torch.cuda.graph(graph):
+        out = causal(*inputs)
+    assert cuda_road.took()["ours_fwd"] == 1 + warm
+    check_replay(graph, inputs, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(240)
+def test_graphed_training_step(cuda_road: Road) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_backend("fa3"):
+                return causal(q, k, v)
+
+    samples = cuda_road.qkv(rows=256, grad=True)
+    graphed = torch.cuda.make_graphed_callables(
+        Attention(), tuple(t.detach().clone().requires_grad_() for t in samples)
+    )
+    for _ in range(2):
+        grads = torch.autograd.grad(graphed(*samples).float().square().sum(), samples)
+        want = torch.autograd.grad(stock(causal, *samples).float().square().sum(), samples)
+        for a, b in zip(grads, want):
+            torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(300)
+@pytest.mark.parametrize("grad", [False, True])
+def test_reduce_overhead(cuda_road: Road, grad: bool) -> None:
+    compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, mode="reduce-overhead")
+    inputs = cuda_road.qkv(rows=256, grad=grad)
+    want = stock(causal, *inputs)
+    want_grads = torch.autograd.grad(want.float().square().sum(), inputs) if grad else ()
+    for _ in range(4):  # recorded on the second call, replayed from the third
+        torch.compiler.cudagraph_mark_step_begin()
+        got = compiled(*inputs)
+        torch.testing.assert_close(got, want, **TOLERANCE)
+        if grad:
+            for a, b in zip(torch.autograd.grad(got.float().square().sum(), inputs), want_grads):
+                torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(240)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("captured", [False, True])
+def test_tensors_on_the_other_device(cuda_road: Road, captured: bool) -> None:
+    """cuda:0 is current, the tensors lie on cuda:1."""
+    inputs = [tensor.to("cuda:1").requires_grad_() for tensor in cuda_road.qkv(rows=256)]
+    torch.cuda.set_device(0)
+    with sdpa_backend("fa3"):
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(1), torch.no_grad(), torch.cuda.graph(graph):
+                out = causal(*inputs)
+            torch.cuda.set_device(0)
+            check_replay(graph, [tensor.detach() for tensor in inputs], out)
+            return
+        out = causal(*inputs)
+    assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+    want = stock(causal, *inputs)
+    torch.testing.assert_close(out, want, **TOLERANCE)
+    for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs)):
+        torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+    assert cuda_road.took()["ours_fwd"] == 1
+
+
+@pytest.mark.gpu
+def test_current_stream_is_used(cuda_road: Road) -> None:
+    q, k, v = cuda_road.qkv(rows=512)
+    want = stock(causal, q * 3, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = q * 3
+        with sdpa_backend("fa3"):
+            out = causal(late, k, v)
+    stream.synchronize()
+    torch.testing.assert_close(out, want, **TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(cuda_road: Road) -> None:
+    inputs = cuda_road.qkv(rows=256, grad=True)
+    grad = torch.ones_like(inputs[0])
+    with sdpa_backend("fa3"):
+        torch.autograd.grad(causal(*inputs), inputs, grad)  # loads kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(causal(*inputs), inputs, grad)
+            torch.ops.torch_flashplug.sdpa_fwd(*(t.detach() for t in inputs), None, 0.0, 1, None, 0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_threads_with_their_own_streams_and_modes(cuda_road: Road) -> None:
+    inputs = cuda_road.qkv(rows=256)
+    want = stock(causal, *inputs)
+    torch.cuda.synchronize()
+    wrong: list[str] = []
+
+    def work(backend: str) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), sdpa_backend(backend):
+                for _ in range(25):
+                    torch.testing.assert_close(causal(*inputs), want, **TOLERANCE)
+        except Exception as error:
+            wrong.append(f"{backend}: {error}")
+
+    threads = [threading.Thread(target=work, args=(backend,)) for backend in ("fa3", "stock", "auto", "fa3", "math")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and cuda_road.took()["ours_fwd"] == 75
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_the_outputs(cuda_road: Road) -> None:
+    q, k, v = cuda_road.qkv(rows=4096)
+    with sdpa_backend("fa3"):
+        causal(q, k, v)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = causal(q, k, v)
+        torch.cuda.synchronize()
+    outputs = out.numel() * out.element_size() + 4 * out.shape[0] * out.shape[1] * out.shape[2]
+    assert torch.cuda.max_memory_allocated() - before <= outputs + (1 << 20)
+
+
+@pytest.mark.isolated(280)
+def test_aot_inductor_package(road: Road, tmp_path) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_backend("fa3"):
+                return causal(q, k, v) * 2
+
+    inputs = tuple(road.qkv())
+    with torch.no_grad():
+        program = torch.export.export(Attention(), inputs)
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
+        model = torch._inductor.aoti_load_package(package)
+        road.took()
+        got = model(*inputs)
+    assert road.took()["ours_fwd"] == 1
+    torch.testing.assert_close(got, Attention()(*inputs), **TOLERANCE)
