@@ -164,7 +164,7 @@ importlib.metadata.entry_points = lambda **kw: [Point()] if kw.get("group") == "
 """
 
 
-def run_python(code: str, **environment: str) -> str:
+def run_python(code: str, stderr: bool = False, **environment: str) -> str:
     env = {
         k: v
         for k, v in os.environ.items()
@@ -179,7 +179,7 @@ def run_python(code: str, **environment: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return (done.stderr if stderr else done.stdout).strip()
 
 
 STATE = """
@@ -209,6 +209,22 @@ def test_entry_point_never_raises() -> None:
     """A broken plugin must not break `import torch`."""
     code = "import warnings; warnings.simplefilter('ignore')\nimport torch\nprint(torch.ones(1).item())"
     assert run_python(code, TORCH_FLASHPLUG="1", TORCH_FLASHPLUG_BACKEND="no such backend") == "1.0"
+
+
+def test_torch_logs_shows_each_plan_once() -> None:
+    """TORCH_LOGS makes torch import us before it sets our loggers' levels; the package must be awake all the same."""
+    code = """
+import sys
+sys.path.insert(0, "test")
+import torch, torch_flashplug, standin
+with standin.road_to("cpu") as road:
+    q, k, v = road.qkv()
+    for _ in range(3):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
+"""
+    log = run_python(code, TORCH_LOGS="+torch_flashplug", stderr=True)
+    assert log.count("router: ") == 1
+    assert '"backend": "fa3"' in log
 
 
 def test_switched_off_touches_nothing() -> None:

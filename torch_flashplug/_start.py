@@ -36,7 +36,8 @@ def _load_core() -> None:
         if path := native.find_built(pack):
             native.load_pack(path, arch)
     native.set_compile_callback(provide)
-    native.set_log_callback(_plan_log.log, plans=_plan_log.isEnabledFor(logging.DEBUG))
+    plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
+    native.set_log_callback(_plan_log.log, plans=plans)
 
 
 @functools.cache

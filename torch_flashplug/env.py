@@ -45,5 +45,16 @@ def autoload() -> bool:
 
 
 def torch_is_loading_backends() -> bool:
-    """True while `import torch` itself runs, which is when torch calls the entry points of its plugins."""
-    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
+    """True inside the loop of `import torch` that calls the entry points of its plugins.
+
+    Being inside `import torch` is not enough: TORCH_LOGS=+torch_flashplug makes torch import us then, in earnest.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_import_device_backends":
+        frame = frame.f_back
+    return frame is not None
+
+
+def torch_logs_us() -> bool:
+    """TORCH_LOGS names us. torch sets the loggers' levels after it has imported what the variable names."""
+    return "torch_flashplug" in os.environ.get("TORCH_LOGS", "")
