@@ -222,6 +222,41 @@ def test_no_race_in_1000_runs(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("replayed", (False, True), ids=("eager", "graphs"))
+@pytest.mark.parametrize("name", ("gqa4_d64_causal", "odd_tail_sq4099_d128_causal", "many_heads_d64"))
+def test_streams_side_by_side(name, replayed):
+    """One kernel in flight on three streams at once: what it keeps between its CTAs belongs to one launch alone."""
+    case = case_named(name)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    every = [make_inputs(case, "cuda", SEED + i) for i in range(len(streams))]
+    wrong = torch.zeros(len(streams), dtype=torch.int64, device="cuda")
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        expected = [attend(inputs, case) for inputs in every]
+        torch.cuda.synchronize()
+        calls = [lambda inputs=inputs: attend(inputs, case) for inputs in every]
+        if replayed:
+            calls = [_graph_of(call) for call in calls]
+        for _ in range(100):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    wrong[i] += (calls[i]() != expected[i]).sum()
+        torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * len(streams)
+
+
+def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ("gqa4_d64_causal", "square_s513_d128", "cross_77_d128"))
 def test_graph_replay_equals_eager(name):
     case = case_named(name)
