@@ -182,6 +182,7 @@ Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
+std::string call_text(const Problem& p);
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string kernel_name(const KernelRow& row, DType dtype);
@@ -241,6 +242,7 @@ enum class Path : int {
 constexpr int kNumPaths = 9;
 void count(Path path);
 void log_warning(const std::string& text);
+bool plans_are_logged();
 void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan);
 void set_last_error(const std::string& text);
 

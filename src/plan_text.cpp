@@ -175,6 +175,16 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
   return out;
 }
 
+std::string call_text(const Problem& p) {
+  auto shape = [](int64_t a, int64_t b, int64_t c, int64_t d) {
+    return "[" + number(a) + ", " + number(b) + ", " + number(c) + ", " + number(d) + "]";
+  };
+  const char* const causal[] = {"", " causal", " causal to the bottom right"};
+  return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
+         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + kDtypeNames[static_cast<int>(p.dtype[0])] +
+         causal[static_cast<int>(p.causal)] + (p.has_mask ? " masked" : "") + (p.grad ? " with grad" : "");
+}
+
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
   const bool fa3 = mode.backend() == Backend::kFa3;
@@ -182,9 +192,7 @@ std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode,
   const int count =
       fa3 ? fa3_unsupported(p, device, tables, all, kMaxReasons) : fa2_unsupported(p, device, tables, all, kMaxReasons);
   std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
-                     "' is forced and cannot run this call (query [" + number(p.B) + ", " + number(p.Hq) + ", " +
-                     number(p.Sq) + ", " + number(p.D) + "], key [.., " + number(p.Hkv) + ", " + number(p.Sk) + ", " +
-                     number(p.D) + "]):";
+                     "' is forced and cannot run this call (" + call_text(p) + "):";
   if (count == 0) text += "\n  - " + reason_text(fa3 ? plan.fa3 : plan.fa2, p, device);
   for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device);
   return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";

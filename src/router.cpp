@@ -73,17 +73,15 @@ Verdict judge(const Call& call, Mode mode) {
   p.dropout_p = call.dropout_p;
   p.grad = wants_grad(call);
   p.deterministic = p.grad && torch.deterministic();
-  // Cheap way out before shapes are read: no row of this class can win.
-  if (!forced && !class_may_serve(p, device, tables())) {
-    note_plan("router", p, device, mode, Plan{});
-    return Verdict::kStock;
-  }
+  // No row of this class can win: out, before shapes are read.
+  if (!forced && !plans_are_logged() && !class_may_serve(p, device, tables())) return Verdict::kStock;
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v)) quiet.emplace();
   Shape shape_q, shape_k, shape_v;
   if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
-    return Verdict::kOurs;  // traced with symbolic sizes: the op decides at run time on concrete ones
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones.
+    return forced || class_may_serve(p, device, tables()) ? Verdict::kOurs : Verdict::kStock;
   }
   if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
   fill_shapes(shape_q, shape_k, shape_v, &p);

@@ -88,8 +88,13 @@ void note_plan(const char* where, const Problem& p, const DeviceFacts& device, M
   for (int64_t fact : facts) hash = mix(hash, static_cast<uint64_t>(fact));
   std::atomic<uint64_t>& seen = s.plans_seen[hash % kPlansSeen];
   if (seen.exchange(hash, std::memory_order_relaxed) == hash) return;
-  const std::string text = std::string(where) + ": " + plan_json(p, device, mode, s.tables);
+  const std::string text = std::string(where) + ": " + call_text(p) + " -> " + plan_json(p, device, mode, s.tables);
   callback(kLogDebug, text.c_str());
+}
+
+bool plans_are_logged() {
+  State& s = state();
+  return s.log_plans.load(std::memory_order_relaxed) && s.log_callback.load(std::memory_order_relaxed) != nullptr;
 }
 
 void log_warning(const std::string& text) {

@@ -347,12 +347,12 @@ decode_1x8k_d128_gqa4
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
-torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60], key [.., 8, 512, 60]):
+torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16):
   - dropout_p=0.500, kernels have no dropout; pass dropout_p=0
   - query has head dim 60, kernels take multiples of 8; pad the head dim
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
-torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128], key [.., 16, 4096, 128]):
+torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
   - its kernels (sm_80 and up) come with a later release
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """)
