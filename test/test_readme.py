@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -76,6 +77,17 @@ def test_every_command_is_one_we_know():
     )
     unknown = [line for line in COMMANDS if not " ".join(without_assignments(line)).startswith(known)]
     assert not unknown
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tools" / "results").glob("*.json")), ids=lambda path: path.name)
+def test_kept_results_have_the_agreed_form(path):
+    document = json.loads(path.read_text())
+    if "suite" not in document:
+        pytest.skip("not a benchmark's file")
+    assert {"gpu", "torch", "cudnn", "commit", "clocks", "rows"} <= set(document)
+    assert document["rounds"] >= 7
+    for row in document["rows"]:
+        assert {"case", "ours_ms", "peers_ms", "ratio", "spread"} <= set(row)
 
 
 @pytest.mark.parametrize("code", blocks("python"))
