@@ -38,7 +38,9 @@ def forward_grid(dims: tuple[int, ...] = (64, 128)) -> list[Case]:
 # that a larger one serves at spots.
 _HEADS = ((1, 8, 8), (1, 32, 8), (4, 16, 16), (16, 16, 16))
 _SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_OWN_DIMS, _SPOT_DIMS, _SPOT_LENGTHS = ((64, 64), (128, 128)), ((40, 40), (96, 96), (128, 64)), (256, 1024, 4096)
+_OWN_DIMS = ((64, 64), (128, 128))
+_SPOT_DIMS = (*((d, d) for d in (8, 16, 32, 40, 72, 80, 96)), (128, 64), (64, 128))
+_SPOT_LENGTHS = (256, 1024, 4096)
 _RECTANGLES = ((1024, 77), (4096, 77), (16, 4096), (64, 8192), (256, 4096), (2048, 512))
 _MAX_SCORES = 1 << 33  # B * Hq * Sq * Sk: larger problems say nothing new
 

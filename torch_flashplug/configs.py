@@ -57,16 +57,32 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
+# tile_m follows the work there is (2026-11-21, H100, times cuDNN under a CUDA graph, ours at 192 / 128 / 64 rows):
+#   few tiles         64 rows fill more SMs: b1 h8 s1024 full d64 0.89 / 1.04 / 1.43, d128 - / 1.17 / 1.43; 67 tiles of 128 rows are half an H100
+#   short sequences   128 rows waste less of the last tile and of the diagonal: b16 h16 s256 d64 full 0.89 / 1.10 / 0.86, s1024 causal 0.92 / 1.00 / 0.73
+#   otherwise         192 rows halve the shared-memory traffic of K and V at d64: b16 h16 s2048 full 1.15 / 0.94 / 0.71; from two waves of tiles on,
+#                     because 176 tiles on 132 SMs are two waves for the price of 1.3: b1 h8 s4096 full 0.81 / 0.93 / 0.73
+_FEW, _WAVES = 67, 250
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask   tile_m tile_n stages min_sq min_tiles
-    # D 64: three warpgroups where there are rows and tiles enough to keep them busy (S 512 full 1.05 against 0.98 x cuDNN, S 256 0.85 against 1.05;
-    # causal S 2048 1.10 against 1.08, S 1024 0.94 against 1.09; 2026-11-21, H200, B*S 16k, H*D 2048). min_tiles: one for every SM of an H100.
-    KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 384, 132),
-    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
-    KernelRow("fwd", 90, 64, 64, "causal", 192, 128, 2, 2048, 132),
-    KernelRow("fwd", 90, 64, 64, "causal", 128, 128, 2),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
-    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2),
+    KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 384, _WAVES),
+    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 64, 64, "full", 64, 128, 2),
+    KernelRow("fwd", 90, 64, 64, "causal", 192, 128, 2, 2048, _WAVES),
+    KernelRow("fwd", 90, 64, 64, "causal", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 64, 64, "causal", 64, 128, 2),
+    KernelRow("fwd", 90, 128, 64, "full", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 128, 64, "full", 64, 128, 2),
+    KernelRow("fwd", 90, 128, 64, "causal", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 128, 64, "causal", 64, 128, 2),
+    KernelRow("fwd", 90, 64, 128, "full", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 64, 128, "full", 64, 128, 2),
+    KernelRow("fwd", 90, 64, 128, "causal", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 64, 128, "causal", 64, 128, 2),
+    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 128, 128, "full", 64, 128, 2),
+    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2, 65, _FEW),
+    KernelRow("fwd", 90, 128, 128, "causal", 64, 128, 2),
 )
 
 CHOICE_ROWS: tuple[ChoiceRow, ...] = ()

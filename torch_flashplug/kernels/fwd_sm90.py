@@ -126,7 +126,8 @@ class ForwardSm90:
 
         B, Hq, Sq = mLSE.shape
         num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
-        section = TileOrder.section_heads(mK.shape[0], (self.d + self.dv) * self.dtype.width // 8, Hq // mK.shape[2], total_heads)
+        kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.dtype.width // 8)
+        section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         self.kernel((tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), mLSE, (scale_log2, scale), mCounter, section, layouts).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
