@@ -259,6 +259,7 @@ struct TorchSymbols {
   bool math_enabled() const;
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
+  bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
   bool complete() const;
 };

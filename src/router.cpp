@@ -75,13 +75,16 @@ Verdict judge(const Call& call, Mode mode) {
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, tables())) return Verdict::kStock;
+  if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return Verdict::kStock;
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
+  const bool traced = torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
   std::optional<QuietShims> quiet;
-  if (torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v)) quiet.emplace();
+  if (traced) quiet.emplace();
   Shape shape_q, shape_k, shape_v;
   if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
-    // Traced with symbolic sizes: the op decides at run time, on concrete ones.
-    return forced || class_may_serve(p, device, tables()) ? Verdict::kOurs : Verdict::kStock;
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
+    // ours.
+    return traced && (forced || class_may_serve(p, device, tables())) ? Verdict::kOurs : Verdict::kStock;
   }
   if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
   fill_shapes(shape_q, shape_k, shape_v, &p);

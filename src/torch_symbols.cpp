@@ -30,6 +30,7 @@ constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
+constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 
 using ContextFlag = bool (*)(const void* context);
@@ -40,6 +41,7 @@ struct Found {
   ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
+  const void* nested_type = nullptr;
   int* log_level = nullptr;
 };
 
@@ -67,6 +69,7 @@ TorchSymbols look_up() {
   f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
+  f.nested_type = dlsym(cpu, kNestedType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
   return symbols;
 }
@@ -181,6 +184,12 @@ bool TorchSymbols::deterministic() const { return found().deterministic(found().
 // at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
 bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
   return found().requires_grad(*reinterpret_cast<void**>(tensor));
+}
+
+// The C++ ABI keeps the address of an object's type_info in front of its virtual functions.
+bool TorchSymbols::nested(AtenTensorHandle tensor) const {
+  void*** object = *reinterpret_cast<void****>(tensor);
+  return (*object)[-1] == found().nested_type;
 }
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }

@@ -6,10 +6,12 @@ import ctypes
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import standin
 import torch
 
 from torch_flashplug import _start, configs, native
@@ -150,6 +152,18 @@ def test_output_strides_are_torchs(fake_pack: ctypes.CDLL, layout: str, value_di
     value = query[..., :value_dim]
     meta = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (query, query, value)]
     assert CARRIER(query, query, value)[0].stride() == CARRIER(*meta)[0].stride()
+
+
+def test_strided_nested_tensors_stay_stock() -> None:
+    """They have four dims and no sizes; torch's TransformerEncoder makes them on its own."""
+    nested = torch.nested.nested_tensor([torch.randn(2, 5, 64), torch.randn(2, 7, 64)], dtype=torch.bfloat16)
+    with standin.road_to("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
+        except RuntimeError as stock:  # what stock does for them on the CPU is its own business
+            assert "overrideable" not in str(stock)
+        assert native.counters()["routed_ours"] == 0
 
 
 AUTOLOAD = """
