@@ -1,5 +1,6 @@
-"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `isolated(seconds)`: runs in a process of its own that is killed when
-its time is over, for tests that could hang, poison the device or need a fresh torch."""
+"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `isolated(seconds)`: runs in a process of its
+own that is killed when its time is over, for tests that could hang, poison the device or need a fresh torch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 import pytest
 import standin
 import torch
+
+from torch_flashplug import native
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -50,9 +53,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pyfuncitem.nodeid,
     ]
     try:
-        done = subprocess.run(
-            command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, timeout=mark.args[0]
-        )
+        limits = {"timeout": mark.args[0], "check": False}
+        done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True, **limits)  # noqa: PLW1510
     except subprocess.TimeoutExpired as late:
         pytest.fail(f"no end after {mark.args[0]} s\n{(late.stdout or b'').decode()[-4000:]}", pytrace=False)
     if done.returncode != 0:
@@ -87,3 +89,12 @@ def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Ro
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No graph from another test; and no mode left behind by this one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert native.mode() == 0

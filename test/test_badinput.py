@@ -1,4 +1,6 @@
-"""Odd and wrong input to F.sdpa: with the plugin the same error or the same result as without. Every case is run twice, plugin off and on."""
+"""Odd and wrong input to F.sdpa: with the plugin the same error or the same result as without. Every case is run twice,
+plugin off and on.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What only a GPU shows: graph capture and replay, streams, a second device, host syncs, threads, AOTInductor packages. All marked gpu, except the
-stand-in form of the last."""
+"""What only a GPU shows: graph capture and replay, streams, a second device, host syncs, threads, AOTInductor packages.
+All marked gpu, except the stand-in form of the last.
+"""
 
 from __future__ import annotations
 

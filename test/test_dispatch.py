@@ -1,4 +1,6 @@
-"""On, off, forced and refused: which path a call takes, asserted from the core's counters, and what stays exactly as stock torch has it."""
+"""On, off, forced and refused: which path a call takes, asserted from the core's counters, and what stays exactly as
+stock torch has it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, native, sdpa_backend
+from torch_flashplug import _start, composite, native, sdpa_backend
 
 
 def ours(took: dict[str, int]) -> int:
@@ -35,7 +37,6 @@ def calls(road: Road) -> dict[str, tuple[list, dict]]:
         "gqa": (gqa, {"enable_gqa": True}),
         "mask": ([q, k, v, mask], {}),
         "fp32": ([t.float() for t in (q, k, v)], {}),
-        "three_dims": ([t[0] for t in (q, k, v)], {}),
         "head_dim_12": ([t[..., :12] for t in (q, k, v)], {}),
         "last_stride": ([t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)], {}),
     }
@@ -76,6 +77,22 @@ def test_disable_twice_and_enable_twice(any_road: Road) -> None:
     torch_flashplug.disable()
     F.scaled_dot_product_attention(q, k, v)
     assert ours(any_road.took()) == 0
+
+
+@pytest.mark.parametrize("reason", ["asked_for", "signature_differs"])
+def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    torch_flashplug.disable()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if reason == "asked_for":
+        monkeypatch.setenv("TORCH_FLASHPLUG_HOOK", "composite")
+    else:
+        monkeypatch.setattr(native, "install", lambda slot: 3)
+    torch_flashplug.enable()
+    assert composite.installed()
+    torch_flashplug.disable()
+    assert not composite.installed()
+    monkeypatch.undo()
+    torch_flashplug.enable()
 
 
 def test_backward_outlives_disable(road: Road) -> None:
@@ -265,7 +282,7 @@ def test_sdpa_kernel_stays_in_force(road: Road, backend: str) -> None:
 
 
 def test_fallback_in_the_op_reaches_stock_and_returns(road: Road) -> None:
-    """A traced graph meets a shape no kernel takes: the op serves it, and does not come back to itself through F.sdpa."""
+    """A traced graph meets a shape no kernel takes: the op serves it and does not come back to itself."""
     q, k, v = road.qkv(grad=True)
     wide = [torch.cat((tensor,) * 5, dim=3) for tensor in (q, k, v)]  # head dim 320
     odd = [tensor[..., :12] for tensor in (q, k, v)]

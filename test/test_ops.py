@@ -1,4 +1,6 @@
-"""The custom ops: opcheck, fakes against real outputs, mathematics against torch's own. On CPU the reference math serves them, on CUDA the kernels."""
+"""The custom ops: opcheck, fakes against real outputs, mathematics against torch's own. On CPU the reference math
+serves them, on CUDA the kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan.cpp); this file switches them and words them."""
+"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan.cpp); this file switches
+them and words them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or it
 _BACKEND_BITS = 0xFF  # of a mode word
 
 _MIB = 1 << 20
-# DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask for).
+# DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
+# for).
 DEVICES: dict[str, dict[str, int]] = {
     "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
@@ -34,15 +37,19 @@ DEVICES: dict[str, dict[str, int]] = {
 
 
 def _cache_mark() -> str:
-    """What a traced graph depends on besides the program: the table and the settings that the router reads while tracing."""
+    """What a traced graph depends on besides the program: the table and the settings that the router reads while
+    tracing.
+    """
     table = zlib.crc32(repr((configs.KERNEL_ROWS, configs.CHOICE_ROWS)).encode())
     return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{table:08x}"
 
 
 def enable() -> None:
-    """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already. Undone by disable().
+    """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
+    Undone by disable().
 
-    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Graphs compiled before stay as they are.
+    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Graphs compiled
+    before stay as they are.
     """
     _start.load()
     native.set_enabled(True)
@@ -56,7 +63,9 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Puts stock attention back exactly, for eager calls and newly traced code. Backwards of calls served before still work."""
+    """Puts stock attention back exactly, for eager calls and newly traced code. Backwards of calls served before still
+    work.
+    """
     _start.load()
     native.set_enabled(False)
     if native.installed(native.CUDA_SLOT):
@@ -81,9 +90,10 @@ _entered = _Entered()
 class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
 
-    `backend` is "auto", "fa3", "fa2", "math" or "stock". A forced backend that cannot run a call raises an error that lists the reasons.
-    Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the compiled attention ops when they
-    run, but a graph whose attention went to stock when it was traced stays stock (as with torch.nn.attention.sdpa_kernel).
+    `backend` is "auto", "fa3", "fa2", "math" or "stock". A forced backend that cannot run a call raises an error that
+    lists the reasons. Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it
+    is read by the compiled attention ops when they run, but a graph whose attention went to stock when it was traced
+    stays stock (as with torch.nn.attention.sdpa_kernel).
     """
 
     def __init__(self, backend: str) -> None:
@@ -160,9 +170,11 @@ def explain(
     enable_gqa: bool = False,
     device: str | None = None,
 ) -> Plan:
-    """The plan for the same call of F.scaled_dot_product_attention, made without running it; autograd and sdpa_backend state count.
+    """The plan for the same call of F.scaled_dot_product_attention, made without running it; autograd and sdpa_backend
+    state count.
 
-    `device` names a preset ("h100", "h200", "a100", "l4"): the plan on that GPU, for tensors that may lie anywhere, on the meta device too.
+    `device` names a preset ("h100", "h200", "a100", "l4"): the plan on that GPU, for tensors that may lie anywhere, on
+    the meta device too.
     """
     if device is not None and device not in DEVICES:
         raise ValueError(
@@ -187,7 +199,7 @@ def explain(
         if query.is_cuda
         else native.NO_DEVICE
     )
-    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | (
+    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | (
         {"on_cuda": True} if device is not None else {}
     )
     mode = native.effective_mode()

@@ -1,7 +1,9 @@
-"""Plan B: a Python kernel on aten::scaled_dot_product_attention, for a torch whose choice function cannot be hooked (TORCH_FLASHPLUG_HOOK=composite).
+"""Plan B: a Python kernel on aten::scaled_dot_product_attention, for a torch whose choice function cannot be hooked
+(TORCH_FLASHPLUG_HOOK=composite).
 
-It asks the same dispatcher and calls the same aten carrier as the router does. What it cannot do: host cost stays at Python's, torch.func.vmap goes to
-stock attention (functorch takes the composite apart before this kernel), and ExportedProgram.run_decompositions() leaves the composite in the graph.
+It asks the same dispatcher and calls the same aten carrier as the router does. What it cannot do: host cost stays at
+Python's, torch.func.vmap goes to stock attention (functorch takes the composite apart before this kernel), and
+ExportedProgram.run_decompositions() leaves the composite in the graph.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
     if backend == "stock":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         return _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, **settings)
@@ -79,6 +81,7 @@ def _backend(
     dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
+    scale: float | None,
 ) -> str:
     mode = native.effective_mode()
     wanted = BACKENDS[mode & 0xFF]
@@ -89,7 +92,7 @@ def _backend(
         return "stock"
     if wanted in ("fa3", "fa2"):
         return wanted  # forced and impossible: the carrier raises the reasons
-    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal) | {
+    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
     }
     return _planned_backend(tuple(facts.items()), query.device.index or 0, mode)

@@ -1,9 +1,11 @@
 """The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and their reference mathematics.
 
-The kernels at key CUDA live in src/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and the math that serves
-CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq * Sk)). It never decides which backend runs.
+The kernels at key CUDA live in src/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and
+the math that serves CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq * Sk)).
+It never decides which backend runs.
 
-Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq and Sk rows, D head dim of query and key, Dv of value and output.
+Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq and Sk rows, D head dim of query and key,
+Dv of value and output.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from torch import Tensor
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
-_FORWARD_ARGS = "Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, int causal_mode, float? scale, int mode"
+_SETTINGS = "float dropout_p, int causal_mode, float? scale, int mode"
+_FORWARD_ARGS = f"Tensor query, Tensor key, Tensor value, Tensor? attn_bias, {_SETTINGS}"
 _BACKWARD_ARGS = (
-    "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, Tensor lse, Tensor seed, Tensor offset, "
-    "float dropout_p, int causal_mode, float? scale, int mode, bool bias_grad"
+    "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    f"Tensor out, Tensor lse, Tensor seed, Tensor offset, {_SETTINGS}, bool bias_grad"
 )
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -34,7 +37,9 @@ namespace = torch.ops.torch_flashplug
 
 
 def never_a_frame(function: Callable) -> Callable:
-    """Dynamo may inline the function into a graph, but where it is called from code that runs uncompiled it must not become a graph of its own."""
+    """Dynamo may inline the function into a graph, but where it is called from code that runs uncompiled it must not
+    become a graph of its own.
+    """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
@@ -81,12 +86,15 @@ class BackwardArgs(NamedTuple):
 
 
 def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised tensor of `shape` whose dims lie in memory in the order of query's, as torch's own meta function lays out SDPA outputs."""
+    """An uninitialised tensor of `shape` whose dims lie in memory in the order of query's, as torch's own meta function
+    lays out SDPA outputs.
+    """
     if tuple(query.shape) == shape:
         return torch.empty_like(query)
     strides = [0] * len(shape)
     step = 1
-    for dim in reversed(sorted(range(len(shape)), key=lambda d: query.stride(d), reverse=True)):
+    outer_first = sorted(range(len(shape)), key=query.stride, reverse=True)
+    for dim in reversed(outer_first):
         strides[dim] = step
         step *= shape[dim]
     return query.new_empty_strided(shape, strides)
@@ -114,10 +122,11 @@ def _backward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _check_ranks(a: ForwardArgs) -> None:
-    for name, tensor in zip(("query", "key", "value"), a[:3]):
-        torch._check(
-            tensor.dim() == 4, lambda: f"{name} has {tensor.dim()} dims; sdpa_fwd takes (batch, heads, rows, head dim)"
-        )
+    ranks = [tensor.dim() for tensor in a[:3]]
+    torch._check(
+        ranks == [4, 4, 4],
+        lambda: f"query, key and value have {ranks} dims; sdpa_fwd takes (batch, heads, rows, head dim)",
+    )
 
 
 def check_arguments(a: ForwardArgs) -> None:
@@ -130,9 +139,7 @@ def check_arguments(a: ForwardArgs) -> None:
     )
     torch._check(
         q.device == k.device == v.device,
-        lambda: (
-            f"Expected query, key, and value to have the same device type, but got {q.device}, {k.device} and {v.device}"
-        ),
+        lambda: f"Expected query, key, and value to have the same device, but got {q.device}, {k.device}, {v.device}",
     )
     torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
     torch._check(
@@ -170,7 +177,7 @@ def _check_bias(a: ForwardArgs) -> None:
 
 
 class _Scores(NamedTuple):
-    """What forward and backward share. Heads of key and value are repeated to Hq; everything is in the compute dtype."""
+    """What forward and backward share, in the compute dtype. Heads of key and value are repeated to Hq."""
 
     query: Tensor  # (B, Hq, Sq, D), scaled
     key: Tensor  # (B, Hq, Sk, D)
@@ -203,7 +210,9 @@ def _scores(a: ForwardArgs) -> _Scores:
 
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
-    """0 where an entry is dropped, else 1 / (1 - p): a hash of seed and position, so the backward repeats it and nothing waits for the device."""
+    """0 where an entry is dropped, else 1 / (1 - p): a hash of seed and position, so the backward repeats it and
+    nothing waits for the device.
+    """
     draws = 24  # bits of the hash that are compared with p
     x = torch.arange(probabilities.numel(), device=probabilities.device).view(probabilities.shape) * 2654435769 + seed
     for shift, factor in (

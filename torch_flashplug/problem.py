@@ -1,9 +1,13 @@
-"""The facts of one F.sdpa call as native.plan() wants them, read from Python tensors. explain() and Plan B use it; served calls are read in C++.
+"""The facts of one F.sdpa call as native.plan() wants them, read from Python tensors. explain() and Plan B use it;
+served calls are read in C++.
 
-Mirrors the first questions of src/router.cpp and layout_of in src/tensor_facts.cpp. Reads hints of symbolic sizes, so it never adds a guard.
+Mirrors the first questions of src/router.cpp and layout_of in src/tensor_facts.cpp. Reads hints of symbolic sizes, so
+it never adds a guard.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,22 +28,38 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     if not native.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
-        return "query, key and value must have 4 dims (batch, heads, rows, head dim); stock attention takes or rejects others"
+        return (
+            "query, key and value need 4 dims (batch, heads, rows, head dim); stock attention takes or rejects others"
+        )
     q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
     if None in (*q, *k, *v):
         return "sizes depend on data; stock attention serves this call"
     heads_fit = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
     if not heads_fit or k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
-        return "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); stock attention decides"
+        return (
+            "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
+            "stock attention decides"
+        )
     if not (torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()):
-        return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, the two that stand for this plugin"
+        return (
+            "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
+            "the two that stand for this plugin"
+        )
     return None
 
 
 def describe(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> dict[str, int | float]:
-    """Fields of native.PROBLEM_FIELDS and dropout_p, for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
+    """Fields of native.PROBLEM_FIELDS and dropout_p, for a call that outside_dispatcher() lets through; `on_cuda` as
+    query says.
+    """
     q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
     grad = wants_grad(query, key, value)
     problem: dict[str, int | float] = dict(
@@ -49,6 +69,7 @@ def describe(
         "causal": is_causal,
         "has_mask": attn_mask is not None,
         "dropout_p": dropout_p,
+        "positive_scale": scale is None or (scale > 0 and math.isfinite(scale)),
         "on_cuda": query.is_cuda,
     }
     problem |= {"grad": grad, "deterministic": grad and torch.are_deterministic_algorithms_enabled()}

@@ -1,7 +1,8 @@
 """How attention calls survive tracing: torch.compile, torch.export.
 
-Owns the trace carrier (while a graph is traced, the aten pair that F.sdpa reaches becomes torch_flashplug::sdpa_fwd and sdpa_bwd with the mode
-word baked in), the op `force` (sdpa_backend inside a compiled region) and the tag that keeps compile caches apart. Decides nothing about backends.
+Owns the trace carrier (while a graph is traced, the aten pair that F.sdpa reaches becomes torch_flashplug::sdpa_fwd and
+sdpa_bwd with the mode word baked in), the op `force` (sdpa_backend inside a compiled region) and the tag that keeps
+compile caches apart. Decides nothing about backends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _library.define("force(int mode) -> ()")
 
 
 class _Traced(threading.local):
-    """Blocks entered by the trace that runs in this thread. A trace that failed inside a block leaves them behind: `owner` tells."""
+    """Blocks entered by the trace that runs in this thread. A trace that failed inside a block leaves them behind:
+    `owner` tells.
+    """
 
     owner: weakref.ref[CompileContext] | None = None
     blocks: tuple[tuple[int, int], ...] = ()  # (mode word, this thread's eager mode word to put back), innermost last
@@ -57,7 +60,8 @@ def _drop_blocks_at_compile_end(*unused) -> None:
 
 
 def _watch_compile_end() -> None:
-    # torch._dynamo.reset() clears the list, hence the look at every push. Dynamo is loaded: it is what set the CompileContext.
+    # torch._dynamo.reset() clears the list, hence the look at every push. Dynamo is loaded: it is what set the
+    # CompileContext.
     from torch._dynamo.callback import callback_handler
 
     if _drop_blocks_at_compile_end not in callback_handler.end_callbacks:
@@ -70,7 +74,8 @@ def _force(mode: int) -> None:
         context = CompileContext.try_get()
         _traced.owner = None if context is None else weakref.ref(context)
     if mode != POP:
-        # The router (C++) runs while tracing too, and must see the same mode: "stock" and "math" are choices that it makes.
+        # The router (C++) runs while tracing too, and must see the same mode: "stock" and "math" are choices that it
+        # makes.
         _traced.blocks += ((mode, native.set_mode(mode)),)
         if _traced.owner is not None:
             _watch_compile_end()
@@ -122,7 +127,9 @@ _PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _mode_of_forward(mode: ProxyTorchDispatchMode, offset: Tensor) -> int:
-    """Mode word of the sdpa_fwd node that gave `offset`: the backward is traced when its block is long left. 0 if that node is in another graph."""
+    """Mode word of the sdpa_fwd node that gave `offset`: the backward is traced when its block is long left. 0 if that
+    node is in another graph.
+    """
     slot = get_proxy_slot(offset, mode.tracer, None)
     node = None if slot is None else slot.proxy.node
     while node is not None and node.target in _PASS_THROUGH:
@@ -143,7 +150,9 @@ def _backward_meta(*args, scale: float | None = None) -> tuple:
 
 
 class _CacheTag:
-    """Parts of torch.compiler.config.cache_key_tag. Config values set at run time are per thread from torch 2.12 on, defaults are not."""
+    """Parts of torch.compiler.config.cache_key_tag. Config values set at run time are per thread from torch 2.12 on,
+    defaults are not.
+    """
 
     def __init__(self) -> None:
         entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")

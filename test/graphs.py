@@ -1,0 +1,103 @@
+"""What the tests of tracers share: functions to trace, a compiler that keeps the attention ops it sees, and the
+comparison with eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from standin import Road
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from torch_flashplug import ops, sdpa_backend
+
+OWN_OPS = {
+    ops.namespace.sdpa_fwd.default: ("fwd", ops.ForwardArgs),
+    ops.namespace.sdpa_bwd.default: ("bwd", ops.BackwardArgs),
+}
+AUTO, FA3, FA2, MATH, STOCK = range(5)
+sdpa = F.scaled_dot_product_attention
+TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
+
+
+def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
+    """(op, mode word) of our ops, and (aten name, -1) of every other attention op, in graph order."""
+    found = []
+    for node in graph.nodes:
+        call = [
+            node.target,
+            *node.args,
+        ]  # an op that checkpoint will repeat is an argument of the op that keeps the RNG state
+        own = next(
+            (index for index, part in enumerate(call) if isinstance(part, torch._ops.OpOverload) and part in OWN_OPS),
+            None,
+        )
+        if own is not None:
+            name, fields = OWN_OPS[call[own]]
+            found.append((name, fields(*call[own + 1 :]).mode))
+        elif "attention" in str(node.target) or "softmax" in str(node.target):
+            found.append((str(node.target), -1))
+    return found
+
+
+class Recorder:
+    """A compiler for torch.compile that runs AOT graphs as they are and keeps their attention ops."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[tuple[str, int]]] = []
+        self.backwards: list[list[tuple[str, int]]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        def keep(where: list) -> Callable:
+            def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+                where.append(attention_ops(graph.graph))
+                return make_boxed_func(graph.forward)
+
+            return compile_graph
+
+        return aot_autograd(fw_compiler=keep(self.forwards), bw_compiler=keep(self.backwards))(graph, inputs)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q * 2, k, v, is_causal=True) + 1
+
+
+def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_backend("fa3"):
+        first = sdpa(q, k, v)
+        with sdpa_backend("auto"):
+            second = sdpa(q * 2, k, v)
+        third = sdpa(q * 3, k, v)
+    return first + second + third + sdpa(q * 4, k, v)
+
+
+NESTED_MODES = [FA3, AUTO, FA3, AUTO]
+
+
+def check_against_eager(
+    road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
+) -> dict[str, int]:
+    """Runs both on the same inputs; the paths that the compiled one took."""
+    inputs, copies = (road.qkv(grad=grad, **sizes) for _ in range(2))
+    want = function(*inputs)
+    road.took()
+    got = compiled(*copies)
+    took = road.took()
+    torch.testing.assert_close(got, want, **TOLERANCE)
+    assert got.stride() == want.stride()
+    if grad:
+        weights = torch.linspace(-1, 1, want.shape[-1], device=want.device)
+        (want.float() * weights).sum().backward()
+        road.took()
+        (got.float() * weights).sum().backward()
+        took |= road.took()
+        for name, a, b in zip("qkv", copies, inputs):
+            torch.testing.assert_close(
+                a.grad, b.grad, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"d{name}: {text}"
+            )
+            assert a.grad.stride() == b.grad.stride()
+    return took

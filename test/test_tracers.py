@@ -1,0 +1,201 @@
+"""Attention under torch.export, make_fx, torch.func, autocast, checkpoint and FLOP counting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import CUDA
+from graphs import NESTED_MODES, TOLERANCE, attention_ops, causal, check_against_eager, nested, sdpa
+from standin import Road, road_to
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_flashplug import composite, ops, tracing
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+# ---- export and make_fx ----
+
+
+class Nested(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nested(q, k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_export(road: Road, strict: bool, dynamic: bool) -> None:
+    inputs = tuple(road.qkv())
+    sizes = {name: {2: torch.export.Dim("rows", min=72, max=512)} for name in "qkv"} if dynamic else None
+    program = torch.export.export(Nested(), inputs, dynamic_shapes=sizes, strict=strict)
+    lowered = program.run_decompositions()
+    assert attention_ops(lowered.graph) == [("fwd", mode) for mode in NESTED_MODES]
+    others = tuple(road.qkv(rows=200)) if dynamic else inputs
+    want = nested(*others)
+    road.took()
+    torch.testing.assert_close(lowered.module()(*others), want, **TOLERANCE)
+    assert road.took()["ours_fwd"] == len(NESTED_MODES)
+    torch.testing.assert_close(program.module()(*others), want, **TOLERANCE)  # holds `force` and aten ops
+    assert road.took()["ours_fwd"] == len(NESTED_MODES)
+
+
+def test_exported_program_survives_saving(road: Road, tmp_path) -> None:
+    inputs = tuple(road.qkv())
+    path = tmp_path / "attention.pt2"
+    torch.export.save(torch.export.export(Nested(), inputs).run_decompositions(), path)
+    torch.testing.assert_close(torch.export.load(path).module()(*inputs), nested(*inputs), **TOLERANCE)
+
+
+def test_lowered_program_can_be_differentiated(road: Road) -> None:
+    q, k, v = road.qkv(grad=True)
+    lowered = torch.export.export(Nested(), (q, k, v)).run_decompositions().module()
+    got = torch.autograd.grad(lowered(q, k, v).float().square().sum(), (q, k, v))
+    want = torch.autograd.grad(nested(q, k, v).float().square().sum(), (q, k, v))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=6e-1, rtol=6e-2)
+
+
+def test_make_fx_keeps_the_aten_op(road: Road) -> None:
+    """Without functionalization the carrier is recorded as it is, and still runs ours."""
+    q, k, v = road.qkv()
+    graph = make_fx(causal)(q, k, v)
+    road.took()
+    torch.testing.assert_close(graph(q, k, v), causal(q, k, v), **TOLERANCE)
+    assert road.took()["ours_fwd"] == 2
+
+
+# ---- autocast, checkpoint, FLOPs ----
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(road: Road, compiled: bool) -> None:
+    q, k, v = (tensor.float() for tensor in road.qkv())
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(road.device, torch.bfloat16):
+            return sdpa(q, k, v)
+
+    out = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(q, k, v)
+    assert out.dtype == torch.bfloat16 and road.took()["ours_fwd"] == 1
+    torch.testing.assert_close(out.float(), sdpa(q, k, v), **TOLERANCE)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(road: Road, reentrant: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(causal, q, k, v, use_reentrant=reentrant)
+
+    check_against_eager(road, causal, function, grad=True)
+
+
+def test_selective_checkpoint_sees_the_aten_op(road: Road) -> None:
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is tracing.OVERRIDEABLE.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(
+            causal, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        )
+
+    took = check_against_eager(road, causal, function, grad=True)
+    assert took.get("ours_fwd", 0) == 0 or took["ours_fwd"] == 1
+
+
+def test_flops_are_those_of_stock(road: Road) -> None:
+    def count(function: Callable) -> int:
+        with FlopCounterMode(display=False) as counter:
+            function(*road.qkv(grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.namespace.sdpa_fwd(q, k, v, None, 0.0, 1, None, 0)[0]
+
+    batch, heads, rows, width = road.qkv()[0].shape
+    matmul = 2 * batch * heads * rows * rows * width
+    assert count(causal) == count(own) == 7 * matmul  # two products forward, five backward
+
+
+def test_flops_count_every_query_head_of_gqa(road: Road) -> None:
+    q, k, v = road.qkv(heads=4, kv_heads=2)
+    with FlopCounterMode(display=False) as counter:
+        sdpa(q, k, v, enable_gqa=True)
+    assert counter.get_total_flops() == 2 * 2 * q.shape[0] * 4 * 128 * 128 * 64
+
+
+# ---- torch.func ----
+
+
+def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(q, k, v, is_causal=True).float().square().sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_func_grad(road: Road, compiled: bool) -> None:
+    q, k, v = road.qkv(grad=True)
+    want = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    road.took()
+    function = torch.func.grad(loss, argnums=(0, 1, 2))
+    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*road.qkv())
+    assert road.took()["ours_fwd"] == 1
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+def three(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.stack([tensor, tensor * 0.5, -tensor]) for tensor in tensors]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 0, None)])
+def test_vmap(road: Road, compiled: bool, mapped: tuple[int | None, ...]) -> None:
+    plain = road.qkv()
+    inputs = [many if dim is not None else one for many, one, dim in zip(three(plain), plain, mapped)]
+    function = torch.vmap(causal, mapped)
+    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
+    assert road.took().get("ours_fwd", 0) == 1
+    for index in range(3):
+        want = causal(*(tensor[index] if dim is not None else tensor for tensor, dim in zip(inputs, mapped)))
+        torch.testing.assert_close(got[index], want, **TOLERANCE)
+
+
+def test_vmap_twice(road: Road) -> None:
+    inputs = three(three(road.qkv(rows=72)))
+    got = torch.vmap(torch.vmap(causal))(*inputs)
+    assert road.took()["ours_fwd"] == 1
+    torch.testing.assert_close(got[1, 2], causal(*(tensor[1, 2] for tensor in inputs)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_of_grad(road: Road, compiled: bool) -> None:
+    inputs = three(road.qkv())
+    function = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))
+    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
+    assert road.took()["ours_fwd"] == 1
+    for index in range(3):
+        leaves = [tensor[index].detach().requires_grad_() for tensor in inputs]
+        for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves)):
+            torch.testing.assert_close(a[index], b, atol=6e-2, rtol=6e-2)
+
+
+def test_jacrev(road: Road) -> None:
+    q, k, v = road.qkv(rows=72)
+    jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)
+    want = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
+    torch.testing.assert_close(jacobian[1], want, atol=6e-2, rtol=6e-2)
+
+
+# ---- Plan B's known limits, kept honest ----
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
+    with road_to(device, "plan_b") as road:
+        inputs = three(road.qkv())
+        got = torch.vmap(causal)(*inputs)
+        assert road.took().get("ours_fwd", 0) == 0
+        torch.testing.assert_close(got[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
+        assert composite.installed()
