@@ -62,6 +62,7 @@ struct Problem {
   bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
   bool grad = false;           // autograd will want a backward
   bool deterministic = false;  // torch.use_deterministic_algorithms
+  bool positive_scale = true;  // and finite: the kernels' running maximum is one of unscaled scores
   double dropout_p = 0.0;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
 };
@@ -88,6 +89,7 @@ struct ChoiceRow {
   bool grad;
   MaskKind mask;
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
+  int tile_m;  // only calls whose kernel has this many query rows; 0: any
   bool serve;
   double ratio;       // stock default time / our time
   char measured[96];  // date, machine, suite
@@ -115,6 +117,7 @@ enum class Why : int {
   kMask,
   kBottomRight,
   kDropout,
+  kScale,
   kEmpty,
   kHeadDimStep,
   kHeadDimLimit,

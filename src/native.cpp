@@ -44,6 +44,7 @@ Problem problem_from(const int64_t* f, double dropout_p) {
   }
   p.causal = static_cast<Causal>(f[16]);
   p.has_mask = f[17] != 0, p.on_cuda = f[18] != 0, p.grad = f[19] != 0, p.deterministic = f[20] != 0;
+  p.positive_scale = f[21] != 0;
   p.dropout_p = dropout_p;
   return p;
 }
@@ -109,7 +110,8 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
                 f[8],
                 f[9],
                 f[10],
-                f[11] != 0,
+                static_cast<int>(f[11]),
+                f[12] != 0,
                 ratio,
                 ""};
   copy_text(measured, row.measured, sizeof row.measured);

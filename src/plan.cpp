@@ -48,13 +48,14 @@ int find_kernel_row(const Problem& p, int arch, const Tables& tables) {
   return -1;
 }
 
-int find_choice_row(const Problem& p, int arch, int64_t tiles, const Tables& tables) {
+int find_choice_row(const Problem& p, int arch, const KernelRow& kernel, const Tables& tables) {
+  const int64_t tiles = row_tiles(p, kernel);
   const int64_t d = p.D > p.Dv ? p.D : p.Dv;
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
     if (row.kind == kKindFwd && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) &&
         d >= row.d_min && d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk &&
-        p.Sk <= row.max_sk && tiles >= row.min_tiles) {
+        p.Sk <= row.max_sk && tiles >= row.min_tiles && (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
       return i;
     }
   }
@@ -102,7 +103,7 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
   if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
   plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kHopper, plan->tiles, tables);
+  plan->choice_row = find_choice_row(p, kHopper, tables.kernels[plan->kernel_row], tables);
   if (plan->choice_row < 0) return Reason{Why::kNoRow};
   const ChoiceRow& row = tables.choices[plan->choice_row];
   if (!row.serve) return Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
@@ -124,6 +125,7 @@ int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
   if (p.has_mask) out.add(Why::kMask);
   if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
   if (p.dropout_p != 0.0) out.add(Why::kDropout);
+  if (!p.positive_scale) out.add(Why::kScale);
   if (out.full()) return out.count;
   if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
     out.add(Why::kEmpty);
@@ -181,7 +183,8 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !is_half(p.dtype[0]) ||
+  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
+      !is_half(p.dtype[0]) ||
       p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
     return false;
   }

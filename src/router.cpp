@@ -28,6 +28,7 @@ struct Call {
   AtenTensorHandle q, k, v;
   bool has_mask, is_causal, enable_gqa;
   double dropout_p;
+  std::optional<double> scale;
 };
 
 enum class Verdict { kStock, kOurs };
@@ -71,6 +72,7 @@ Verdict judge(const Call& call, Mode mode) {
   p.has_mask = call.has_mask;
   p.causal = call.is_causal ? Causal::kTopLeft : Causal::kNone;
   p.dropout_p = call.dropout_p;
+  p.positive_scale = positive_scale(call.scale);
   p.grad = wants_grad(call);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
@@ -109,7 +111,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
     const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
     if (wanted == Backend::kMath && allowed && torch.math_enabled()) return kChoiceMath;
     if (allowed && wanted != Backend::kStock && wanted != Backend::kMath) {
-      ours = judge(Call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p}, mode) == Verdict::kOurs;
+      ours = judge(Call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p, scale}, mode) == Verdict::kOurs;
     }
   }
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);

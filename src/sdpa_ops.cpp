@@ -70,6 +70,7 @@ Facts read_facts(const ForwardCall& call) {
   bool has_mask = false;
   p.has_mask = call.mask != nullptr && aoti_torch_is_defined(call.mask, &has_mask) == 0 && has_mask;
   p.dropout_p = call.dropout_p;
+  p.positive_scale = positive_scale(call.scale);
   return facts;
 }
 

@@ -1,6 +1,8 @@
 // Tensor facts through the stable C shims. Nothing here decides anything.
 #include "tensor_facts.h"
 
+#include <cmath>
+
 namespace flashplug {
 
 namespace {
@@ -47,6 +49,8 @@ Layout layout_of(const Shape& shape, int64_t address_bytes) {
   layout.last_stride = shape.size[3] > 1 ? shape.stride[3] : 1;
   return layout;
 }
+
+bool positive_scale(std::optional<double> scale) { return !scale || (*scale > 0.0 && std::isfinite(*scale)); }
 
 bool eligible_device(int32_t device_type) {
   static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();

@@ -26,6 +26,9 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape);
 // not count.
 Layout layout_of(const Shape& shape, int64_t address_bytes);
 
+// The default scale is; a given one must be checked.
+bool positive_scale(std::optional<double> scale);
+
 bool eligible_device(int32_t device_type);
 
 // Fills sizes and layouts from three 4-D shapes; no checks.

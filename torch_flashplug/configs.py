@@ -51,6 +51,7 @@ class ChoiceRow:
     min_tiles: int
     ratio: float  # stock default time / our time, the lowest seen in the class
     measured: str  # date, machine, suite
+    tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
 
     @property
     def serve(self) -> bool:
@@ -85,7 +86,26 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, "causal", 64, 128, 2),
 )
 
-CHOICE_ROWS: tuple[ChoiceRow, ...] = ()
+_NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
+_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
+# Fewer query rows are decode: until the keys are split, stock's split kernels are faster there.
+_MIN_SQ = 16
+# ratio is the lowest that the suite saw in the class, of 388 shapes each; head dims 1..64 run in tiles of 64, the others in tiles of 128.
+CHOICE_ROWS: tuple[ChoiceRow, ...] = (
+    #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.986, _NO_GRAD, tile_m=192),
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _NO_GRAD, tile_m=64),
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, 1024, 1, 1024, 0, 0.975, _NO_GRAD, tile_m=128),
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.927, _NO_GRAD, tile_m=128),
+    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.020, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.992, _NO_GRAD),
+    # Our forward with cuDNN's backward, both together.
+    ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
+    ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),
+    ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
+    ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
+)
 
 
 def specs(arch: int) -> list[KernelSpec]:

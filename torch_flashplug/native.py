@@ -29,7 +29,7 @@ PROBLEM_FIELDS = (
     *("dtype_q", "dtype_k", "dtype_v"),
     *("last_stride_q", "last_stride_k", "last_stride_v"),
     *("align_q", "align_k", "align_v"),
-    *("causal", "has_mask", "on_cuda", "grad", "deterministic"),
+    *("causal", "has_mask", "on_cuda", "grad", "deterministic", "positive_scale"),
 )
 PROBLEM_DEFAULTS = {
     **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), 0),
@@ -37,6 +37,7 @@ PROBLEM_DEFAULTS = {
     **dict.fromkeys(("align_q", "align_k", "align_v"), 16),
     **dict.fromkeys(("causal", "has_mask", "grad", "deterministic"), 0),
     "on_cuda": 1,
+    "positive_scale": 1,
 }
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
@@ -251,7 +252,7 @@ def add_kernel_row(row: KernelRow) -> None:
 
 def add_choice_row(row: ChoiceRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, int(row.grad), MASK_IDS[row.mask])
-    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk, row.min_tiles)
+    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk, row.min_tiles, row.tile_m)
     if lib().flashplug_add_choice_row(_ints((*head, *ranges, int(row.serve))), row.ratio, row.measured.encode()):
         raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
 
