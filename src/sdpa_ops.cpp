@@ -94,6 +94,9 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   int64_t out_stride[4];
   output_strides(facts.q, out_size, out_stride);
+  // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where no kernel can write.
+  const bool writable = out_stride[3] == 1;
+  if (!writable) pack_strides(out_size, out_stride);
   static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
                        fp32 = aoti_torch_dtype_float32();
   const int32_t dtype = p.dtype[0] == DType::kBf16 ? bf16 : fp16;
@@ -101,6 +104,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
   launch_forward(*kernel, p, ForwardTensors{call.q, call.k, call.v, result->out.get(), result->lse.get()},
                  softmax_scale(call, p), facts.query.device_index);
+  if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
   return true;
 }
@@ -221,13 +225,12 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 // ---- door 2: torch_flashplug::sdpa_fwd / sdpa_bwd, whose returns are always real tensors ----
 
-Owned placeholder(const ForwardCall& call, int32_t dtype, bool scalar) {
+// A tensor without elements: no memory, no launch.
+Owned placeholder(const ForwardCall& call, int32_t dtype) {
   TensorClass query;
   read_class(call.q, &query);
   const int64_t zero = 0, one = 1;
-  Owned tensor = empty_strided(scalar ? 0 : 1, &zero, &one, dtype, query.device_type, query.device_index);
-  if (scalar) check_shim(aoti_torch_aten_fill__Scalar(tensor.get(), 0.0), "fill_");
-  return tensor;
+  return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
 }
 
 // query, key, value, attn_bias?, dropout_p, causal_mode, scale?, mode -> out, lse, seed, offset
@@ -243,8 +246,10 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
                          box::to_optional_double(stack[6]),
                          own_op_mode(box::to<int64_t>(stack[7]))};
   ForwardResult result = forward(call);
-  if (!result.seed.defined()) result.seed = placeholder(call, aoti_torch_dtype_int64(), true);
-  if (!result.offset.defined()) result.offset = placeholder(call, aoti_torch_dtype_int64(), true);
+  if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
+    result.seed = placeholder(call, aoti_torch_dtype_int64());
+    result.offset = placeholder(call, aoti_torch_dtype_int64());
+  }
   stack[0] = box::from_tensor(std::move(result.out));
   stack[1] = box::from_tensor(std::move(result.lse));
   stack[2] = box::from_tensor(std::move(result.seed));
@@ -273,7 +278,7 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   if (!result.grads[3].defined()) {
     int32_t dtype = 0;
     check_shim(aoti_torch_get_dtype(call.forward.q, &dtype), "get_dtype");
-    result.grads[3] = placeholder(call.forward, dtype, false);
+    result.grads[3] = placeholder(call.forward, dtype);
   }
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }

@@ -69,8 +69,8 @@ class BackwardArgs(NamedTuple):
     attn_bias: Tensor | None
     out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq) fp32, natural log
-    seed: Tensor  # () int64
-    offset: Tensor  # () int64
+    seed: Tensor  # () int64; (0,) without dropout
+    offset: Tensor  # likewise
     dropout_p: float
     causal_mode: int
     scale: float | None
@@ -104,11 +104,16 @@ def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
     return (*a.query.shape[:3], a.value.shape[3])
 
 
+def _drawn_shape(a: ForwardArgs) -> tuple[int, ...]:
+    """Of seed and offset: without dropout nothing is drawn, and an empty tensor costs no launch."""
+    return () if a.dropout_p > 0.0 else (0,)
+
+
 def _forward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     _check_ranks(a)
     lse = a.query.new_empty(a.query.shape[:3], dtype=torch.float32)
-    seed, offset = (a.query.new_empty((), dtype=torch.int64) for _ in range(2))
+    seed, offset = (a.query.new_empty(_drawn_shape(a), dtype=torch.int64) for _ in range(2))
     return empty_in_layout_of(a.query, _output_shape(a)), lse, seed, offset
 
 
@@ -229,7 +234,7 @@ def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> T
 def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     check_arguments(a)
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=a.query.device) for _ in range(2))
+    seed, offset = (torch.zeros(_drawn_shape(a), dtype=torch.int64, device=a.query.device) for _ in range(2))
     s = _scores(a)
     probabilities = s.probabilities
     if a.dropout_p > 0.0:
