@@ -32,8 +32,14 @@ struct BackwardResult {
 
 Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                     int32_t device_index);
+Shape shape_of(AtenTensorHandle tensor);  // throws if it is not concrete
+// A tensor with the given shape and strides, dtype and device as `like`; a copy of `from` unless that is null.
+Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
+void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
+// `out` itself, or a copy of it in the layout that output_strides() says.
+Owned in_output_layout(Owned out, AtenTensorHandle query);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----

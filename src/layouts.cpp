@@ -12,6 +12,22 @@ Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_
   return Owned(handle);
 }
 
+Shape shape_of(AtenTensorHandle tensor) {
+  Shape shape;
+  if (!read_shape(tensor, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape");
+  return shape;
+}
+
+Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from) {
+  int32_t dtype = 0, device_type = 0, device_index = 0;
+  check_shim(aoti_torch_get_dtype(like, &dtype), "get_dtype");
+  check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
+  check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
+  Owned out = empty_strided(dims, size, stride, dtype, device_type, device_index);
+  if (from != nullptr) check_shim(aoti_torch_copy_(out.get(), from, 0), "copy_");
+  return out;
+}
+
 namespace {
 
 // 1: dim a belongs outside dim b; -1: inside; 0: undecided (a broadcast dim, or a tie).
@@ -67,6 +83,23 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
     out_stride[order[i]] = next;
     next *= out_size[order[i]];
   }
+}
+
+void pack_strides(const int64_t size[4], int64_t stride[4]) {
+  int64_t next = 1;
+  for (int i = 3; i >= 0; --i) {
+    stride[i] = next;
+    next *= size[i];
+  }
+}
+
+// The output's layout is a promise to compiled graphs too.
+Owned in_output_layout(Owned out, AtenTensorHandle query) {
+  const Shape have = shape_of(out.get());
+  int64_t want[4];
+  output_strides(shape_of(query), have.size, want);
+  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(out)
+                                                          : new_like(out.get(), 4, have.size, want, out.get());
 }
 
 }  // namespace flashplug

@@ -184,8 +184,7 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
-      !is_half(p.dtype[0]) ||
-      p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
+      !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
     return false;
   }
   for (int i = 0; i < tables.num_choices; ++i) {

@@ -116,7 +116,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kBottomRight:
       return "causal mask aligned to the bottom right, kernels align to the top left; use the math backend";
     case Why::kScale:
-      return "scale is not positive and finite, the kernels' running maximum needs it to be; stock attention serves this call";
+      return "scale is not positive and finite, the kernels' running maximum needs it to be; stock attention serves "
+             "this call";
     case Why::kDropout:
       return "dropout_p=" + fixed(p.dropout_p) + ", kernels have no dropout; pass dropout_p=0";
     case Why::kEmpty:

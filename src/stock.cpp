@@ -39,24 +39,6 @@ class OpCall {
   int count_ = 0;
 };
 
-Shape shape_of(AtenTensorHandle tensor) {
-  Shape shape;
-  if (!read_shape(tensor, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape");
-  return shape;
-}
-
-// A copy with the given shape and strides, on the same device and in the same dtype; `from` may be null to leave it
-// unwritten.
-Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from) {
-  int32_t dtype = 0, device_type = 0, device_index = 0;
-  check_shim(aoti_torch_get_dtype(like, &dtype), "get_dtype");
-  check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
-  check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
-  Owned out = empty_strided(dims, size, stride, dtype, device_type, device_index);
-  if (from != nullptr) check_shim(aoti_torch_copy_(out.get(), from, 0), "copy_");
-  return out;
-}
-
 Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride) {
   AtenTensorHandle handle = nullptr;
   check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, 0, &handle), "_reinterpret_tensor");
@@ -93,15 +75,6 @@ Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
   dense_strides(like.size, like.stride, 4, want);
   return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(grad)
                                                           : new_like(grad.get(), 4, like.size, want, grad.get());
-}
-
-// The output's layout is a promise to compiled graphs too.
-Owned in_output_layout(Owned out, AtenTensorHandle query) {
-  const Shape have = shape_of(out.get());
-  int64_t want[4];
-  output_strides(shape_of(query), have.size, want);
-  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(out)
-                                                          : new_like(out.get(), 4, have.size, want, out.get());
 }
 
 // LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
