@@ -59,7 +59,7 @@ def enable() -> None:
         composite.install("CUDA")
     elif not native.installed(native.CUDA_SLOT):
         _log.warning("%s", native.last_error())
-    tracing.cache_tag.set_process_mark(_cache_mark(), True)
+    tracing.cache_tag.set_process_mark(_cache_mark())
 
 
 def disable() -> None:
@@ -71,7 +71,7 @@ def disable() -> None:
     if native.installed(native.CUDA_SLOT):
         native.uninstall(native.CUDA_SLOT)
     composite.uninstall()
-    tracing.cache_tag.set_process_mark(_cache_mark(), False)
+    tracing.cache_tag.set_process_mark("")
 
 
 # ---- sdpa_backend ----

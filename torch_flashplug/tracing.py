@@ -7,6 +7,7 @@ compile caches apart. Decides nothing about backends.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from contextvars import ContextVar
@@ -159,19 +160,22 @@ class _CacheTag:
         override = getattr(entry, "user_override", None)
         self._defaults = entry if isinstance(override, ContextVar) else None
         self._override = override if isinstance(override, ContextVar) else None
+        self._mark = ""
 
-    def set_process_mark(self, mark: str, present: bool) -> None:
-        """Adds or removes `mark` for every thread."""
+    def set_process_mark(self, mark: str) -> None:
+        """Puts `mark` (empty: none) in the place of the last one, for every thread."""
+        old, self._mark = self._mark, mark
 
         def edit(tag: str) -> str:
-            return tag.replace(mark, "") + (mark if present else "")
+            return tag.replace(old, "").replace(mark, "") + mark
 
         if self._defaults is not None:
             for name in ("env_value_default", "default"):
                 if isinstance(getattr(self._defaults, name, None), str):
                     setattr(self._defaults, name, edit(getattr(self._defaults, name)))
-        if torch.compiler.config.cache_key_tag != edit(torch.compiler.config.cache_key_tag):
-            torch.compiler.config.cache_key_tag = edit(torch.compiler.config.cache_key_tag)
+        tag = torch.compiler.config.cache_key_tag
+        if tag != edit(tag):  # this thread has one of its own
+            torch.compiler.config.cache_key_tag = edit(tag)
 
     def push(self, suffix: str) -> object:
         """Appends to this thread's tag; the result goes to pop()."""
@@ -182,10 +186,11 @@ class _CacheTag:
         return tag
 
     def pop(self, pushed: object) -> None:
-        if self._override is not None:
-            self._override.reset(pushed)
-        else:
+        if self._override is None:
             torch.compiler.config.cache_key_tag = pushed
+            return
+        with contextlib.suppress(ValueError):  # the block is left in another contextvars.Context: nothing to undo there
+            self._override.reset(pushed)
 
 
 cache_tag = _CacheTag()
