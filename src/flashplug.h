@@ -81,7 +81,7 @@ struct KernelRow {
   int64_t d_max, dv_max;
   MaskKind mask;
   int tile_m, tile_n, stages;
-  int64_t min_sq, min_tiles;
+  int cost;  // relative time of one KV block of one tile, among rows of the same head dims and mask
 };
 
 struct ChoiceRow {

@@ -91,9 +91,15 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
   Tables& t = tables();
   if (t.num_kernels == kMaxRows) return 1;
-  t.kernels[t.num_kernels++] = KernelRow{
-      static_cast<int>(f[0]), static_cast<int>(f[1]), f[2], f[3], static_cast<MaskKind>(f[4]), static_cast<int>(f[5]),
-      static_cast<int>(f[6]), static_cast<int>(f[7]), f[8], f[9]};
+  t.kernels[t.num_kernels++] = KernelRow{static_cast<int>(f[0]),
+                                         static_cast<int>(f[1]),
+                                         f[2],
+                                         f[3],
+                                         static_cast<MaskKind>(f[4]),
+                                         static_cast<int>(f[5]),
+                                         static_cast<int>(f[6]),
+                                         static_cast<int>(f[7]),
+                                         static_cast<int>(f[8])};
   return 0;
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {

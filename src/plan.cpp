@@ -6,6 +6,10 @@
 // plan_text.cpp.
 #include "flashplug.h"
 
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
 namespace flashplug {
 
 namespace {
@@ -13,6 +17,7 @@ namespace {
 constexpr int kHopper = 90;
 constexpr int kAmpere = 80;
 constexpr int64_t kHeadDimStep = 8;  // TMA moves rows of whole 16-byte units
+constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
 constexpr int kAlignBytes = 16;      // TMA base address and strides
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -36,16 +41,42 @@ struct Collector {
 
 int64_t row_tiles(const Problem& p, const KernelRow& row) { return p.B * p.Hq * ceil_div(p.Sq, row.tile_m); }
 
-// First match wins. -1: no row.
-int find_kernel_row(const Problem& p, int arch, const Tables& tables) {
+bool row_fits(const Problem& p, int arch, const KernelRow& row) {
+  return row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max &&
+         mask_fits(row.mask, p.causal);
+}
+
+bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
+
+// Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
+// spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
+double estimate(const Problem& p, const KernelRow& row, int sm_count) {
+  const double m = row.tile_m, n = row.tile_n;
+  const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
+  const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
+  if (p.causal == Causal::kNone) return std::ceil(heads * num_m / sm_count) * (all_blocks + kEdgeBlocks) * row.cost;
+  // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
+  const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);
+  const double growing = std::min(num_m, std::floor(static_cast<double>(p.Sk) / m));
+  const double blocks = m / n * growing * (growing + 1) / 2 + (num_m - growing) * all_blocks;
+  const double work = heads * (blocks + num_m * (rounding + kEdgeBlocks)) * row.cost;
+  const double longest = (std::min(all_blocks, num_m * m / n + rounding) + kEdgeBlocks) * row.cost;
+  return std::max(work / sm_count, longest);
+}
+
+// Of the rows for the smallest head dims that hold the call's, the one that should be done first. -1: no row.
+int find_kernel_row(const Problem& p, int arch, int sm_count, const Tables& tables) {
+  int best = -1;
+  double best_time = 0;
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
-    if (row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max &&
-        mask_fits(row.mask, p.causal) && p.Sq >= row.min_sq && row_tiles(p, row) >= row.min_tiles) {
-      return i;
-    }
+    if (!row_fits(p, arch, row) || (best >= 0 && !same_family(row, tables.kernels[best]))) continue;
+    const double time = estimate(p, row, std::max(sm_count, 1));
+    if (best >= 0 && time >= best_time) continue;
+    best = i;
+    best_time = time;
   }
-  return -1;
+  return best;
 }
 
 int find_choice_row(const Problem& p, int arch, const KernelRow& kernel, const Tables& tables) {
@@ -91,7 +122,7 @@ void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const T
     plan->fa3 = Reason{Why::kSplits, mode.num_splits(), 1};
     return;
   }
-  plan->kernel_row = find_kernel_row(p, kHopper, tables);
+  plan->kernel_row = find_kernel_row(p, kHopper, device.sm_count, tables);
   if (plan->kernel_row < 0) {
     plan->fa3 = Reason{Why::kNoKernel};
     return;
@@ -150,7 +181,7 @@ int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
     out.add(Why::kDevice);
   else if (device.cc < kAmpere)
     out.add(Why::kArch, device.cc, kAmpere);
-  else if (find_kernel_row(p, kAmpere, tables) < 0)
+  else if (find_kernel_row(p, kAmpere, device.sm_count, tables) < 0)
     out.add(Why::kLaterRelease);
   return out.count;
 }

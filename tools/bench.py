@@ -27,7 +27,8 @@ import torch.nn.functional as F
 import workloads
 from rich.console import Console
 
-from torch_flashplug.configs import KERNEL_ROWS
+from torch_flashplug import native
+from torch_flashplug.spec import BACKENDS, KernelSpec
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -111,12 +112,12 @@ def _facts(case: Case) -> dict[str, object]:
     }
 
 
-def _tiles(case: Case) -> int:
+def _tiles(case: Case, device: str) -> int:
     """B * Hq * ceil(Sq / tile_m) of the kernel that would take the case: the number that ChoiceRow.min_tiles bounds."""
-    rows = (row for row in KERNEL_ROWS if row.mask == ("causal" if case.causal else "full"))
-    fitting = (row for row in rows if case.D <= row.d_max and case.Dv <= row.dv_max and case.Sq >= row.min_sq)
-    row = next(fitting, None)
-    return 0 if row is None else case.B * case.Hq * -(-case.Sq // row.tile_m)
+    sizes = {size: getattr(case, size) for size in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
+    facts = native.device_facts(torch.device(device).index or 0) if device == "cuda" else native.NO_DEVICE
+    kernel = native.plan(sizes | {"causal": int(case.causal)}, facts, BACKENDS.index("fa3"))["kernel"]
+    return case.B * case.Hq * -(-case.Sq // KernelSpec.from_name(kernel).tile_m) if kernel else 0
 
 
 def _auto_plan(inputs: Inputs, case: Case) -> str:
@@ -196,7 +197,7 @@ def _suite_against_stock(bench: Bench, grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             candidates, errors, refused = _try_each(bench, case, inputs, ("ours_fa3", "stock"), build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=5.0)
-        more = {"errors": errors, "refused": refused, "tiles": _tiles(case)}
+        more = {"errors": errors, "refused": refused, "tiles": _tiles(case, bench.device)}
         bench.add(_row(case.name, timings, **_facts(case), **more))
 
 

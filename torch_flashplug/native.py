@@ -246,7 +246,7 @@ def clear_rows() -> None:
 
 def add_kernel_row(row: KernelRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, row.d_max, row.dv_max, MASK_IDS[row.mask])
-    if lib().flashplug_add_kernel_row(_ints((*head, row.tile_m, row.tile_n, row.stages, row.min_sq, row.min_tiles))):
+    if lib().flashplug_add_kernel_row(_ints((*head, row.tile_m, row.tile_n, row.stages, row.cost))):
         raise RuntimeError("torch_flashplug: too many kernel rows; raise kMaxRows in src/flashplug.h")
 
 
