@@ -120,29 +120,29 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
 train_4k_d128_causal
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, with grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 10: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 6: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal_gqa4
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
+      choice row 6: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1
+      choice row 2: 0.975 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 512*1 = 512 > 64: not a decode call
 prefill_16k_d64_fp16
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_fp16_d64_full_m192n128s2 tiles=1376 splits=1
+      choice row 0: 0.986 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
 one_small_tile
   h100
     stock
@@ -151,9 +151,9 @@ one_small_tile
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
 odd_tail_sq113_sk203_d72
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
+      choice row 5: 0.998 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 113*1 = 113 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
     stock
