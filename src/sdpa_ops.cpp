@@ -85,6 +85,8 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const Problem& p = facts.problem;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
+    result->seed = Owned();  // as the kernels: nothing is drawn, so nothing is returned
+    result->offset = Owned();
     count(Path::kOursForward);
     return true;
   }

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops, tracing
 
 _FORWARD_TENSORS = 3  # query, key, value
-_DROPOUT_AT = {"fwd": 4, "bwd": 9}  # position of dropout_p in our own ops
+_MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the one call that is made
 
 
 def register() -> None:
@@ -54,23 +54,23 @@ class _Fold:
 
 
 def _own_forward(info, in_dims: tuple, *args) -> tuple:
-    return _forward(ops.namespace.sdpa_fwd, info, in_dims, args, {}, kept=2)
+    return _forward(ops.namespace.sdpa_fwd, info, in_dims, args, {})
 
 
 def _aten_forward(info, in_dims: tuple, *args, **settings) -> tuple:
     args = (*args, *(None, 0.0, False, False)[len(args) - _FORWARD_TENSORS :])
-    return _forward(tracing.OVERRIDEABLE, info, in_dims, args, settings, kept=2)
+    return _forward(tracing.OVERRIDEABLE, info, in_dims, args, settings)
 
 
-def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict, kept: int) -> tuple:
-    """The first `kept` results are mapped; seeds, offsets and sizes are those of the one call that was made."""
-    fold = _Fold(info, args[_DROPOUT_AT["fwd"]])
+def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict) -> tuple:
+    """Both forward ops start with query, key, value, bias, dropout_p."""
+    bias, dropout_p = args[_FORWARD_TENSORS : _FORWARD_TENSORS + 2]
+    fold = _Fold(info, dropout_p)
     query, key, value = (fold.in_(tensor, dim) for tensor, dim in zip(args[:_FORWARD_TENSORS], in_dims))
-    batch = query.shape[0] // fold.size
-    bias = fold.bias(args[3], in_dims[3] if args[3] is not None else None, batch)
-    results = op(query, key, value, bias, *args[4:], **settings)
-    outputs = (*(fold.out(result) for result in results[:kept]), *results[kept:])
-    return outputs, (0,) * kept + (None,) * (len(results) - kept)
+    bias = fold.bias(bias, in_dims[_FORWARD_TENSORS] if bias is not None else None, query.shape[0] // fold.size)
+    results = op(query, key, value, bias, *args[_FORWARD_TENSORS + 1 :], **settings)
+    mapped, others = results[:_MAPPED_RESULTS], results[_MAPPED_RESULTS:]
+    return (*map(fold.out, mapped), *others), (0,) * len(mapped) + (None,) * len(others)
 
 
 def _own_backward(info, in_dims: tuple, *args) -> tuple:
