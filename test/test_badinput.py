@@ -121,8 +121,10 @@ CASES |= {
     ),
     "large_values": lambda road: ([t * 133120 for t in road.qkv()], {}),
 }
-# Hidden entries are multiplied by zero or not looked at, which stock's own backends answer differently.
-ANY_NAN = {"nan_in_a_value_that_causal_hides", "scale_inf", "scale_nan", "large_values"}
+# A hidden entry is multiplied by zero or not looked at, and a tie of huge scores is broken by rounding: stock's own
+# backends differ there. What a NaN leaves of the gradients depends on the backward's tiles.
+FREE_OUTPUT = {"nan_in_a_value_that_causal_hides", "large_values"}
+FREE_GRADS = FREE_OUTPUT | {"nan_in_one_query_row", "nan_in_one_key"}
 
 
 def shifted_by_one(tensor: Tensor) -> Tensor:
@@ -183,13 +185,15 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool) 
         assert got == want
         return
     assert len(got) == len(want)
-    for a, b in zip(got, want):
+    for index, (a, b) in enumerate(zip(got, want)):
         assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
-        if not served:
-            assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))  # stock's own result, bit for bit
-        elif name not in ANY_NAN:
-            limit = 2e-2 if a is got[0] else 2e-1
-            torch.testing.assert_close(a, b, atol=limit, rtol=limit, equal_nan=True)
+        if not served and (index == 0 or any_road.device == "cpu"):  # stock's own result, bit for bit
+            assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
+        elif index == 0 and name not in FREE_OUTPUT:
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2, equal_nan=True)
+        elif index > 0 and name not in FREE_GRADS:
+            torch.testing.assert_close(a, b, atol=2e-1, rtol=2e-1, equal_nan=True)
+    assert name != "large_values" or got[0].isfinite().all()
 
 
 def test_rows_that_may_see_nothing_stay_zero(road: Road) -> None:
