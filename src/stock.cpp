@@ -14,6 +14,7 @@ namespace flashplug {
 
 namespace {
 
+constexpr int64_t kAlignElements = 8;   // 16 bytes of a 16-bit dtype
 constexpr int64_t kLsePad = 32;         // the efficient kernels keep LSE rows in multiples of this
 constexpr int64_t kCudnnHeadDim = 128;  // its backward on every device and version; larger ones depend on both
 constexpr int64_t kCudnnMaxDim = 65535;
@@ -45,9 +46,49 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
   return Owned(handle);
 }
 
+// torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
+// The same tensor with strides there that no kernel minds.
+Owned aligned_ones(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t stride[4];
+  bool changed = false;
+  for (int i = 0; i < 4; ++i) {
+    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kAlignElements != 0;
+    stride[i] = odd ? (shape.size[3] + kAlignElements - 1) / kAlignElements * kAlignElements : shape.stride[i];
+    changed |= odd;
+  }
+  return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
+}
+
+// The same numbers under these strides: the tensor itself where it has them (dims of size 1 do not count), else a copy.
+Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+  const Shape shape = shape_of(tensor);
+  bool same = true;
+  for (int i = 0; i < 4; ++i) same &= shape.size[i] == 1 || shape.stride[i] == stride[i];
+  return same ? view(tensor, 4, shape.size, stride) : new_like(tensor, 4, shape.size, stride, tensor);
+}
+
+// An output as stock's backward kernels can read it: rows of consecutive elements. (A broadcast query may have asked
+// for another layout.)
+Owned with_rows(AtenTensorHandle out) {
+  const Shape shape = shape_of(out);
+  if (shape.stride[3] == 1) return aligned_ones(out);
+  int64_t stride[4];
+  pack_strides(shape.size, stride);
+  return under_strides(out, stride);
+}
+
+// (B, S, H, D) in memory: how the efficient kernels write their output, and how their backward reads it, unasked.
+void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
+  stride[3] = 1;
+  stride[1] = size[3];
+  stride[2] = size[1] * stride[1];
+  stride[0] = size[2] * stride[2];
+}
+
 // [B, Hkv, S, D] -> [B, Hq, S, D]: key and value heads repeated for the query heads that share them.
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
-  if (group == 1) return Owned::share(tensor);
+  if (group == 1) return aligned_ones(tensor);
   OpCall op("aten::repeat_interleave");
   op.add(box::from_borrowed(tensor), box::from(group), box::from(std::optional<int64_t>(1)), box::from(std::nullopt))
       .require("self_int");
@@ -142,7 +183,7 @@ bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device) {
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   OpCall op("aten::_scaled_dot_product_efficient_attention");
-  op.add(box::from_borrowed(call.q), box::from_tensor(repeat_heads(call.k, p.group())));
+  op.add(box::from_tensor(aligned_ones(call.q)), box::from_tensor(repeat_heads(call.k, p.group())));
   op.add(box::from_tensor(repeat_heads(call.v, p.group())), box::from_optional_tensor(nullptr), box::from(true));
   op.add(box::from(call.dropout_p), box::from(call.causal == Causal::kTopLeft), box::from_optional_double(call.scale));
   op.require();
@@ -180,8 +221,12 @@ bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* 
   for (int dims : {4, 3}) {
     if (known != 0 && known != dims) continue;
     OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
-    op.add(box::from_borrowed(call.grad_out), box::from_borrowed(call.forward.q), box::from_borrowed(call.forward.k),
-           box::from_borrowed(call.forward.v), box::from_borrowed(call.out),
+    // cuDNN's backward in torch 2.11 takes the strides of `out` for those of `grad_out`: under torch.compile, where
+    // they differ for (B, S, H, D) inputs, stock's gradients are wrong there.
+    const Owned out = with_rows(call.out);
+    op.add(box::from_tensor(under_strides(call.grad_out, shape_of(out.get()).stride)),
+           box::from_tensor(aligned_ones(call.forward.q)), box::from_tensor(aligned_ones(call.forward.k)),
+           box::from_tensor(aligned_ones(call.forward.v)), box::from_tensor(Owned::share(out.get())),
            box::from_tensor(view(call.lse, dims, size, stride)));
     for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox x2, attn_bias, cum_seq x2
     op.add(box::from(p.Sq), box::from(p.Sk), box::from(0.0), box::from(call.forward.causal == Causal::kTopLeft),
@@ -206,10 +251,12 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;
   OpCall op("aten::_scaled_dot_product_efficient_attention_backward");
-  op.add(box::from_borrowed(call.grad_out), box::from_borrowed(forward.q),
+  int64_t stride[4];
+  rows_before_heads(shape_of(call.out).size, stride);
+  op.add(box::from_tensor(under_strides(call.grad_out, stride)), box::from_tensor(aligned_ones(forward.q)),
          box::from_tensor(repeat_heads(forward.k, p.group())));
   op.add(box::from_tensor(repeat_heads(forward.v, p.group())), box::from_borrowed(nullptr),
-         box::from_borrowed(call.out));
+         box::from_tensor(under_strides(call.out, stride)));
   op.add(box::from_tensor(pad_lse(call.lse, p)), box::from_borrowed(call.seed), box::from_borrowed(call.offset));
   const bool wanted[4] = {true, true, true, false};
   op.add(box::from(forward.dropout_p), box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4)));

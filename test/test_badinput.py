@@ -171,9 +171,15 @@ def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool) -> None:
-    if name == "no_heads" and any_road.device == "cpu" and TORCH < (2, 13):
-        pytest.skip("stock's CPU kernel divides by the number of heads")
+def test_same_error_or_result_as_without(
+    any_road: Road, name: str, grad: bool, request: pytest.FixtureRequest
+) -> None:
+    if name == "no_heads" and TORCH < (2, 13):
+        pytest.skip("stock's kernels divide by the number of heads")
+    if any_road.device == "cuda":
+        # torch 2.11 keeps the null plan of a call that cuDNN refused, and crashes when the same call comes again.
+        request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
+        torch.backends.cuda.enable_cudnn_sdp(False)
     call = CASES[name](any_road)
     any_road.disable()
     want = outcome(call, grad)

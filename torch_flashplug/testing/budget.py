@@ -2,7 +2,8 @@
 
     |ours - fp64|  <=  factor * |plain low-precision torch - fp64|  +  one rounding        (largest element and RMS)
 
-factor is 2 for outputs and 3 for gradients. Special values are compared by position first. A failure says where, both
+factor is 2 for outputs and 3 for gradients. A gradient that is a difference of fp32 sums (dS = P * (dP - delta)) may also be off by the last place of
+those sums: with one key dS is exactly 0, plain torch finds exactly 0, and every flash-style backward finds the rounding of two equal sums. Special values are compared by position first. A failure says where, both
 values and the seed.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 OUT_FACTOR, GRAD_FACTOR = 2.0, 3.0
+FP32_EPS = 2.0**-23
 # Tensor cores keep fp32 accumulators with a few bits less than IEEE fp32 and exp2 is approximate to 2 ulp: an LSE is
 # good to about 2^-16 of the scores' size.
 LSE_RELATIVE = 2.0**-16
@@ -49,16 +51,19 @@ def _difference(a: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def measure_error(
-    got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = OUT_FACTOR
+    got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = OUT_FACTOR, cancelled: float = 0.0
 ) -> ErrorReport:
-    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`."""
+    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`, `cancelled` the size of the fp32 sums whose
+    difference the result is made of.
+    """
     rounding = torch.finfo(got.dtype).eps / 2
     finite = torch.where(torch.isfinite(exact), exact, 0.0)
     ours, yardstick = _difference(got, exact), _difference(plain, exact)
     peak, rms = _peak(yardstick), _rms(yardstick)
     return ErrorReport(
         max=_peak(ours), rms=_rms(ours), plain_max=peak, plain_rms=rms,
-        budget_max=factor * peak + rounding * _peak(finite), budget_rms=factor * rms + rounding * _rms(finite),
+        budget_max=factor * peak + rounding * _peak(finite) + FP32_EPS * cancelled,
+        budget_rms=factor * rms + rounding * _rms(finite) + FP32_EPS * cancelled,
     )  # fmt: skip
 
 
@@ -88,6 +93,7 @@ def assert_within_budget(
     plain: torch.Tensor,
     *,
     factor: float = OUT_FACTOR,
+    cancelled: float = 0.0,
     seed: int = 0,
 ) -> ErrorReport:
     """Raises AssertionError with the worst coordinate, both values and the seed when `got` leaves the budget; else
@@ -99,7 +105,7 @@ def assert_within_budget(
     if got.shape != exact.shape:
         raise AssertionError(f"{label}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
     _assert_special_values(label, got, exact)
-    report = measure_error(got, exact, plain, factor)
+    report = measure_error(got, exact, plain, factor, cancelled)
     if not report.ok:
         error = _difference(got, exact).abs()
         at = _coordinate(int(error.flatten().argmax()), got.shape)
