@@ -193,7 +193,10 @@ def test_same_error_or_result_as_without(
         return
     assert len(got) == len(want)
     for index, (a, b) in enumerate(zip(got, want)):
-        assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
+        assert a.shape == b.shape and a.dtype == b.dtype
+        # Ours lays its output out as the query, which is torch's rule for the op it stands behind; stock's flash and
+        # efficient kernels, which take over where cuDNN does not, write (B, S, H, D) whatever they are given.
+        assert strides(a) == strides(b) or (served and index == 0 and strides(a) == strides(call[0][0]))
         if not served and (index == 0 or any_road.device == "cpu"):  # stock's own result, bit for bit
             assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
         elif index == 0 and name not in FREE_OUTPUT:

@@ -57,7 +57,7 @@ def test_pack_exports_the_table_and_nothing_else(report):
 
 @pytest.mark.parametrize(
     "change, number",
-    [({"tile_m": 256}, "tile_m=256"), ({"tile_n": 8}, "tile_n=8"), ({"stages": 3}, "stages=3"), ({"stages": 4}, "232448"), ({"tile_m": 192}, "160"), ({"d": 72}, "(72, 128)")],
+    [({"tile_m": 256}, "tile_m=256"), ({"tile_n": 8}, "tile_n=8"), ({"stages": 3}, "stages=3"), ({"stages": 4}, "232448"), ({"tile_m": 192, "d": 64}, "160"), ({"d": 72}, "(72, 128)")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
 def test_illegal_tile_says_the_number(change, number):

@@ -31,6 +31,8 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return (
             "query, key and value need 4 dims (batch, heads, rows, head dim); stock attention takes or rejects others"
         )
+    if not query.device == key.device == value.device:
+        return "query, key and value are on different devices; stock attention rejects the call"
     q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
     if None in (*q, *k, *v):
         return "sizes depend on data; stock attention serves this call"
