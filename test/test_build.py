@@ -1,4 +1,6 @@
-"""Every row of the table builds, fits the machine and spills nothing; the kernel cache survives races and corruption. No GPU."""
+"""Every row of the table builds, fits the machine and spills nothing; the kernel cache survives races and corruption.
+No GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,22 @@ SPECS = configs.specs(90)
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory) -> dict[str, dict]:
-    """The whole table compiled once by the tool that builds packs: {kernel name: row}, and the pack's path under "pack"."""
+    """The whole table compiled once by the tool that builds packs: {kernel name: row}, and the pack's path under
+    "pack".
+    """
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     out = tmp_path_factory.mktemp("pack")
-    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", "sm_90a", "--out", out, "--report", out / "report.json"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        ROOT / "tools" / "aot.py",
+        "--arch",
+        "sm_90a",
+        "--out",
+        out,
+        "--report",
+        out / "report.json",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads((out / "report.json").read_text())["kernels"]
     return {row["name"]: row for row in rows} | {"pack": out / "flashplug_sm90a.so"}
@@ -43,7 +56,8 @@ def test_kernel_is_what_its_row_says(spec, report):
     # At entry a thread has its share of the register file; the split takes over from there, once up and once down.
     assert row["registers"] <= 65536 // spec.threads, row
     assert row["usetmaxreg"] == 2, row
-    # One wgmma per 16 of the inner dimension: scores once per loop body and once before, output once per body and once after.
+    # One wgmma per 16 of the inner dimension: scores once per loop body and once before, output once per body and once
+    # after.
     bodies = 2 if spec.mask == "causal" else 1
     assert row["hgmma"] == (bodies + 1) * (spec.d // 16 + spec.tile_n // 16), row
     # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
@@ -51,13 +65,22 @@ def test_kernel_is_what_its_row_says(spec, report):
 
 
 def test_pack_exports_the_table_and_nothing_else(report):
-    symbols = subprocess.run(["nm", "-D", "--defined-only", report["pack"]], capture_output=True, text=True, check=True).stdout.split()[2::3]
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", report["pack"]], capture_output=True, text=True, check=True
+    ).stdout.split()[2::3]
     assert sorted(symbols) == sorted(f"__tvm_ffi_{spec.name()}" for spec in SPECS)
 
 
 @pytest.mark.parametrize(
     "change, number",
-    [({"tile_m": 256}, "tile_m=256"), ({"tile_n": 8}, "tile_n=8"), ({"stages": 3}, "stages=3"), ({"stages": 4}, "232448"), ({"tile_m": 192, "d": 64}, "160"), ({"d": 72}, "(72, 128)")],
+    [
+        ({"tile_m": 256}, "tile_m=256"),
+        ({"tile_n": 8}, "tile_n=8"),
+        ({"stages": 3}, "stages=3"),
+        ({"stages": 4}, "232448"),
+        ({"tile_m": 192, "d": 64}, "160"),
+        ({"d": 72}, "(72, 128)"),
+    ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
 def test_illegal_tile_says_the_number(change, number):
@@ -77,7 +100,7 @@ def test_register_split_fits_the_register_file():
         assert 128 * (producer + warpgroups * consumer) <= 65536
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------------------------------
+# --- the cache
 
 
 def read_checked(path: Path) -> bytes:

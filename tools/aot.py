@@ -1,16 +1,17 @@
-"""Compile the kernel table into one pack per architecture. Needs no GPU and no nvcc, only the DSL's wheel and a C compiler.
+"""Compile the kernel table into one pack per architecture. Needs no GPU and no nvcc, only the DSL's wheel and a C
+compiler.
 
     python tools/aot.py --arch sm_90a --out DIR --report report.json
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
-The pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the build.
+The pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
+build.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -23,7 +24,8 @@ import time
 import types
 from pathlib import Path
 
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the DSL imports torch, which must not start an installed copy of this package
+# the DSL imports torch, which must not start an installed copy of this package
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
 # The package's __init__ loads torch and _C, which is being built beside us: import its kernel modules without it.
 if "torch_flashplug" not in sys.modules:
@@ -40,7 +42,9 @@ from torch_flashplug.spec import KernelSpec  # noqa: E402
 
 
 def start_worker(folder: str) -> None:
-    """The DSL reads its dump folder once, when it is imported; workers must not share one, because dumps of two kernels share a name."""
+    """The DSL reads its dump folder once, when it is imported; workers must not share one, because dumps of two kernels
+    share a name.
+    """
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
@@ -59,8 +63,17 @@ def compile_all(names: list[str], folder: Path, jobs: int) -> list[dict]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     spawn = multiprocessing.get_context("spawn")
-    columns = (TextColumn("compiling kernels"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as progress, concurrent.futures.ProcessPoolExecutor(jobs, spawn, start_worker, (str(folder),)) as pool:
+    columns = (
+        TextColumn("compiling kernels"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with (
+        Progress(*columns) as progress,
+        concurrent.futures.ProcessPoolExecutor(jobs, spawn, start_worker, (str(folder),)) as pool,
+    ):
         task = progress.add_task("", total=len(names))
         pending = [pool.submit(compile_one, name, str(folder)) for name in names]
         rows = []
@@ -75,7 +88,9 @@ def link(objects: list[Path], pack: Path) -> None:
     import nvidia_cutlass_dsl
     import tvm_ffi.libinfo
 
-    archives = sorted(p for base in nvidia_cutlass_dsl.__path__ for p in Path(base).glob("cu13/lib/libcuda_dialect_runtime_static.a"))
+    archives = sorted(
+        p for base in nvidia_cutlass_dsl.__path__ for p in Path(base).glob("cu13/lib/libcuda_dialect_runtime_static.a")
+    )
     if not archives:
         raise SystemExit("libcuda_dialect_runtime_static.a not found: pip install 'nvidia-cutlass-dsl[cu13]'")
     compiler = os.environ.get("CC") or (sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -90,7 +105,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90a", choices=["sm_90a"])
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
-    parser.add_argument("--report", type=Path, help="JSON with registers, spills, shared memory, HGMMA count and seconds of every kernel")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="JSON with registers, spills, shared memory, HGMMA count and seconds of every kernel",
+    )
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()

@@ -1,4 +1,6 @@
-"""What switching the plugin on needs, once: table and flags into _C, packs and up-calls registered, ops implemented, tracers told."""
+"""What switching the plugin on needs, once: table and flags into _C, packs and up-calls registered, ops implemented,
+tracers told.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _load_core() -> None:
 
 @functools.cache
 def load() -> None:
-    """Once, and before anything is switched on. Touches nothing that stock torch does: the router is put in place by api.enable()."""
+    """Once, and before anything is switched on. Touches nothing that stock torch does: the router is put in place by
+    api.enable().
+    """
     _load_core()
     native.register_ops("CUDA")
     tracing.register()

@@ -1,4 +1,6 @@
-"""Disk cache of compiled kernels: one object file per key, built once however many processes ask, rebuilt if found broken."""
+"""Disk cache of compiled kernels: one object file per key, built once however many processes ask, rebuilt if found
+broken.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def directory() -> Path:
 
 
 def load_or_build(key: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
-    """Load the object of `key`, building it first if it is absent or does not load. `build` writes the path it is given."""
+    """Load the object of `key`, building it first if it is absent or does not load. `build` writes the path it is
+    given.
+    """
     import filelock
 
     folder = directory()

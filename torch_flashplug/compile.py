@@ -1,4 +1,5 @@
-"""Spec -> compiled kernel: the only module besides kernels/ that imports the DSL. Serves tools/aot.py and, behind the packs, the JIT up-call.
+"""Spec -> compiled kernel: the only module besides kernels/ that imports the DSL. Serves tools/aot.py and, behind the
+packs, the JIT up-call.
 
 Needs no GPU to compile. Compile in separate processes (spawn) to go parallel: threads break the DSL's session.
 """
@@ -39,7 +40,9 @@ class Compiled:
 
 
 def compile_spec(spec: KernelSpec, keep_cubin: bool = False) -> Compiled:
-    """Compile one spec. Raises ValueError if its tile cannot be built. `keep_cubin`: the DSL also dumps it in CUTE_DSL_DUMP_DIR."""
+    """Compile one spec. Raises ValueError if its tile cannot be built. `keep_cubin`: the DSL also dumps it in
+    CUTE_DSL_DUMP_DIR.
+    """
     if reason := spec.check():
         raise ValueError(reason)
     os.environ.setdefault("CUTE_DSL_ARCH", f"sm_{spec.arch}a")  # ops check the architecture when they are constructed
@@ -58,15 +61,18 @@ def compile_spec(spec: KernelSpec, keep_cubin: bool = False) -> Compiled:
 def provide(name: str) -> int:
     """The JIT path: a TVM-FFI function handle for a kernel that no pack holds, from the disk cache or compiled now.
 
-    Raises RuntimeError with one clear sentence if it cannot; any failure to import the DSL counts, not only ImportError.
+    Raises RuntimeError with one clear sentence if it cannot; any failure to import the DSL counts, not only
+    ImportError.
     """
     with _lock:
         if name not in _loaded:
             try:
                 _loaded[name] = _load(KernelSpec.from_name(name))
             except Exception as error:
-                raise RuntimeError(f"kernel {name} could not be built here ({type(error).__name__}: {error}); pip install torch_flashplug[jit], "
-                                   f"or build it ahead of time: python tools/aot.py --spec {name}") from error
+                raise RuntimeError(
+                    f"kernel {name} could not be built here ({type(error).__name__}: {error}); "
+                    f"pip install torch_flashplug[jit], or build it ahead of time: python tools/aot.py --spec {name}"
+                ) from error
         return _loaded[name][1].__chandle__()
 
 
@@ -78,7 +84,9 @@ def _load(spec: KernelSpec) -> tuple[Any, Any]:
 
     import cutlass.cute as cute
 
-    module = cache.load_or_build(key(spec), build, lambda path: cute.runtime.load_module(str(path), enable_tvm_ffi=True))
+    module = cache.load_or_build(
+        key(spec), build, lambda path: cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    )
     return module, module[spec.name()]
 
 

@@ -1,7 +1,8 @@
-"""The table: which kernels exist, and which calls they win. Data only; the dispatcher (src/plan.cpp) reads these rows, nothing else says a number.
+"""The table: which kernels exist, and which calls they win. Data only; the dispatcher (src/plan.cpp) reads these rows,
+nothing else says a number.
 
-The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). Of choice rows the first match wins.
-A retune is a change of rows with its date, machine and ratio.
+The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). Of choice
+rows the first match wins. A retune is a change of rows with its date, machine and ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class KernelRow:
     cost: int = 100  # relative time of one KV block of one tile, among rows of the same head dims and mask
 
     def spec(self, dtype: str) -> KernelSpec:
-        return KernelSpec(self.kind, self.arch, dtype, self.d_max, self.dv_max, self.mask, self.tile_m, self.tile_n, self.stages)
+        return KernelSpec(
+            self.kind, self.arch, dtype, self.d_max, self.dv_max, self.mask, self.tile_m, self.tile_n, self.stages
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,11 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
-# Small tiles fill more SMs, large ones reuse K and V more. cost: 2026-11-21, H100, B 16, H 16, S 2048, full: rows / (stock's time / ours), which was
-# 1.15, 0.94, 0.71 at d 64 and 1.08, 0.72 at d 128. The estimate made of it (src/plan.cpp) picked a tile within 3 % of the fastest in 134 of the 138
-# shapes timed side by side that day, within 10 % in the others.
+# Small tiles fill more SMs, large ones reuse K and V more. cost: 2026-11-21, H100, B 16, H 16, S 2048, full: rows /
+# (stock's time / ours), which was 1.15, 0.94, 0.71 at d 64 and 1.08, 0.72 at d 128. The estimate made of it
+# (src/plan.cpp) picked a tile within 3 % of the fastest in 134 of the 138 shapes timed side by side that day, within
+# 10 % in the others.
+# fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask tile_m tile_n stages cost
     KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 167),
@@ -87,7 +92,8 @@ _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 # Fewer query rows are decode: until the keys are split, stock's split kernels are faster there.
 _MIN_SQ = 16
-# ratio is the lowest that the suite saw in the class, of 388 shapes each; head dims 1..64 run in tiles of 64, the others in tiles of 128.
+# ratio is the lowest that the suite saw in the class, of 388 shapes each; head dims 1..64 run in tiles of 64, the
+# others in tiles of 128.
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
     ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.986, _NO_GRAD, tile_m=192),
@@ -103,6 +109,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
 )
+# fmt: on
 
 
 def specs(arch: int) -> list[KernelSpec]:

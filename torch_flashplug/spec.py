@@ -1,7 +1,8 @@
 """What one compiled kernel is, and whether the hardware can hold it.
 
-Owns the vocabulary (backends, dtypes, masks), the name that identifies a kernel everywhere (pack symbol, cache key, log line) and the budgets
-that make a tile legal. Imports nothing but the standard library: the dispatcher's table, the compiler, the tuner and the tests all build on it.
+Owns the vocabulary (backends, dtypes, masks), the name that identifies a kernel everywhere (pack symbol, cache key,
+log line) and the budgets that make a tile legal. Imports nothing but the standard library: the dispatcher's table, the
+compiler, the tuner and the tests all build on it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ELEMENT_BYTES = 2
 Q_STAGES = 2  # Q tiles in shared memory: the next one lands while this one is worked on
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
-# Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers * consumer) <= 65536.
+# Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
+# consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 32  # addresses, row state and loop counters of a consumer, seen in SASS
 
@@ -76,7 +78,7 @@ class KernelSpec:
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N, and K of the second product)"
+            return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if self.d % 64 or self.dv % 64:
             return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 64 (128-byte swizzle)"
         if self.stages not in (1, 2, 4):

@@ -1,9 +1,10 @@
 """Attention forward for Hopper: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
 
-A CTA stays on its SM and draws tiles of tile_m query rows of one head until none is left. Its producer warp streams Q, K and V through rings of
-TMA buffers, running ahead into the next tile; each consumer warpgroup owns 64 of the rows, from its Q to its O, and never talks to the others
-except to take turns on the tensor cores. Block j's scores are multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608,
-section 3.2), so softmax always has tensor work under it.
+A CTA stays on its SM and draws tiles of tile_m query rows of one head until none is left. Its producer warp streams Q,
+K and V through rings of TMA buffers, running ahead into the next tile; each consumer warpgroup owns 64 of the rows,
+from its Q to its O, and never talks to the others except to take turns on the tensor cores. Block j's scores are
+multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608, section 3.2), so softmax always has tensor
+work under it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Barrier(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in shared memory."""
+    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in
+    shared memory.
+    """
 
     atom: cute.CopyAtom
     m: cute.Tensor
@@ -52,9 +55,13 @@ class Operand:
         return Operand(self.atom, self.m[None, None, head, batch], self.s)
 
     def tiles(self, shape: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
-        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of `coordinate`)."""
+        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of
+        `coordinate`).
+        """
         g = cute.local_tile(self.m, shape, coordinate)  # (rows, cols, tiles)
-        return cpasync.tma_partition(self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2))
+        return cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2)
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,9 @@ class ForwardSm90:
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
-        """Arguments for cute.compile: sizes symbolic, strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
+        """Arguments for cute.compile: sizes symbolic, strides 64-bit (tensors may pass 2^31 elements), rows 16-byte
+        aligned.
+        """
 
         def operand(*shape):
             strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
@@ -89,7 +98,9 @@ class ForwardSm90:
 
         B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
         D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-        lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+        lse = cute.runtime.make_fake_tensor(
+            Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+        )
         counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
         tensors = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv), lse)
         return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
@@ -128,7 +139,9 @@ class ForwardSm90:
         num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.dtype.width // 8)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        self.kernel((tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), mLSE, (scale_log2, scale), mCounter, section, layouts).launch(
+        self.kernel(
+            (tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), mLSE, (scale_log2, scale), mCounter, section, layouts
+        ).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -136,7 +149,9 @@ class ForwardSm90:
         )
 
     def output_layout(self, *shape: int) -> cute.ComposedLayout:
-        """O in shared memory, (rows, Dv[, warpgroup]): each warp's 16 rows are contiguous, so that a warp stores them on its own."""
+        """O in shared memory, (rows, Dv[, warpgroup]): each warp's 16 rows are contiguous, so that a warp stores them
+        on its own.
+        """
         rows, *rest = shape
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         return cute.tile_to_shape(atom, (rows, self.dv, *rest), order=(1, 0, 2)[: 2 + len(rest)])
@@ -144,12 +159,16 @@ class ForwardSm90:
     def make_qk(self) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
         major = OperandMajorMode.K
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, self.tile_n))
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, self.tile_n)
+        )
 
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
         major, source = OperandMajorMode, warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source)
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source
+        )
 
     @cute.kernel
     def kernel(
@@ -178,7 +197,8 @@ class ForwardSm90:
         ring_v = ring(self.stages, self.tile_n * self.dv * element)
         posted = smem.allocate_array(cutlass.Int64, 2 * MAIL_SLOTS)
         mail = cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS))
-        sQ, sK, sVt = (buffer(layout) for layout in layouts)  # (64, D, 2 x warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
+        # (64, D, 2 x warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
+        sQ, sK, sVt = (buffer(layout) for layout in layouts)
         sO = buffer(self.output_layout(ROWS, self.warpgroups))  # (64, Dv, warpgroup)
 
         mQ, mK, mVt, mO = tensors
@@ -207,7 +227,9 @@ class ForwardSm90:
 
     @cute.jit
     def load(self, q: Operand, k: Operand, v: Operand, work: Work):
-        """Producer warp. A tile's loads, in the order in which they are multiplied: Q and K(0), then K(j) ahead of V(j-1), V of the last."""
+        """Producer warp. A tile's loads, in the order in which they are multiplied: Q and K(0), then K(j) ahead of
+        V(j-1), V of the last.
+        """
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         group = work.order.heads // k.m.shape[2]
         nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
@@ -268,7 +290,8 @@ class ForwardSm90:
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             mask = Mask(work.geo, row, lane % 4 * 2)
             blocks = work.geo.num_blocks(m_block)
-            partial = cutlass.max(blocks - work.geo.num_full(m_block), 1)  # the first block is always masked: its code is there anyway
+            # the first block is always masked: its code is there anyway
+            partial = cutlass.max(blocks - work.geo.num_full(m_block), 1)
             my_Q = tSrQ[None, None, None, self.q_slot(nth, wg)]
 
             ring_q.wait(nth * Q_SLOTS + wg)
@@ -324,13 +347,17 @@ class ForwardSm90:
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, out: Operand, wg: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
-        """O in 16 bits through shared memory to global memory; each warp sends its 16 rows when it has them and waits for no other."""
+        """O in 16 bits through shared memory to global memory; each warp sends its 16 rows when it has them and waits
+        for no other.
+        """
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
         rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
         sO = out.s[None, None, wg]  # (64, Dv)
-        to_smem = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv).get_slice(thread)
+        to_smem = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv
+        ).get_slice(thread)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # this warp's rows of the tile before have left
         cute.arch.sync_warp()
         cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
@@ -350,6 +377,8 @@ def load_tile(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, ring: sm90.
 
 
 @cute.jit
-def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, n_block: Int32, count: Int32):
+def load_block(
+    atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, n_block: Int32, count: Int32
+):
     """Producer warp: KV block n_block as the ring's block number `count`."""
     load_tile(atom, tXgX[None, n_block], tXsX[None, ring.slot(count)], ring, count)

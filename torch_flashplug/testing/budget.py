@@ -2,9 +2,10 @@
 
     |ours - fp64|  <=  factor * |plain low-precision torch - fp64|  +  one rounding        (largest element and RMS)
 
-factor is 2 for outputs and 3 for gradients. A gradient that is a difference of fp32 sums (dS = P * (dP - delta)) may also be off by the last place of
-those sums: with one key dS is exactly 0, plain torch finds exactly 0, and every flash-style backward finds the rounding of two equal sums. Special values are compared by position first. A failure says where, both
-values and the seed.
+factor is 2 for outputs and 3 for gradients. A gradient that is a difference of fp32 sums (dS = P * (dP - delta)) may
+also be off by the last place of those sums: with one key dS is exactly 0, plain torch finds exactly 0, and every
+flash-style backward finds the rounding of two equal sums. Special values are compared by position first. A failure says
+where, both values and the seed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def _difference(a: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def measure_error(
     got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = OUT_FACTOR, cancelled: float = 0.0
 ) -> ErrorReport:
-    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`, `cancelled` the size of the fp32 sums whose
-    difference the result is made of.
+    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`, `cancelled` the
+    size of the fp32 sums whose difference the result is made of.
     """
     rounding = torch.finfo(got.dtype).eps / 2
     finite = torch.where(torch.isfinite(exact), exact, 0.0)

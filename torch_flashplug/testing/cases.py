@@ -229,7 +229,8 @@ _NAMED = (
     new_case("decode_1x8k_d128_gqa4", (1, 32, 8), (1, 8192), (128, 128), "gqa", "decode"),
     new_case("decode_8x1k_d64", (8, 16, 16), (1, 1024), (64, 64), "decode"),
     new_case("verify_4x2k_d128_gqa4", (2, 16, 4), (4, 2048), (128, 128), "gqa", "decode"),
-    # Grids large enough for the rows of more than 64 query rows where D and Dv differ, and for 192 rows under a causal mask.
+    # Grids large enough for the rows of more than 64 query rows where D and Dv differ, and for 192 rows under a causal
+    # mask.
     new_case("grid_2k_d64_causal_gqa4", (1, 32, 8), (2048, 2048), (64, 64), "causal", "gqa"),
     new_case("grid_1k_d128v64", (2, 16, 16), (1024, 1023), (128, 64), "dv"),
     new_case("grid_1k_d128v64_causal", (2, 16, 16), (1023, 1024), (128, 64), "causal", "dv"),

@@ -14,7 +14,9 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one problem as one CTA tile sees it. KV blocks are visited from the right: the partial ones first, then the full ones."""
+    """Sizes of one problem as one CTA tile sees it. KV blocks are visited from the right: the partial ones first, then
+    the full ones.
+    """
 
     mask: str
     tile_m: int

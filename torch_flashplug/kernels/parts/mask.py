@@ -13,7 +13,9 @@ from .geometry import Geometry
 
 @dataclass(frozen=True)
 class Mask:
-    """Sets invisible scores of one block to -inf. `row` is this thread's first row, `col` its first column inside a block."""
+    """Sets invisible scores of one block to -inf. `row` is this thread's first row, `col` its first column inside a
+    block.
+    """
 
     geo: Geometry
     row: Int32
@@ -33,5 +35,7 @@ class Mask:
 
 
 def column_of(c: int) -> int:
-    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight columns."""
+    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight
+    columns.
+    """
     return (c // 2) * 8 + c % 2

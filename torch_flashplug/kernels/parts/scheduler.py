@@ -1,8 +1,10 @@
-"""Which tile a CTA works on: launch-order numbers are drawn from a global counter, and a number becomes (m_block, head, batch).
+"""Which tile a CTA works on: launch-order numbers are drawn from a global counter, and a number becomes (m_block, head,
+batch).
 
-Heads are taken in sections whose K and V fit in L2 together. Inside a section causal tiles run longest first, over all its heads, so that the
-last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing beats dealing: with tiles dealt out in fixed
-turns, causal at 16k keys was 20 % slower than with tiles drawn (tools/results/LOG.md).
+Heads are taken in sections whose K and V fit in L2 together. Inside a section causal tiles run longest first, over all
+its heads, so that the last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing
+beats dealing: with tiles dealt out in fixed turns, causal at 16k keys was 20 % slower than with tiles drawn
+(tools/results/LOG.md).
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-# K and V of a section, of 50 MB: the rest holds Q, O and the next section's first blocks. Heads of few tiles read K and V too seldom to make up
-# for losing them to Q and O on the way through, so they get less (H100, causal: S 512 1.05 against 0.92 x cuDNN; S 8k 1.24 against 1.27).
+# K and V of a section, of 50 MB: the rest holds Q, O and the next section's first blocks. Heads of few tiles read K and
+# V too seldom to make up for losing them to Q and O on the way through, so they get less (H100, causal: S 512 1.05
+# against 0.92 x cuDNN; S 8k 1.24 against 1.27).
 L2_SECTION_BYTES = 32 * 2**20
 L2_SECTION_BYTES_SHORT = 16 * 2**20
 LONG_HEAD_TILES = 10
@@ -34,7 +37,9 @@ class TileOrder:
     @staticmethod
     def section_heads(kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32) -> Int32:
         """Query heads (whole groups of one KV head) whose K and V fit in a section; at least one group."""
-        budget = cutlass.select_(num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_SECTION_BYTES), cutlass.Int64(L2_SECTION_BYTES_SHORT))
+        budget = cutlass.select_(
+            num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_SECTION_BYTES), cutlass.Int64(L2_SECTION_BYTES_SHORT)
+        )
         return cutlass.min(cutlass.max(Int32(budget // kv_head_bytes), 1) * group, total_heads)
 
     @property
@@ -59,10 +64,11 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class TileQueue:
-    """CTA c starts with tile c. The producer warp draws each further one from a counter in global memory and mails it to the consumers.
+    """CTA c starts with tile c. The producer warp draws each further one from a counter in global memory and mails it
+    to the consumers.
 
-    Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the counter back to zero:
-    a launch leaves the counter as it found it, and no host ever clears it.
+    Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the
+    counter back to zero: a launch leaves the counter as it found it, and no host ever clears it.
     """
 
     counter: cute.Pointer  # global Int32

@@ -18,7 +18,8 @@ WARPGROUP = 128
 
 @dataclass(frozen=True)
 class Ring:
-    """Buffers that TMA fills and warpgroups drain. Slot and phase follow from the running count of blocks, so there is no state to carry.
+    """Buffers that TMA fills and warpgroups drain. Slot and phase follow from the running count of blocks, so there is
+    no state to carry.
 
     A slot has two mbarriers: `full` completes when the bytes have landed, `empty` when every consumer warp has let go.
     """
@@ -35,14 +36,15 @@ class Ring:
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
     def slot(self, count: Int32) -> Int32:
-        return count & (self.stages - 1)  # a power of two: a signed remainder costs four instructions in the hottest loop
+        # a power of two: a signed remainder costs four instructions in the hottest loop
+        return count & (self.stages - 1)
 
     def phase(self, count: Int32) -> Int32:
         return (count >> (self.stages.bit_length() - 1)) & 1
 
     @cute.jit
     def acquire(self, count: Int32):
-        """Producer warp: wait until the slot is free (a fresh slot counts as freed), then announce the bytes to come."""
+        """Producer warp: wait until the slot is free (a fresh slot counts as freed), then announce the bytes."""
         cute.arch.mbarrier_wait(self.empty + self.slot(count), self.phase(count) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.slot(count), self.slot_bytes)
@@ -65,9 +67,11 @@ class Ring:
 
 @dataclass(frozen=True)
 class Turns:
-    """Warpgroups issue their products in rotation, so that one's softmax runs under another's tensor-core work (FlashAttention-3's ping-pong).
+    """Warpgroups issue their products in rotation, so that one's softmax runs under another's tensor-core work
+    (FlashAttention-3's ping-pong).
 
-    Warpgroup w waits on named barrier first + w, where its predecessor arrives; the last one arrives once at the start to let the first begin.
+    Warpgroup w waits on named barrier first + w, where its predecessor arrives; the last one arrives once at the start
+    to let the first begin.
     """
 
     first: int
@@ -94,7 +98,9 @@ class Turns:
 
 @dataclass(frozen=True)
 class Product:
-    """acc (+)= A B on one warpgroup. Two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value out of it."""
+    """acc (+)= A B on one warpgroup. Two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value
+    out of it.
+    """
 
     begin: cute.TiledMma  # overwrites the accumulator
     add: cute.TiledMma  # adds to it
@@ -115,7 +121,9 @@ class Product:
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
-    """(2, cols) view of a 64-row accumulator ((2, 2, N/8), 1, 1): mode 0 of wgmma's fragment is the column pair, mode 1 the row pair."""
+    """(2, cols) view of a 64-row accumulator ((2, 2, N/8), 1, 1): mode 0 of wgmma's fragment is the column pair, mode 1
+    the row pair.
+    """
     columns = cute.size(acc) // 2
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
 
@@ -124,8 +132,8 @@ def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
 class OperandA:
     """Probabilities in 16 bits, in registers, as the left operand of the next product; packed in pairs.
 
-    The pack is an explicit instruction: LLVM moves a plain conversion behind the loop's back edge, so that 64 fp32 values would stay live
-    across the next product instead of 32 packed ones, and everything spills.
+    The pack is an explicit instruction: LLVM moves a plain conversion behind the loop's back edge, so that 64 fp32
+    values would stay live across the next product instead of 32 packed ones, and everything spills.
     """
 
     pairs: cute.Tensor  # (K/4,) Int32

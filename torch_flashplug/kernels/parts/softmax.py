@@ -1,8 +1,10 @@
-"""Online softmax over KV blocks (Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135), one row pair per thread.
+"""Online softmax over KV blocks (Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135), one row pair per
+thread.
 
 Domains, stated once:  S raw scores;  row_max = running max of S, raw;  scale_log2 = scale * log2(e);
 row_sum = sum of exp2((S - row_max) * scale_log2), this thread's share until `finish`;
-LSE = row_max * scale + ln(row_sum), natural log, fp32.  A row with no visible key has row_max = -inf, row_sum = 0: O = 0, LSE = -inf.
+LSE = row_max * scale + ln(row_sum), natural log, fp32.
+A row with no visible key has row_max = -inf, row_sum = 0: O = 0, LSE = -inf.
 """
 
 from __future__ import annotations
