@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from standin import Road
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug import sdpa_backend
 
@@ -78,6 +79,20 @@ def test_graphed_training_step(cuda_road: Road) -> None:
         want = torch.autograd.grad(stock(causal, *samples).float().square().sum(), samples)
         for a, b in zip(grads, want):
             torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
+def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynamo: None) -> None:
+    """Compiled graphs make tangents contiguous, so grad_out and out differ in layout, which stock's cuDNN backward of
+    torch 2.11 gets wrong.
+    """
+    inputs = cuda_road.qkv(rows=256, grad=True)
+    out = torch.compile(sdpa_backend("fa3")(causal), backend="aot_eager", fullgraph=True)(*inputs)
+    got = torch.autograd.grad(out.float().square().sum(), inputs)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = causal(*(tensor.double() for tensor in inputs))
+    for ours, fp64 in zip(got, torch.autograd.grad(exact.square().sum(), inputs)):
+        assert float((ours.double() - fp64.double()).norm() / fp64.double().norm()) < 1e-2
 
 
 @pytest.mark.gpu
