@@ -60,34 +60,35 @@ void describe_counter(void* data, int device_index, Argument* out) {
   out->tensor = DLTensor{data, DLDevice{kDLCUDA, device_index}, 1, int32, &one, &one, 0};
 }
 
-TVMFFIAny pack_tensor(Argument* argument) {
+// A value of that type, all bits zero until its caller sets it.
+TVMFFIAny typed(int32_t type_index) {
   TVMFFIAny any;
-  any.type_index = kTVMFFIDLTensorPtr;
+  any.type_index = type_index;
   any.zero_padding = 0;
+  any.v_int64 = 0;
+  return any;
+}
+
+TVMFFIAny pack_tensor(Argument* argument) {
+  TVMFFIAny any = typed(kTVMFFIDLTensorPtr);
   any.v_ptr = &argument->tensor;
   return any;
 }
 
 TVMFFIAny pack_int(int64_t value) {
-  TVMFFIAny any;
-  any.type_index = kTVMFFIInt;
-  any.zero_padding = 0;
+  TVMFFIAny any = typed(kTVMFFIInt);
   any.v_int64 = value;
   return any;
 }
 
 TVMFFIAny pack_float(double value) {
-  TVMFFIAny any;
-  any.type_index = kTVMFFIFloat;
-  any.zero_padding = 0;
+  TVMFFIAny any = typed(kTVMFFIFloat);
   any.v_float64 = value;
   return any;
 }
 
 TVMFFIAny pack_pointer(void* value) {
-  TVMFFIAny any;
-  any.type_index = kTVMFFIOpaquePtr;
-  any.zero_padding = 0;
+  TVMFFIAny any = typed(kTVMFFIOpaquePtr);
   any.v_ptr = value;
   return any;
 }
@@ -130,10 +131,7 @@ class OnDevice {
 };
 
 void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  TVMFFIAny result;
-  result.type_index = kTVMFFINone;
-  result.zero_padding = 0;
-  result.v_int64 = 0;
+  TVMFFIAny result = typed(kTVMFFINone);
   KernelCall call = kernel.call.load(std::memory_order_acquire);
   if (call(kernel.self, args, count, &result) != 0)
     throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());

@@ -39,8 +39,6 @@ struct Collector {
   }
 };
 
-int64_t row_tiles(const Problem& p, const KernelRow& row) { return p.B * p.Hq * ceil_div(p.Sq, row.tile_m); }
-
 bool row_fits(const Problem& p, int arch, const KernelRow& row) {
   return row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max &&
          mask_fits(row.mask, p.causal);
@@ -79,8 +77,8 @@ int find_kernel_row(const Problem& p, int arch, int sm_count, const Tables& tabl
   return best;
 }
 
-int find_choice_row(const Problem& p, int arch, const KernelRow& kernel, const Tables& tables) {
-  const int64_t tiles = row_tiles(p, kernel);
+// The first measured row that holds the call as `tiles` output tiles of that kernel. -1: the class was not measured.
+int find_choice_row(const Problem& p, int arch, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   const int64_t d = p.D > p.Dv ? p.D : p.Dv;
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
@@ -127,14 +125,14 @@ void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const T
     plan->fa3 = Reason{Why::kNoKernel};
     return;
   }
-  plan->tiles = row_tiles(p, tables.kernels[plan->kernel_row]);
+  plan->tiles = p.B * p.Hq * ceil_div(p.Sq, tables.kernels[plan->kernel_row].tile_m);
 }
 
 Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tables& tables, Plan* plan) {
   if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
   plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kHopper, tables.kernels[plan->kernel_row], tables);
+  plan->choice_row = find_choice_row(p, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
   if (plan->choice_row < 0) return Reason{Why::kNoRow};
   const ChoiceRow& row = tables.choices[plan->choice_row];
   if (!row.serve) return Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-try:
-    import torch_flashplug
-except ImportError:  # peers can be measured without us
-    torch_flashplug = None
+import torch_flashplug
+from torch_flashplug.demo.scopes import plugin_off, stock_backend
 
 Attend = Callable[..., torch.Tensor]  # (q, k, v, **F.sdpa keywords) in (B, H, S, D) -> (B, H, S, Dv)
 
@@ -27,28 +25,6 @@ class Provider:
     attend: Attend
     scope: Callable[[], AbstractContextManager]
     ours: bool = False
-
-
-@contextmanager
-def plugin_off() -> Iterator[None]:
-    """Stock torch, as if torch_flashplug had never been enabled."""
-    if torch_flashplug is None:
-        yield
-        return
-    torch_flashplug.disable()
-    try:
-        yield
-    finally:
-        torch_flashplug.enable()
-
-
-@contextmanager
-def stock_backend(backend: SDPBackend) -> Iterator[None]:
-    """One of stock's own backends, nothing else."""
-    with ExitStack() as stack:
-        stack.enter_context(plugin_off())
-        stack.enter_context(sdpa_kernel(backend))
-        yield
 
 
 def ours(backend: str) -> Callable[[], AbstractContextManager]:
@@ -96,10 +72,7 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
     absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
     for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3")):
-        if torch_flashplug is None:
-            absent[name] = "torch_flashplug cannot be imported"
-        else:
-            found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
+        found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
     found["stock"] = Provider("stock", "F.sdpa without the plugin", sdpa, plugin_off)
     for name, (label, backend) in STOCK.items():
         found[name] = Provider(name, label, sdpa, lambda backend=backend: stock_backend(backend))

@@ -1,5 +1,5 @@
 """The table: which kernels exist, and which calls they win. Data only; the dispatcher (src/plan.cpp) reads these rows,
-nothing else says a number.
+and adds its estimate of a launch's time.
 
 The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). Of choice
 rows the first match wins. A retune is a change of rows with its date, machine and ratio.
@@ -90,7 +90,7 @@ KERNEL_ROWS = (
 
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
-# Fewer query rows are decode: until the keys are split, stock's split kernels are faster there.
+# Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
 _MIN_SQ = 16
 # ratio is the lowest that the suite saw in the class, of 388 shapes each; head dims 1..64 run in tiles of 64, the
 # others in tiles of 128.

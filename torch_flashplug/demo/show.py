@@ -11,13 +11,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import torch_flashplug
 
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from .record import Kind, Recorder, distinct
+from .scopes import plugin_off, stock_backend
 
 Scope = Callable[[], AbstractContextManager]
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
@@ -34,20 +35,10 @@ STOCK = {
 
 
 @contextmanager
-def _plugin_off() -> Iterator[None]:
-    torch_flashplug.disable()
-    try:
-        yield
-    finally:
-        torch_flashplug.enable()
-
-
-@contextmanager
 def _only(backend: SDPBackend) -> Iterator[None]:
-    with _plugin_off(), sdpa_kernel(backend), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch warns once per reason where this backend has no kernel; the tables say so
+    with stock_backend(backend), warnings.catch_warnings():
+        # torch warns once per reason where this backend has no kernel; the tables say so
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -56,7 +47,7 @@ def _scopes(on_gpu: bool) -> dict[str, Scope]:
     ours: dict[str, Scope] = {"auto": nullcontext}
     if on_gpu:
         ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")
-    stock: dict[str, Scope] = {"plugin off": _plugin_off}
+    stock: dict[str, Scope] = {"plugin off": plugin_off}
     for name, backend in STOCK.items():
         stock[name] = lambda backend=backend: _only(backend)
     return ours | stock
@@ -211,7 +202,7 @@ def run(file: str | None = None, *, rounds: int = 0, console: Console | None = N
     kinds = distinct(recorder.calls, torch_flashplug.explain)
     _calls_table(console, kinds, on_gpu)
     _errors_table(console, kinds, scopes)
-    with _plugin_off():
+    with plugin_off():
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         stock = gpt.decode(model, logits, cache, steps)
     _compare_bytes(console, ours, stock)

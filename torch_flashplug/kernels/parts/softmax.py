@@ -16,7 +16,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
-QUAD = 4  # threads that share a row
 
 
 @dataclass(frozen=True)
