@@ -35,6 +35,11 @@ Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_
 Shape shape_of(AtenTensorHandle tensor);  // throws if it is not concrete
 // A tensor with the given shape and strides, dtype and device as `like`; a copy of `from` unless that is null.
 Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from);
+// The same elements seen with other sizes and strides.
+Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride);
+// The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
+// differ, else a copy.
+Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major

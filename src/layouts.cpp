@@ -28,6 +28,20 @@ Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64
   return out;
 }
 
+Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, 0, &handle), "_reinterpret_tensor");
+  return Owned(handle);
+}
+
+Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+  const Shape have = shape_of(tensor);
+  if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return Owned::share(tensor);
+  bool same = true;
+  for (int i = 0; i < 4; ++i) same &= have.size[i] == 1 || have.stride[i] == stride[i];
+  return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
+}
+
 namespace {
 
 // 1: dim a belongs outside dim b; -1: inside; 0: undecided (a broadcast dim, or a tie).
@@ -98,8 +112,7 @@ Owned in_output_layout(Owned out, AtenTensorHandle query) {
   const Shape have = shape_of(out.get());
   int64_t want[4];
   output_strides(shape_of(query), have.size, want);
-  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(out)
-                                                          : new_like(out.get(), 4, have.size, want, out.get());
+  return under_strides(out.get(), want);
 }
 
 }  // namespace flashplug

@@ -40,12 +40,6 @@ class OpCall {
   int count_ = 0;
 };
 
-Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride) {
-  AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, 0, &handle), "_reinterpret_tensor");
-  return Owned(handle);
-}
-
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
 // The same tensor with strides there that no kernel minds.
 Owned aligned_ones(AtenTensorHandle tensor) {
@@ -58,14 +52,6 @@ Owned aligned_ones(AtenTensorHandle tensor) {
     changed |= odd;
   }
   return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
-}
-
-// The same numbers under these strides: the tensor itself where it has them (dims of size 1 do not count), else a copy.
-Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
-  const Shape shape = shape_of(tensor);
-  bool same = true;
-  for (int i = 0; i < 4; ++i) same &= shape.size[i] == 1 || shape.stride[i] == stride[i];
-  return same ? view(tensor, 4, shape.size, stride) : new_like(tensor, 4, shape.size, stride, tensor);
 }
 
 // An output as stock's backward kernels can read it: rows of consecutive elements. (A broadcast query may have asked
@@ -111,11 +97,10 @@ Owned sum_heads(Owned grad, const Problem& p) {
 
 // Graphs that torch.compile made expect gradients laid out as empty_like(operand).
 Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
-  const Shape have = shape_of(grad.get()), like = shape_of(operand);
+  const Shape like = shape_of(operand);
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
-  return std::memcmp(have.stride, want, sizeof want) == 0 ? std::move(grad)
-                                                          : new_like(grad.get(), 4, like.size, want, grad.get());
+  return under_strides(grad.get(), want);
 }
 
 // LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
@@ -218,16 +203,15 @@ bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* 
   if (refused.load(std::memory_order_relaxed)) return false;
   const int known = known_dims.load(std::memory_order_relaxed);
   const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
+  // cuDNN's backward in torch 2.11 takes the strides of `out` for those of `grad_out`: under torch.compile, where they
+  // differ for (B, S, H, D) inputs, stock's gradients are wrong there.
+  const Owned out = with_rows(call.out), grad_out = under_strides(call.grad_out, shape_of(out.get()).stride);
   for (int dims : {4, 3}) {
     if (known != 0 && known != dims) continue;
     OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
-    // cuDNN's backward in torch 2.11 takes the strides of `out` for those of `grad_out`: under torch.compile, where
-    // they differ for (B, S, H, D) inputs, stock's gradients are wrong there.
-    const Owned out = with_rows(call.out);
-    op.add(box::from_tensor(under_strides(call.grad_out, shape_of(out.get()).stride)),
-           box::from_tensor(aligned_ones(call.forward.q)), box::from_tensor(aligned_ones(call.forward.k)),
-           box::from_tensor(aligned_ones(call.forward.v)), box::from_tensor(Owned::share(out.get())),
-           box::from_tensor(view(call.lse, dims, size, stride)));
+    op.add(box::from_borrowed(grad_out.get()), box::from_tensor(aligned_ones(call.forward.q)),
+           box::from_tensor(aligned_ones(call.forward.k)), box::from_tensor(aligned_ones(call.forward.v)),
+           box::from_borrowed(out.get()), box::from_tensor(view(call.lse, dims, size, stride)));
     for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox x2, attn_bias, cum_seq x2
     op.add(box::from(p.Sq), box::from(p.Sk), box::from(0.0), box::from(call.forward.causal == Causal::kTopLeft),
            box::from_optional_double(call.forward.scale));

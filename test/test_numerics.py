@@ -151,15 +151,32 @@ def test_nan_stays_where_math_puts_it(name, operand):
     assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
 
 
+HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
+
+
 @pytest.mark.gpu
-def test_large_values_give_no_nan():
-    """Scores of 4e9: far beyond what a model makes, within the 2^28 (after scaling, in base 2) that README promises."""
-    case = case_named("square_s256_d64")
-    q, k, v = make_inputs(case, "cuda", SEED)
-    q, k, v = (torch.full_like(tensor, 4096.0) for tensor in (q, k, v))
+def test_equal_huge_scores_weigh_alike():
+    q, k, v = (torch.full_like(tensor, HUGE) for tensor in make_inputs(case_named("square_s256_d64"), "cuda", SEED))
     with torch.no_grad():
         out = forced(lambda: F.scaled_dot_product_attention(q, k, v))
     assert torch.equal(out, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_largest_of_huge_scores_takes_all(causal):
+    q, k, v = make_inputs(case_named("square_s256_d64"), "cuda", SEED)
+    q, k = q * HUGE, k * HUGE
+    with torch.no_grad():
+        out = forced(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    scores = q.double() @ k.double().mT
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    first, second = scores.topk(2).values.unbind(-1)
+    clear = first - second > 1e-5 * first.abs()  # no tie that the fp32 sum over D could have broken
+    winners = v.gather(2, scores.argmax(-1, keepdim=True).expand_as(v))
+    assert clear.float().mean() > 0.9
+    assert torch.equal(out[clear], winners[clear])
 
 
 # ---- gradients: our out and LSE into stock's backward ----

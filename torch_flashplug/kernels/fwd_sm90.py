@@ -25,7 +25,7 @@ from ..spec import Q_STAGES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.geometry import Geometry
 from .parts.mask import Mask
-from .parts.scheduler import MAIL_SLOTS, TileOrder, TileQueue
+from .parts.scheduler import TileOrder
 from .parts.softmax import OnlineSoftmax
 
 ROWS = ROWS_PER_WARPGROUP
@@ -71,7 +71,7 @@ class Work:
     ring_q: sm90.Ring
     ring_k: sm90.Ring
     ring_v: sm90.Ring
-    queue: TileQueue
+    queue: sm90.TileQueue
     order: TileOrder
     geo: Geometry
 
@@ -195,8 +195,8 @@ class ForwardSm90:
         ring_q = ring(Q_STAGES * Q_SLOTS, ROWS * self.d * element)
         ring_k = ring(self.stages, self.tile_n * self.d * element)
         ring_v = ring(self.stages, self.tile_n * self.dv * element)
-        posted = smem.allocate_array(cutlass.Int64, 2 * MAIL_SLOTS)
-        mail = cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS))
+        ring_mail = ring(sm90.MAIL_SLOTS, 0)
+        mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
         # (64, D, 2 x warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
         sQ, sK, sVt = (buffer(layout) for layout in layouts)
         sO = buffer(self.output_layout(ROWS, self.warpgroups))  # (64, Dv, warpgroup)
@@ -204,7 +204,7 @@ class ForwardSm90:
         mQ, mK, mVt, mO = tensors
         B, Hq, Sq = mLSE.shape
         order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
-        queue = TileQueue(mCounter.iterator, mail, posted, posted + MAIL_SLOTS, order.total)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.spec.mask, self.tile_m, self.tile_n, Sq, mK.shape[0])
         work = Work(ring_q, ring_k, ring_v, queue, order, geo)
         if warp_idx == 0:
@@ -212,7 +212,7 @@ class ForwardSm90:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 ring_q.init(4)
-                for shared in (ring_k, ring_v, queue):
+                for shared in (ring_k, ring_v, ring_mail):
                     shared.init(4 * self.warpgroups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()

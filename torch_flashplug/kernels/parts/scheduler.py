@@ -1,5 +1,5 @@
-"""Which tile a CTA works on: launch-order numbers are drawn from a global counter, and a number becomes (m_block, head,
-batch).
+"""In which order tiles are worked on: a launch-order number becomes (m_block, head, batch). CTAs draw the numbers from
+a counter (sm90.TileQueue).
 
 Heads are taken in sections whose K and V fit in L2 together. Inside a section causal tiles run longest first, over all
 its heads, so that the last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Int32
 
 # K and V of a section, of 50 MB: the rest holds Q, O and the next section's first blocks. Heads of few tiles read K and
@@ -21,7 +20,6 @@ from cutlass import Int32
 L2_SECTION_BYTES = 32 * 2**20
 L2_SECTION_BYTES_SHORT = 16 * 2**20
 LONG_HEAD_TILES = 10
-MAIL_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -60,55 +58,3 @@ class TileOrder:
             m_block = number % self.num_m_blocks
             head = number // self.num_m_blocks
         return m_block, head % self.heads, head // self.heads
-
-
-@dataclass(frozen=True)
-class TileQueue:
-    """CTA c starts with tile c. The producer warp draws each further one from a counter in global memory and mails it
-    to the consumers.
-
-    Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the
-    counter back to zero: a launch leaves the counter as it found it, and no host ever clears it.
-    """
-
-    counter: cute.Pointer  # global Int32
-    mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
-    full: cute.Pointer  # mbarriers, one per slot: the producer has written
-    empty: cute.Pointer  # every consumer warp has read
-    total: Int32
-
-    def init(self, consumer_warps: int):
-        """One thread, before anybody waits."""
-        for slot in range(MAIL_SLOTS):
-            cute.arch.mbarrier_init(self.full + slot, 1)
-            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
-
-    @cute.jit
-    def draw(self) -> Int32:
-        """Producer warp: the next tile's number; `total` or more when there is none."""
-        ticket = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-            if ticket == self.total - 1:
-                cute.arch.store(self.counter, Int32(0))
-        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
-
-    @cute.jit
-    def post(self, nth: Int32, number: Int32):
-        """Producer warp: what follows this CTA's nth tile."""
-        slot, phase = nth % MAIL_SLOTS, nth // MAIL_SLOTS % 2
-        cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
-        with cute.arch.elect_one():
-            self.mail[slot] = number
-            cute.arch.mbarrier_arrive(self.full + slot)
-
-    @cute.jit
-    def take(self, nth: Int32) -> Int32:
-        """Consumer warp: what follows this CTA's nth tile."""
-        slot, phase = nth % MAIL_SLOTS, nth // MAIL_SLOTS % 2
-        cute.arch.mbarrier_wait(self.full + slot, phase)
-        number = self.mail[slot]
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + slot)
-        return cute.arch.make_warp_uniform(number)

@@ -1,6 +1,7 @@
-"""Hopper mechanisms: rings of TMA buffers, turns between warpgroups, wgmma on one warpgroup's 64 rows.
+"""Hopper mechanisms: rings of TMA buffers, the queue of tiles, turns between warpgroups, wgmma on one warpgroup's 64
+rows.
 
-All waits and arrivals of a kernel go through Ring and Turns; a kernel never touches a barrier itself.
+All waits and arrivals of a kernel go through Ring, TileQueue and Turns; a kernel never touches a barrier itself.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 WARP = 32
 WARPGROUP = 128
+MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Buffers that TMA fills and warpgroups drain. Slot and phase follow from the running count of blocks, so there is
-    no state to carry.
+    """Buffers that the producer warp fills, mostly by TMA, and warpgroups drain. Slot and phase follow from the running
+    count of blocks, so there is no state to carry.
 
     A slot has two mbarriers: `full` completes when the bytes have landed, `empty` when every consumer warp has let go.
     """
@@ -43,9 +45,14 @@ class Ring:
         return (count >> (self.stages.bit_length() - 1)) & 1
 
     @cute.jit
-    def acquire(self, count: Int32):
-        """Producer warp: wait until the slot is free (a fresh slot counts as freed), then announce the bytes."""
+    def wait_free(self, count: Int32):
+        """Producer warp: wait until the slot is free; a fresh slot counts as freed."""
         cute.arch.mbarrier_wait(self.empty + self.slot(count), self.phase(count) ^ 1)
+
+    @cute.jit
+    def acquire(self, count: Int32):
+        """Producer warp: wait until the slot is free, then announce the bytes."""
+        self.wait_free(count)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.slot(count), self.slot_bytes)
 
@@ -63,6 +70,48 @@ class Ring:
         """Consumer warp: its wgmmas that read this block have been waited for."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(count))
+
+
+@dataclass(frozen=True)
+class TileQueue:
+    """CTA c starts with tile c. The producer warp draws each further one from a counter in global memory and mails it
+    to the consumers.
+
+    Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the
+    counter back to zero: a launch leaves the counter as it found it, and no host ever clears it.
+    """
+
+    counter: cute.Pointer  # global Int32
+    mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
+    ring: Ring  # of the mail's slots
+    total: Int32
+
+    @cute.jit
+    def draw(self) -> Int32:
+        """Producer warp: the next tile's number; `total` or more when there is none."""
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+            if ticket == self.total - 1:
+                cute.arch.store(self.counter, Int32(0))
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def post(self, nth: Int32, number: Int32):
+        """Producer warp: what follows this CTA's nth tile."""
+        self.ring.wait_free(nth)
+        with cute.arch.elect_one():
+            self.mail[self.ring.slot(nth)] = number
+            cute.arch.mbarrier_arrive(self.ring.arrival(nth))
+
+    @cute.jit
+    def take(self, nth: Int32) -> Int32:
+        """Consumer warp: what follows this CTA's nth tile."""
+        self.ring.wait(nth)
+        number = self.mail[self.ring.slot(nth)]
+        cute.arch.sync_warp()
+        self.ring.release(nth)
+        return cute.arch.make_warp_uniform(number)
 
 
 @dataclass(frozen=True)

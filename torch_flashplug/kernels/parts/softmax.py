@@ -5,6 +5,11 @@ Domains, stated once:  S raw scores;  row_max = running max of S, raw;  scale_lo
 row_sum = sum of exp2((S - row_max) * scale_log2), this thread's share until `finish`;
 LSE = row_max * scale + ln(row_sum), natural log, fp32.
 A row with no visible key has row_max = -inf, row_sum = 0: O = 0, LSE = -inf.
+
+The exponent is one fused multiply-add, S * scale_log2 - shift, whose product is exact and whose shift was rounded. Once
+half a rounding of the shift is a power of two to be noticed, even the maximum itself would not give 1, and beyond 2^128
+inf: there scale_log2 loses its mantissa. Products with a power of two are exact, and neighbouring fp32 scores are then
+so far apart that every one below the maximum counts for little or nothing under either factor.
 """
 
 from __future__ import annotations
@@ -13,9 +18,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
+COARSE_SHIFT = float(2**26)  # neighbouring fp32 numbers are 4 apart here
+SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,15 @@ class OnlineSoftmax:
     row_sum: cute.Tensor  # (2,) fp32
     correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by after the latest block
     scale_log2: Float32
+    coarse_scale: Float32  # scale_log2 rounded down to a power of two
 
     @classmethod
     def create(cls, scale_log2: Float32) -> OnlineSoftmax:
         row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return cls(row_max, row_sum, correction, scale_log2)
+        coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
+        return cls(row_max, row_sum, correction, scale_log2, coarse_scale)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool]):
@@ -50,8 +59,10 @@ class OnlineSoftmax:
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
             shift = base * self.scale_log2
+            factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
+            shift = base * factor
             for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
-                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * self.scale_log2 - shift, fastmath=True)
+                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * factor - shift, fastmath=True)
             block_sum = row_reduce(acc_S, r, lambda a, b: a + b)
             if cutlass.const_expr(first):
                 self.row_sum[r] = block_sum
