@@ -174,7 +174,7 @@ def suite_forward(bench: Bench) -> None:
             return lambda: provider.attend(*inputs, **case.sdpa_kwargs())
 
         with torch.no_grad():
-            names = [name for name in bench.providers if name != "math"]
+            names = [name for name in bench.providers if name not in {"math", "efficient"}]  # never near the front
             candidates, errors, refused = _try_each(bench, case, inputs, names, build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device)
         more = {"errors": errors, "refused": refused, "auto_plan": _auto_plan(inputs, case)}
