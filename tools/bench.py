@@ -1,11 +1,12 @@
 """Times our kernels beside every importable peer, in one process, in interleaved rounds; writes JSON, a table and a
 picture.
 
-    python tools/bench.py --suite forward          ours and peers over head dim, mask and length; numbers are checked
-    first python tools/bench.py --suite host             host time per call, and everyday calls in auto mode against
-    stock python tools/bench.py --suite choice | grad    ours (forced) against stock's default, forward | forward +
-    backward:
-                                                   what the ChoiceRows of torch_flashplug/configs.py are filled from
+    --suite forward          ours and peers over head dim, mask and length; numbers are checked first
+    --suite headdims         the same for head dims beside the grid's
+    --suite latency          short and small calls, replayed from a CUDA graph
+    --suite host             host time per call, and everyday calls in auto mode against stock
+    --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
+                             torch_flashplug/configs.py are filled from
 
 A benchmark is not a test: it ends with an error only when numbers are wrong or an option is.
 """
@@ -33,6 +34,8 @@ from torch_flashplug.testing import (
     Candidate,
     Case,
     Inputs,
+    Timing,
+    captured,
     make_inputs,
     measure_error,
     oracle,
@@ -164,8 +167,9 @@ def _try_each(
     return candidates, errors, refused
 
 
-def suite_forward(bench: Bench) -> None:
-    for case in workloads.forward_grid():
+def _suite_of_forwards(bench: Bench, cases: list[Case], device_time: bool = False) -> None:
+    """Ours and peers on each case; `device_time`: replays of CUDA graphs, so that no host is waited for."""
+    for case in cases:
         if not bench.take(case.name):
             continue
         inputs = make_inputs(case, bench.device)
@@ -176,9 +180,31 @@ def suite_forward(bench: Bench) -> None:
         with torch.no_grad():
             names = [name for name in bench.providers if name not in {"math", "efficient"}]  # never near the front
             candidates, errors, refused = _try_each(bench, case, inputs, names, build)
+            calls = 1
+            if device_time:
+                calls = 10
+                candidates = {name: _graphed(candidate, calls) for name, candidate in candidates.items()}
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device)
+            timings = {name: Timing(tuple(ms / calls for ms in t.rounds)) for name, t in timings.items()}
         more = {"errors": errors, "refused": refused, "auto_plan": _auto_plan(inputs, case)}
-        bench.add(_row(case.name, timings, **_facts(case), **more))
+        bench.add(_row(case.name, timings, **_facts(case), bound_ms=workloads.bound_ms(case), **more))
+
+
+def _graphed(candidate: Candidate, calls: int) -> Candidate:
+    with candidate.scope():
+        return Candidate(captured(candidate.call, calls))
+
+
+def suite_forward(bench: Bench) -> None:
+    _suite_of_forwards(bench, workloads.forward_grid())
+
+
+def suite_headdims(bench: Bench) -> None:
+    _suite_of_forwards(bench, workloads.head_dims())
+
+
+def suite_latency(bench: Bench) -> None:
+    _suite_of_forwards(bench, workloads.latency(), device_time=bench.device == "cuda")
 
 
 def _suite_against_stock(bench: Bench, grad: bool) -> None:
@@ -260,7 +286,14 @@ def suite_host(bench: Bench) -> None:
     _everyday_rows(bench)
 
 
-SUITES = {"forward": suite_forward, "host": suite_host, "choice": suite_choice, "grad": suite_grad}
+SUITES = {
+    "forward": suite_forward,
+    "headdims": suite_headdims,
+    "latency": suite_latency,
+    "host": suite_host,
+    "choice": suite_choice,
+    "grad": suite_grad,
+}
 
 
 def _options() -> argparse.Namespace:

@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -88,18 +89,23 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
     table = Table(title=f"{document['suite']} on {document['gpu']}, torch {document['torch']}; times in ms")
     table.add_column("case", no_wrap=True)
-    for column in ("ours", "auto", *peers, "ratio", "auto/stock", "auto plan"):
+    for column in ("ours", "auto", *peers, "ratio", "% of bound", "auto/stock", "auto plan"):
         table.add_column(column, justify="right")
     for row in rows:
         auto_cost = row.get("auto_over_stock")
         cells = [_milliseconds(row.get("ours_ms")), _milliseconds(row.get("auto_ms"))]
         cells += [_milliseconds(row["peers_ms"].get(peer)) for peer in peers]
         cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        bound = row.get("bound_ms")
+        cells.append("-" if not bound or not row.get("ours_ms") else f"{100 * bound / row['ours_ms']:.0f}")
         colour = "red" if auto_cost and auto_cost > LIMIT else "default"
         cells.append("-" if auto_cost is None else f"[{colour}]{auto_cost:.3f}[/]")
         table.add_row(row["case"], *cells, row.get("auto_plan", "-"))
     console.print(table)
     console.print("ratio = time of the best peer / our time: above 1 we are faster.")
+    ratios = [row["ratio"] for row in rows if row["ratio"]]
+    if ratios:
+        console.print(f"geometric mean of the ratios {statistics.geometric_mean(ratios):.3f}, lowest {min(ratios):.3f}")
     for name, reason in document.get("absent", {}).items():
         console.print(f"not measured: {name} ({reason})")
     for case, reason in document.get("skipped", {}).items():
@@ -112,7 +118,7 @@ def print_classes(document: dict[str, object], console: Console) -> None:
     bounds = (0, 66, 132, 264, 528)
     for column in ("head dims", "mask", "query rows >=", *(f"tiles >= {tiles}" for tiles in bounds)):
         table.add_column(column, justify="right")
-    for low, high in ((1, 64), (65, 128)):
+    for low, high in ((1, 64), (65, 96), (97, 128), (129, 160), (161, 192), (193, 256)):
         for mask in ("full", "causal"):
             rows = [row for row in document["rows"] if low <= row["d"] <= high and row["mask"] == mask and row["ratio"]]
             for least in sorted({row["s"] for row in rows}):
@@ -132,7 +138,8 @@ def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> P
         print("no picture: matplotlib is not installed")
         return None
     matplotlib.use("Agg")
-    draw = {"forward": _plot_forward, "host": _plot_host}.get(str(document["suite"]), _plot_ratios)
+    draws = {"forward": _plot_forward, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host}
+    draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
     path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.png"
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -171,6 +178,32 @@ def _plot_forward(document, labels):
     figure.suptitle(
         "Attention forward, bf16, heads x head dim = 2048; median of interleaved rounds\n" + _caption(document)
     )
+    figure.tight_layout()
+    return figure
+
+
+def _plot_bars(document, labels):
+    """One group of bars per call: speed as a multiple of stock's."""
+    import matplotlib.pyplot as plt
+
+    rows = document["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["all_ms"] if name not in {"stock", "ours_auto"}))
+    figure, axis = plt.subplots(figsize=(11, 0.32 * len(rows) * len(names) * 0.55 + 2.5))
+    height = 0.85 / len(names)
+    for i, name in enumerate(names):
+        values = [row["all_ms"]["stock"] / row["all_ms"][name] if name in row["all_ms"] else 0 for row in rows]
+        at = [y + height * i for y in range(len(rows))]
+        bars = axis.barh(at, values, height, label=labels.get(name, name), zorder=3)
+        axis.bar_label(bars, [f"{value:.2f}" if value else "no kernel" for value in values], fontsize=7, padding=2)
+    titles = [f"{row['case']}  ({1e3 * row['all_ms']['stock']:.1f} us)" for row in rows]
+    axis.set_yticks([y + 0.42 - height / 2 for y in range(len(rows))], titles, fontsize=8)
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.invert_yaxis()
+    axis.margins(x=0.1)
+    axis.set(xlabel="speed as a multiple of F.sdpa without the plugin, whose time stands behind the name (higher is better)",
+             title=f"Attention forward, bf16, suite {document['suite']}\n" + _caption(document))  # fmt: skip
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     return figure
 

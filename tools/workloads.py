@@ -24,7 +24,7 @@ def _case(
     return Case(name, *heads, *seq, *dims, causal=causal, **more)
 
 
-def forward_grid(dims: tuple[int, ...] = (64, 128)) -> list[Case]:
+def forward_grid(dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
     """The grid of the project's baselines: constant work per row of lengths, BSHD storage."""
     return [
         _case(f"fwd_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
@@ -34,12 +34,50 @@ def forward_grid(dims: tuple[int, ...] = (64, 128)) -> list[Case]:
     ]
 
 
+def head_dims() -> list[Case]:
+    """Head dims beside the grid's, at one middling size."""
+    return [
+        _case(f"fwd_d{d}v{dv}_{mask}", (4, 16, 16), (4096, 4096), (d, dv), mask == "causal")
+        for d, dv in ((80, 80), (96, 96), (160, 160), (192, 192), (192, 128))
+        for mask in MASKS
+    ]
+
+
+def latency() -> list[Case]:
+    """Calls that take microseconds, and a few that do not: ((B, Hq, Hkv), (Sq, Sk), D, causal)."""
+    calls = (
+        ((1, 12, 12), (128, 128), 64, False), ((1, 12, 12), (512, 512), 64, False), ((1, 16, 16), (197, 197), 64, False),
+        ((8, 16, 16), (197, 197), 64, False), ((1, 32, 8), (512, 512), 128, True), ((1, 32, 8), (2048, 2048), 128, True),
+        ((1, 32, 8), (8192, 8192), 128, True), ((2, 24, 24), (4096, 4096), 128, False),
+        ((2, 10, 10), (4096, 77), 64, False), ((1, 32, 8), (16, 4096), 128, False), ((4, 32, 8), (64, 8192), 128, False),
+    )  # fmt: skip
+    name = "b{}h{}kv{}_{}x{}_d{}{}"
+    return [
+        _case(name.format(*heads, *seq, d, "_causal" if causal else ""), heads, seq, (d, d), causal)
+        for heads, seq, d, causal in calls
+    ]
+
+
+# What an H100 SXM can do at its nominal 1.83 GHz: 4096 bf16 FLOP and 16 exponentials per clock and SM (132 of them; one
+# in thirty more for the running maxima), and 3.35 TB/s of memory (guide to Hopper attention, sections 1.1 and 1.4).
+_CLOCK, _SMS = 1.83e9, 132
+_FLOP, _EXP, _BYTES = 4096 * _CLOCK * _SMS, 16 / 1.03 * _CLOCK * _SMS, 3.35e12
+
+
+def bound_ms(case: Case) -> float:
+    """No forward kernel can be faster than this: the slowest of tensor cores, exponentials and memory."""
+    scores = case.B * case.Hq * case.Sq * case.Sk * (0.5 if case.causal else 1.0)
+    rows = case.B * (case.Hq * case.Sq + case.Hkv * case.Sk)
+    return 1e3 * max(case.flop / _FLOP, scores / _EXP, 2 * rows * (case.D + case.Dv) / _BYTES)
+
+
 # (B, Hq, Hkv) and (Sq, Sk) of the lattice. Head dims that have a kernel of their own are measured all over it, those
 # that a larger one serves at spots.
 _HEADS = ((1, 8, 8), (1, 32, 8), (4, 16, 16), (16, 16, 16))
 _SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_OWN_DIMS = ((64, 64), (128, 128))
-_SPOT_DIMS = (*((d, d) for d in (8, 16, 32, 40, 72, 80, 96)), (128, 64), (64, 128))
+_OWN_DIMS = ((64, 64), (128, 128), (256, 256))
+_SPOT_DIMS = (*((d, d) for d in (8, 16, 32, 40, 72, 80, 96, 112, 144, 160, 176, 192, 224)), (128, 64), (64, 128),
+              (192, 128))  # fmt: skip
 _SPOT_LENGTHS = (256, 1024, 4096)
 _RECTANGLES = ((1024, 77), (4096, 77), (16, 4096), (64, 8192), (256, 4096), (2048, 512))
 _MAX_SCORES = 1 << 33  # B * Hq * Sq * Sk: larger problems say nothing new

@@ -29,7 +29,7 @@ class KernelRow:
     tile_m: int
     tile_n: int
     stages: int
-    cost: int = 100  # relative time of one KV block of one tile, among rows of the same head dims and mask
+    cost: int = 1000  # ns of one KV block of one tile on one SM
 
     def spec(self, dtype: str) -> KernelSpec:
         return KernelSpec(
@@ -61,31 +61,61 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
-# Small tiles fill more SMs, large ones reuse K and V more. cost: 2026-11-21, H100, B 16, H 16, S 2048, full: rows /
-# (stock's time / ours), which was 1.15, 0.94, 0.71 at d 64 and 1.08, 0.72 at d 128. The estimate made of it
-# (src/plan.cpp) picked a tile within 3 % of the fastest in 134 of the 138 shapes timed side by side that day, within
-# 10 % in the others.
+# Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
+# tools/tune.py, S 4096, full: kernel time / (waves of tiles * (KV blocks + 1)).
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask tile_m tile_n stages cost
-    KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 167),
-    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2, 136),
-    KernelRow("fwd", 90, 64, 64, "full", 64, 128, 2, 90),
-    KernelRow("fwd", 90, 64, 64, "causal", 192, 128, 2, 167),
-    KernelRow("fwd", 90, 64, 64, "causal", 128, 128, 2, 136),
-    KernelRow("fwd", 90, 64, 64, "causal", 64, 128, 2, 90),
-    KernelRow("fwd", 90, 128, 64, "full", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 128, 64, "full", 64, 128, 2, 89),
-    KernelRow("fwd", 90, 128, 64, "causal", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 128, 64, "causal", 64, 128, 2, 89),
-    KernelRow("fwd", 90, 64, 128, "full", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 64, 128, "full", 64, 128, 2, 89),
-    KernelRow("fwd", 90, 64, 128, "causal", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 64, 128, "causal", 64, 128, 2, 89),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 128, 128, "full", 64, 128, 2, 89),
-    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2, 118),
-    KernelRow("fwd", 90, 128, 128, "causal", 64, 128, 2, 89),
+    KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 1532),
+    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2, 1220),
+    KernelRow("fwd", 90, 64, 64, "full", 64, 128, 2, 807),
+    KernelRow("fwd", 90, 64, 64, "causal", 192, 128, 2, 1532),
+    KernelRow("fwd", 90, 64, 64, "causal", 128, 128, 2, 1220),
+    KernelRow("fwd", 90, 64, 64, "causal", 64, 128, 2, 807),
+    KernelRow("fwd", 90, 80, 80, "full", 192, 112, 2, 1583),
+    KernelRow("fwd", 90, 80, 80, "full", 128, 128, 2, 1351),
+    KernelRow("fwd", 90, 80, 80, "full", 64, 128, 2, 950),
+    KernelRow("fwd", 90, 80, 80, "causal", 192, 112, 2, 1583),
+    KernelRow("fwd", 90, 80, 80, "causal", 128, 128, 2, 1351),
+    KernelRow("fwd", 90, 80, 80, "causal", 64, 128, 2, 950),
+    KernelRow("fwd", 90, 96, 96, "full", 192, 96, 2, 1508),
+    KernelRow("fwd", 90, 96, 96, "full", 128, 128, 2, 1407),
+    KernelRow("fwd", 90, 96, 96, "full", 64, 128, 2, 1000),
+    KernelRow("fwd", 90, 96, 96, "causal", 192, 96, 2, 1508),
+    KernelRow("fwd", 90, 96, 96, "causal", 128, 128, 2, 1407),
+    KernelRow("fwd", 90, 96, 96, "causal", 64, 128, 2, 1000),
+    KernelRow("fwd", 90, 128, 64, "full", 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 128, 64, "full", 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 128, 64, "causal", 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 128, 64, "causal", 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 64, 128, "full", 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 64, 128, "full", 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 64, 128, "causal", 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 64, 128, "causal", 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2, 1656),
+    KernelRow("fwd", 90, 128, 128, "full", 128, 160, 2, 1997),
+    KernelRow("fwd", 90, 128, 128, "full", 64, 128, 2, 1249),
+    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2, 1656),
+    KernelRow("fwd", 90, 128, 128, "causal", 128, 160, 2, 1997),
+    KernelRow("fwd", 90, 128, 128, "causal", 64, 128, 2, 1249),
+    KernelRow("fwd", 90, 160, 160, "full", 128, 128, 2, 1968),
+    KernelRow("fwd", 90, 160, 160, "full", 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 160, 160, "causal", 128, 128, 2, 1968),
+    KernelRow("fwd", 90, 160, 160, "causal", 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 192, 128, "full", 128, 128, 2, 1890),
+    KernelRow("fwd", 90, 192, 128, "full", 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 192, 128, "causal", 128, 128, 2, 1890),
+    KernelRow("fwd", 90, 192, 128, "causal", 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 192, 192, "full", 128, 112, 2, 1953),
+    KernelRow("fwd", 90, 192, 192, "full", 128, 80, 2, 1467),
+    KernelRow("fwd", 90, 192, 192, "full", 64, 96, 2, 1270),
+    KernelRow("fwd", 90, 192, 192, "causal", 128, 112, 2, 1953),
+    KernelRow("fwd", 90, 192, 192, "causal", 128, 80, 2, 1467),
+    KernelRow("fwd", 90, 192, 192, "causal", 64, 96, 2, 1270),
+    KernelRow("fwd", 90, 256, 256, "full", 128, 80, 2, 1911),
+    KernelRow("fwd", 90, 256, 256, "full", 64, 80, 2, 1400),
+    KernelRow("fwd", 90, 256, 256, "causal", 128, 80, 2, 1911),
+    KernelRow("fwd", 90, 256, 256, "causal", 64, 80, 2, 1400),
 )
 
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"

@@ -18,7 +18,7 @@ MASKS = ("full", "causal")
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
 ELEMENT_BYTES = 2
-Q_STAGES = 2  # Q tiles in shared memory: the next one lands while this one is worked on
+Q_STAGES = (2, 1)  # Q tiles in shared memory, as many as fit: the next one lands while this one is worked on
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
@@ -63,11 +63,22 @@ class KernelSpec:
     def threads(self) -> int:
         return WARPGROUP * (self.warpgroups + 1)
 
-    def smem_bytes(self) -> int:
-        """Q (this tile's and the next one's), O, the K and V rings, barriers."""
-        rows = self.tile_m * (Q_STAGES * self.d + self.dv)
+    @property
+    def q_columns(self) -> int:
+        """Columns of a Q tile in shared memory: O leaves through the Q tile that it came from."""
+        return max(self.d, self.dv)
+
+    @property
+    def q_stages(self) -> int:
+        return next((n for n in Q_STAGES if self._smem_bytes(n) <= SMEM_BYTES[self.arch]), Q_STAGES[-1])
+
+    def _smem_bytes(self, q_stages: int) -> int:
         keys = self.stages * self.tile_n * (self.d + self.dv)
-        return (rows + keys) * ELEMENT_BYTES + BARRIER_BYTES
+        return (q_stages * self.tile_m * self.q_columns + keys) * ELEMENT_BYTES + BARRIER_BYTES
+
+    def smem_bytes(self) -> int:
+        """Q and O, the K and V rings, barriers."""
+        return self._smem_bytes(self.q_stages)
 
     def accumulator_registers(self) -> int:
         """Per consumer thread: scores and output in fp32, probabilities in 16 bits."""
@@ -79,8 +90,8 @@ class KernelSpec:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
-        if self.d % 64 or self.dv % 64:
-            return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 64 (128-byte swizzle)"
+        if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
+            return f"{self.name()}: head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.stages not in (1, 2, 4):
             return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (rings count in powers of two)"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]

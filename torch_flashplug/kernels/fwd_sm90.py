@@ -21,7 +21,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import Q_STAGES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.geometry import Geometry
 from .parts.mask import Mask
@@ -38,6 +38,7 @@ class Barrier(enum.IntEnum):
     """Named barriers; 0 is sync_threads."""
 
     TURN = 1  # + warpgroup
+    Q_READ = 4  # + warpgroup: its last product with Q is done
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class ForwardSm90:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.stages = spec.stages
+        self.stages, self.q_stages, self.q_columns = spec.stages, spec.q_stages, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
@@ -124,13 +125,15 @@ class ForwardSm90:
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
-            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, Q_STAGES * self.warpgroups),
+            hopper.make_smem_layout_a(
+                row_major, (ROWS, self.tile_n, self.q_columns), self.dtype, self.q_stages * self.warpgroups
+            ),
             hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
             hopper.make_smem_layout_b(col_major, (ROWS, self.dv, self.tile_n), self.dtype, self.stages),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         one_slot = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one_slot[0], (ROWS, self.d))
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one_slot[0], (ROWS, self.q_columns))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one_slot[1], (self.tile_n, self.d))
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, one_slot[2], (self.dv, self.tile_n))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, self.output_layout(SLAB), (SLAB, self.dv))
@@ -148,13 +151,10 @@ class ForwardSm90:
             min_blocks_per_mp=1,  # without it ptxas may drop the register split
         )
 
-    def output_layout(self, *shape: int) -> cute.ComposedLayout:
-        """O in shared memory, (rows, Dv[, warpgroup]): each warp's 16 rows are contiguous, so that a warp stores them
-        on its own.
-        """
-        rows, *rest = shape
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (rows, self.dv, *rest), order=(1, 0, 2)[: 2 + len(rest)])
+    def output_layout(self, rows: int) -> cute.ComposedLayout:
+        """O in shared memory, (rows, Dv): each warp's 16 rows are contiguous, so that a warp stores them on its own."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.dv)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, self.dv), order=(1, 0))
 
     def make_qk(self) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
@@ -192,14 +192,13 @@ class ForwardSm90:
         def buffer(layout: cute.ComposedLayout) -> cute.Tensor:
             return smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
 
-        ring_q = ring(Q_STAGES * Q_SLOTS, ROWS * self.d * element)
+        ring_q = ring(self.q_stages * Q_SLOTS, ROWS * self.q_columns * element)
         ring_k = ring(self.stages, self.tile_n * self.d * element)
         ring_v = ring(self.stages, self.tile_n * self.dv * element)
         ring_mail = ring(sm90.MAIL_SLOTS, 0)
         mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
-        # (64, D, 2 x warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
+        # (64, D, q_slot), (tile_n, D, slot), (Dv, tile_n, slot)
         sQ, sK, sVt = (buffer(layout) for layout in layouts)
-        sO = buffer(self.output_layout(ROWS, self.warpgroups))  # (64, Dv, warpgroup)
 
         mQ, mK, mVt, mO = tensors
         B, Hq, Sq = mLSE.shape
@@ -223,7 +222,7 @@ class ForwardSm90:
                 self.load(Operand(atoms[0], mQ, sQ), Operand(atoms[1], mK, sK), Operand(atoms[2], mVt, sVt), work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume((sQ, sK, sVt), work, Operand(atoms[3], mO, sO), mLSE, scales)
+            self.consume((sQ, sK, sVt), work, Operand(atoms[3], mO, sQ), mLSE, scales)
 
     @cute.jit
     def load(self, q: Operand, k: Operand, v: Operand, work: Work):
@@ -238,14 +237,17 @@ class ForwardSm90:
             upcoming = work.queue.draw()  # long before it is needed: the atomic's latency passes under the loads
             m_block, head, batch = work.order.tile(number)
             blocks = work.geo.num_blocks(m_block)
-            tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.d), (None, 0))
+            tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            for w in cutlass.range_constexpr(self.warpgroups):
-                gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
-                load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
-                if cutlass.const_expr(w == 0):
+            # A lone Q tile comes free late, when O has left through it: K(0) need not wait for that.
+            first_q = 1 if cutlass.const_expr(self.q_stages > 1) else 0
+            for w in cutlass.range_constexpr(self.warpgroups + 1):
+                if cutlass.const_expr(w == first_q):
                     load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
+                if cutlass.const_expr(w < self.warpgroups):
+                    gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
+                    load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
             for j in cutlass.range(1, blocks, unroll=1):
                 load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
                 load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
@@ -257,7 +259,14 @@ class ForwardSm90:
 
     def q_slot(self, nth: Int32, wg: Int32) -> Int32:
         """Where warpgroup wg's Q of this CTA's nth tile lies."""
-        return nth % Q_STAGES * self.warpgroups + wg
+        return nth % self.q_stages * self.warpgroups + wg
+
+    @cute.jit
+    def hand_back(self, ring_q: sm90.Ring, nth: Int32, wg: Int32):
+        """Consumer warp: O of the nth tile has left shared memory; the slot may take another Q."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        ring_q.release(nth * Q_SLOTS + wg)
 
     @cute.jit
     def consume(self, buffers: tuple, work: Work, out: Operand, mLSE: cute.Tensor, scales: tuple):
@@ -306,6 +315,9 @@ class ForwardSm90:
             softmax.step(scores, first=True, masked=True)
             P.take(acc_S)
             acc_O.fill(0.0)
+            if cutlass.const_expr(self.q_stages > 1):
+                if nth > 0:
+                    self.hand_back(ring_q, nth - 1, wg)
 
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (1, partial) if masked else (partial, blocks)
@@ -328,7 +340,6 @@ class ForwardSm90:
                     P.take(acc_S)
                     softmax.rescale(output)
 
-            ring_q.release(nth * Q_SLOTS + wg)
             done += blocks
             ring_v.wait(done - 1)
             warpgroup.fence()
@@ -340,26 +351,30 @@ class ForwardSm90:
                 for r in cutlass.range_constexpr(2):
                     if row + 8 * r < work.geo.Sq:
                         mLSE[batch, head, row + 8 * r] = lse[r]
-            self.store(acc_O, out.head(head, batch), wg, wg_tile, times_v.add)
+            self.store(acc_O, out.head(head, batch), self.q_slot(nth, wg), wg_tile, times_v.add)
+            if cutlass.const_expr(self.q_stages == 1):
+                self.hand_back(ring_q, nth, wg)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: Operand, wg: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
-        """O in 16 bits through shared memory to global memory; each warp sends its 16 rows when it has them and waits
-        for no other.
+    def store(self, acc_O: cute.Tensor, out: Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+        """O in 16 bits through its Q's slot of shared memory to global memory; each warp sends its 16 rows when it has
+        them.
         """
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
         rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
-        sO = out.s[None, None, wg]  # (64, Dv)
+        slot_start = cute.slice_(out.s, (None, None, slot)).iterator
+        sO = cute.make_tensor(slot_start, self.output_layout(ROWS).outer)  # (64, Dv)
         to_smem = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv
         ).get_slice(thread)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # this warp's rows of the tile before have left
-        cute.arch.sync_warp()
+        # no warp of the group may still be reading Q
+        cute.arch.barrier(barrier_id=Barrier.Q_READ + wg, number_of_threads=sm90.WARPGROUP)
         cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
         cute.arch.sync_warp()

@@ -2,7 +2,7 @@
 a tuple of numbers.
 
 A case is plain data; `make_inputs(case, device, seed)` gives the same numbers for the same seed on the same kind of
-device. Every multiple of 8 up to 128 is a head dim of a case; lengths sit at and beside the edges of tiles (64, 128,
+device. Every multiple of 8 up to 256 is a head dim of a case; lengths sit at and beside the edges of tiles (64, 128,
 192 rows).
 """
 
@@ -182,8 +182,9 @@ _EDGES = tuple(
 )  # fmt: skip
 
 # Every head dim of the range at its edges; D != Dv both ways round.
-_DIMS = tuple((d, d) for d in range(8, 129, 8))
-_DIMS_DIFFER = ((64, 32), (64, 8), (128, 64), (96, 128), (8, 128), (40, 64), (128, 8))
+_DIMS = tuple((d, d) for d in range(8, 257, 8))
+_DIMS_DIFFER = ((64, 32), (64, 8), (128, 64), (96, 128), (8, 128), (40, 64), (128, 8), (192, 128), (136, 96),
+                (128, 192), (256, 64), (8, 256), (200, 248))  # fmt: skip
 _HEAD_DIMS = tuple(
     new_case(f"head_d{d}v{dv}" + ("_causal" if mask else ""), (2, 2, 2), (200, 333), (d, dv), *mask)
     for d, dv in _DIMS + _DIMS_DIFFER
@@ -236,6 +237,11 @@ _NAMED = (
     new_case("grid_1k_d128v64_causal", (2, 16, 16), (1023, 1024), (128, 64), "causal", "dv"),
     new_case("grid_1k_d64v128", (2, 16, 16), (1024, 1023), (64, 128), "dv"),
     new_case("grid_1k_d64v128_causal", (2, 16, 16), (1023, 1024), (64, 128), "causal", "dv"),
+    new_case("grid_2k_d80", (1, 16, 16), (2048, 2047), (80, 80), "dv"),
+    new_case("grid_2k_d80_causal_gqa4", (1, 32, 8), (2048, 2048), (72, 80), "causal", "gqa"),
+    new_case("grid_2k_d96_causal_gqa4", (1, 32, 8), (2048, 2048), (96, 96), "causal", "gqa"),
+    new_case("grid_1k_d192v128_causal", (2, 16, 16), (1023, 1024), (192, 128), "causal", "dv"),
+    new_case("grid_1k_d256_causal_gqa4", (2, 16, 4), (1023, 1024), (256, 256), "causal", "gqa"),
     new_case("scale_large_d64_causal", (2, 2, 2), (130, 130), (64, 64), "causal", scale=2.0),
 )
 

@@ -162,8 +162,8 @@ class Product:
         return cls(begin, add)
 
     def issue(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
-        """One committed group of asynchronous wgmmas; tA (MMA, 1, K), tB (MMA, 1, K)."""
-        for k in range(cute.size(tA, mode=[2])):
+        """One committed group of asynchronous wgmmas; tA (MMA, 1, K or more), tB (MMA, 1, K)."""
+        for k in range(cute.size(tB, mode=[2])):
             mma = self.add if accumulate or k > 0 else self.begin
             cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
         warpgroup.commit_group()
