@@ -50,6 +50,14 @@ def test_demo_without_gpu(text_file):
         assert part in shown
 
 
+def test_long_demo(text_file):
+    """With a GPU the peak is measured; everywhere the arithmetic of the math backend stands beside it."""
+    done = demo(text_file, "--long")
+    assert done.returncode == 0, done.stderr
+    assert "logits finite" in done.stdout and "scores and probabilities" in done.stdout
+    assert ("measured" in done.stdout) == torch.cuda.is_available()
+
+
 def test_demo_has_its_own_text():
     from torch_flashplug.demo.show import read_text
 

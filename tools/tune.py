@@ -46,13 +46,12 @@ def compile_candidates(args: argparse.Namespace) -> None:
     """A pack of all candidates that compile without spills."""
     import aot
 
-    specs = [
-        spec
-        for dims in args.dims
-        for mask in args.mask
-        for spec in candidates(*map(int, dims.split("x")), mask)
-        if not args.tile or f"{spec.tile_m}x{spec.tile_n}" in args.tile
-    ]
+    specs = []
+    for family in args.dims:
+        dims, _, tiles = family.partition("=")
+        for mask in args.mask:
+            legal = candidates(*map(int, dims.split("x")), mask)
+            specs += [spec for spec in legal if not tiles or f"{spec.tile_m}x{spec.tile_n}" in tiles.split(",")]
     args.out.mkdir(parents=True, exist_ok=True)
     report = args.out / "objects"
     report.mkdir(exist_ok=True)
@@ -71,6 +70,7 @@ def compile_candidates(args: argparse.Namespace) -> None:
 def time_candidates(args: argparse.Namespace) -> None:
     import torch
 
+    from providers import providers
     from torch_flashplug.demo.scopes import plugin_off
     from torch_flashplug.spec import KernelSpec
     from torch_flashplug.testing import Candidate, Case, DirectForward, load_pack, make_inputs, time_interleaved
@@ -83,6 +83,7 @@ def time_candidates(args: argparse.Namespace) -> None:
     ]
     families = dict.fromkeys((spec.d, spec.dv, spec.mask) for _, spec in specs)
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    peers, _ = providers()
     rows = []
     deadline = time.monotonic() + args.budget_seconds
     for d, dv, mask in families:
@@ -102,6 +103,16 @@ def time_candidates(args: argparse.Namespace) -> None:
             with plugin_off():
                 expected = stock()
             runs = {"cudnn": Candidate(stock, plugin_off)}
+            for name in {"fa3", "fa4"} & set(peers):
+
+                def peer(i=inputs, c=case, p=peers[name]):
+                    return p.attend(*i, is_causal=c.causal)
+
+                try:
+                    peer()
+                    runs[name] = Candidate(peer)
+                except (RuntimeError, AssertionError):
+                    continue  # it has no kernel for these head dims
             for pack, spec in specs:
                 if (spec.d, spec.dv, spec.mask) != (d, dv, mask):
                     continue
@@ -145,9 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     make = verbs.add_parser("compile")
-    make.add_argument("--dims", action="append", required=True, help="DxDv of a family (repeatable)")
+    make.add_argument("--dims", action="append", required=True, help="a family, DxDv or DxDv=MxN,MxN (repeatable)")
     make.add_argument("--mask", action="append", choices=["full", "causal"])
-    make.add_argument("--tile", action="append", help="only this tile, as 128x112 (repeatable)")
     make.add_argument("--out", type=Path, required=True)
     run = verbs.add_parser("time")
     run.add_argument("--pack", type=Path, action="append", required=True)

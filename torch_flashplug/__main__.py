@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--rounds", type=int, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
     )
+    demo.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
     explain.add_argument("--device", default="", help="h100, h200, a100 or l4 (default: this machine's GPU, else h100)")
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
@@ -64,9 +65,12 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import show
+    from .demo import long, show
 
-    show.run(options.file, rounds=options.rounds)
+    if options.long:
+        long.run(options.file)
+    else:
+        show.run(options.file, rounds=options.rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -24,7 +24,8 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-REGISTER_OVERHEAD = 32  # addresses, row state and loop counters of a consumer, seen in SASS
+REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
+EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class KernelSpec:
     def _smem_bytes(self, q_stages: int) -> int:
         keys = self.stages * self.tile_n * (self.d + self.dv)
         return (q_stages * self.tile_m * self.q_columns + keys) * ELEMENT_BYTES + BARRIER_BYTES
+
+    @property
+    def early_rescale(self) -> bool:
+        return self.dv >= EARLY_RESCALE_DV
 
     def smem_bytes(self) -> int:
         """Q and O, the K and V rings, barriers."""

@@ -86,6 +86,7 @@ class ForwardSm90:
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.stages, self.q_stages, self.q_columns = spec.stages, spec.q_stages, spec.q_columns
         self.warpgroups = spec.warpgroups
+        self.early_rescale = spec.early_rescale
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
@@ -234,7 +235,6 @@ class ForwardSm90:
         nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
         number = cute.arch.block_idx()[0]
         while number < work.order.total:
-            upcoming = work.queue.draw()  # long before it is needed: the atomic's latency passes under the loads
             m_block, head, batch = work.order.tile(number)
             blocks = work.geo.num_blocks(m_block)
             tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
@@ -251,9 +251,11 @@ class ForwardSm90:
             for j in cutlass.range(1, blocks, unroll=1):
                 load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
                 load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
+            # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
+            # one from CTAs that run dry first.
+            ticket = work.queue.draw()
             load_block(v.atom, tVgV, tVsV, ring_v, Int32(0), done + blocks - 1)
-            work.queue.post(nth, upcoming)
-            number = upcoming
+            number = work.queue.post(nth, ticket)
             nth += 1
             done += blocks
 
@@ -327,6 +329,9 @@ class ForwardSm90:
                     turns.take()
                     warpgroup.fence()
                     times_kt.issue(acc_S, my_Q, tSrK[None, None, None, ring_k.slot(now)], accumulate=False)
+                    if cutlass.const_expr(self.early_rescale):
+                        softmax.rescale(output)
+                        warpgroup.fence()
                     ring_v.wait(before)
                     times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(before)], accumulate=True)
                     turns.pass_on()
@@ -338,9 +343,12 @@ class ForwardSm90:
                     warpgroup.wait_group(0)
                     ring_v.release(before)
                     P.take(acc_S)
-                    softmax.rescale(output)
+                    if cutlass.const_expr(not self.early_rescale):
+                        softmax.rescale(output)
 
             done += blocks
+            if cutlass.const_expr(self.early_rescale):
+                softmax.rescale(output)
             ring_v.wait(done - 1)
             warpgroup.fence()
             times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)

@@ -118,7 +118,7 @@ def time_interleaved(
 
     def sample(candidate: Candidate, calls: int) -> float:
         with candidate.scope():
-            for _ in range(calls // 2):  # its own heat, not its predecessor's
+            for _ in range(calls):  # its own heat, not its predecessor's
                 candidate.call()
             return _event_time(candidate.call, calls, flush) if on_gpu else _wall_time(candidate.call, calls)
 

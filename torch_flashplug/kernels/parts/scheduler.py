@@ -34,11 +34,15 @@ class TileOrder:
 
     @staticmethod
     def section_heads(kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32) -> Int32:
-        """Query heads (whole groups of one KV head) whose K and V fit in a section; at least one group."""
+        """Query heads (whole groups of one KV head) whose K and V about fit in a section; at least one group. The last
+        section must not be a small rest: its long tiles would run alone.
+        """
         budget = cutlass.select_(
             num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_SECTION_BYTES), cutlass.Int64(L2_SECTION_BYTES_SHORT)
         )
-        return cutlass.min(cutlass.max(Int32(budget // kv_head_bytes), 1) * group, total_heads)
+        groups, fitting = total_heads // group, cutlass.max(Int32(budget // kv_head_bytes), 1)
+        sections = cutlass.max((groups + fitting // 2) // fitting, 1)
+        return (groups + sections - 1) // sections * group
 
     @property
     def total(self) -> Int32:

@@ -66,6 +66,7 @@ class OnlineSoftmax:
             block_sum = row_reduce(acc_S, r, lambda a, b: a + b)
             if cutlass.const_expr(first):
                 self.row_sum[r] = block_sum
+                self.correction[r] = 1.0
             else:
                 correction = cute.math.exp2((old_max - base) * self.scale_log2, fastmath=True)
                 self.correction[r] = correction
