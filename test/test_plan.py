@@ -151,7 +151,7 @@ one_small_tile
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
 odd_tail_sq113_sk203_d72
   h100
-    fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
+    fa3 fwd_sm90_bf16_d80_full_m64n128s2 tiles=16 splits=1
       choice row 5: 0.998 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 113*1 = 113 > 64: not a decode call
 decode_1x8k_d128_gqa4

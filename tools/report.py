@@ -199,11 +199,11 @@ def _plot_bars(document, labels):
     axis.set_yticks([y + 0.42 - height / 2 for y in range(len(rows))], titles, fontsize=8)
     axis.axvline(1.0, color="black", linewidth=1)
     axis.invert_yaxis()
-    axis.margins(x=0.1)
-    axis.set(xlabel="speed as a multiple of F.sdpa without the plugin, whose time stands behind the name (higher is better)",
-             title=f"Attention forward, bf16, suite {document['suite']}\n" + _caption(document))  # fmt: skip
+    axis.margins(x=0.1, y=0.02)
+    axis.set_xlabel("speed as a multiple of F.sdpa without the plugin, whose time follows the name (higher is better)")
+    axis.set_title(f"Attention forward, bf16, suite {document['suite']}\n" + _caption(document))
     axis.grid(axis="x", alpha=0.3)
-    axis.legend(fontsize=8, loc="lower right")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     return figure
 

@@ -1,11 +1,13 @@
 """Finds the tiles of a head-dim family: every legal one is compiled, those that spill are dropped, the rest are checked
-and timed beside cuDNN; prints replacement rows for torch_flashplug/configs.py.
+and timed beside stock; prints replacement rows for torch_flashplug/configs.py.
 
-    python tools/tune.py compile --dims 192x128 --out DIR        no GPU needed: a pack of candidates, tune.json beside it
+    python tools/tune.py compile --dims 192x128 --out DIR        a pack of candidates and tune.json (no GPU needed)
+    python tools/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR              only these tiles
     python tools/tune.py time --pack DIR --out results           on the GPU: numbers first, then interleaved rounds
 
-Legal is what torch_flashplug/spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing is
-written into the table: a row is pasted by whoever has read the table of times above it.
+Legal is what torch_flashplug/spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
+is written into the table: a row is pasted by whoever has read the times above it. To compare two versions of a kernel,
+give `time` one pack of each; compile the other tree's pack with python -S, or an editable install serves its own files.
 """
 
 from __future__ import annotations
@@ -14,30 +16,58 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT, ROOT / "tools"):
-    sys.path.append(str(folder))
+for place in (ROOT, ROOT / "tools"):
+    sys.path.append(str(place))
 
-TILE_MS = (64, 128, 192)
-TILE_NS = range(64, 209, 16)
+TILE_MS, TILE_NS, STAGES = (64, 128, 192), range(64, 209, 16), 2
 LENGTHS = (512, 1024, 4096, 16384)
 TOKENS, WIDTH = 16384, 2048  # batch x length, heads x head dim
-COST_LENGTH = 4096  # a row's cost is taken here: long enough for whole waves
-CLOSE = 0.97  # a tile this close to the best of its length is worth a look
+COST_LENGTH = 4096  # where a row's cost is taken: long enough for whole waves
+CLOSE = 0.98  # a tile this close to the best at some length is worth a row
+PEERS = ("fa3", "fa4")
 
 
-def candidates(d: int, dv: int, mask: str) -> Iterator:
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Calls that compete for the same rows."""
+
+    d: int
+    dv: int
+    mask: str
+
+    def __str__(self) -> str:
+        return f"{self.d}x{self.dv}_{self.mask}"
+
+
+@dataclass(slots=True)
+class Trial:
+    """One kernel of a pack: where it comes from, how to call it, and its milliseconds by length."""
+
+    pack: str
+    spec: object  # KernelSpec
+    function: Callable
+    ms: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.pack}/m{self.spec.tile_m}n{self.spec.tile_n}s{self.spec.stages}"
+
+
+def candidates(family: Family) -> Iterator:
     """Every tile of the family that the hardware can hold."""
     from torch_flashplug.spec import KernelSpec
 
     for tile_m in TILE_MS:
         for tile_n in TILE_NS:
-            spec = KernelSpec("fwd", 90, "bf16", d, dv, mask, tile_m, tile_n, 2)
+            spec = KernelSpec("fwd", 90, "bf16", family.d, family.dv, family.mask, tile_m, tile_n, STAGES)
             if spec.check() is None:
                 yield spec
 
@@ -47,132 +77,156 @@ def compile_candidates(args: argparse.Namespace) -> None:
     import aot
 
     specs = []
-    for family in args.dims:
-        dims, _, tiles = family.partition("=")
-        for mask in args.mask:
-            legal = candidates(*map(int, dims.split("x")), mask)
+    for wanted in args.dims:
+        dims, _, tiles = wanted.partition("=")
+        for mask in args.mask or ("full", "causal"):
+            legal = candidates(Family(*map(int, dims.split("x")), mask))
             specs += [spec for spec in legal if not tiles or f"{spec.tile_m}x{spec.tile_n}" in tiles.split(",")]
     args.out.mkdir(parents=True, exist_ok=True)
-    report = args.out / "objects"
-    report.mkdir(exist_ok=True)
-    rows = aot.compile_all([spec.name() for spec in specs], report, os.cpu_count() or 1)
-    whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
-    for row in rows:
-        if row not in whole:
-            print(f"dropped, it spills: {row['name']}")
-    aot.link([report / f"{row['name']}.o" for row in whole], args.out / "tune.so")
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = aot.compile_all([spec.name() for spec in specs], Path(scratch), os.cpu_count() or 1)
+        whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
+        for row in rows:
+            if row not in whole:
+                print(f"dropped, it spills: {row['name']}")
+        aot.link([Path(scratch) / f"{row['name']}.o" for row in whole], args.out / "tune.so")
     (args.out / "tune.json").write_text(json.dumps(whole, indent=1) + "\n")
-    for path in report.iterdir():
-        path.unlink() if path.is_file() else None
     print(f"{args.out / 'tune.so'}: {len(whole)} of {len(rows)} candidates")
 
 
-def time_candidates(args: argparse.Namespace) -> None:
+def load_trials(packs: list[Path]) -> list[Trial]:
+    from torch_flashplug.spec import KernelSpec
+    from torch_flashplug.testing import load_pack
+
+    return [
+        Trial(pack.name, KernelSpec.from_name(row["name"]), load_pack(pack / "tune.so")[row["name"]])
+        for pack in packs
+        for row in json.loads((pack / "tune.json").read_text())
+    ]
+
+
+def check_numbers(family: Family, trials: list[Trial]) -> list[Trial]:
+    """Those within the error budget on lengths that fit no tile; the others are named."""
+    from torch_flashplug.testing import Case, DirectForward, make_inputs, measure_error, oracle, plain
+
+    case = Case(str(family), 1, 2, 1, 1001, 1111, family.d, family.dv, causal=family.mask == "causal")
+    inputs = make_inputs(case, "cuda")
+    exact, low = oracle(case, inputs), plain(case, inputs)
+    right = []
+    for trial in trials:
+        run = DirectForward(trial.function, case, inputs)
+        run.call()
+        errors = measure_error(run.out, exact.out, low.out)
+        if errors.ok and bool(run.out.isfinite().all()):
+            right.append(trial)
+        else:
+            print(f"WRONG, not timed: {family} {trial.label}: {errors}")
+    return right
+
+
+def time_length(family: Family, length: int, trials: list[Trial], args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of stock, of the peers that can run this, and of every trial (also kept in it)."""
+    import torch
+    from providers import providers
+
+    from torch_flashplug.testing import Candidate, Case, DirectForward, make_inputs, time_interleaved
+
+    heads = max(1, WIDTH // family.d)
+    sizes = (TOKENS // length, heads, heads, length, length, family.d, family.dv)
+    case = Case(f"{family}_{length}", *sizes, causal=family.mask == "causal")
+    inputs = make_inputs(case, "cuda")
+    runs: dict[str, Candidate] = {}
+    found, _ = providers({"stock", *PEERS})
+    for name, provider in found.items():
+
+        def call(provider=provider):
+            return provider.attend(*inputs, **case.sdpa_kwargs())
+
+        try:
+            with provider.scope():
+                call()
+            runs[name] = Candidate(call, provider.scope)
+        except (RuntimeError, AssertionError):
+            continue  # it has no kernel for these head dims
+    for trial in trials:
+        runs[trial.label] = Candidate(DirectForward(trial.function, case, inputs).call)
+    with torch.no_grad():
+        times = time_interleaved(runs, rounds=args.rounds, round_ms=args.round_ms)
+    for trial in trials:
+        trial.ms[length] = times[trial.label].ms
+    return {name: timing.ms for name, timing in times.items()}
+
+
+def print_family(family: Family, times: dict[int, dict[str, float]]) -> None:
+    """TFLOP/s and the multiple of stock's speed, one line per candidate, one column per length."""
+    print(f"== {family}: TFLOP/s (x stock) at S {' '.join(map(str, times))}")
+    for name in dict.fromkeys(name for column in times.values() for name in column):
+        cells = ""
+        for length, column in times.items():
+            scores = TOKENS * max(1, WIDTH // family.d) * length * (0.5 if family.mask == "causal" else 1.0)
+            tflops = 2 * scores * (family.d + family.dv) / column[name] * 1e-9
+            cells += f"{tflops:8.0f} ({column['stock'] / column[name]:.3f})"
+        print(f"  {name:28}{cells}")
+
+
+def print_rows(family: Family, trials: list[Trial], device: str) -> None:
+    """Replacement rows: tiles that are near the best at some length, with the cost for the dispatcher's estimate."""
     import torch
 
-    from providers import providers
-    from torch_flashplug.demo.scopes import plugin_off
-    from torch_flashplug.spec import KernelSpec
-    from torch_flashplug.testing import Candidate, Case, DirectForward, load_pack, make_inputs, time_interleaved
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    heads = TOKENS // COST_LENGTH * max(1, WIDTH // family.d)
+    for trial in trials:
+        lead = max(min(t.ms[s] for t in trials) / trial.ms[s] for s in trial.ms)
+        if lead < CLOSE or COST_LENGTH not in trial.ms or family.mask != "full":
+            continue  # a cost is taken without a mask; the causal row has the same one
+        m, n = trial.spec.tile_m, trial.spec.tile_n
+        waves, blocks = -(-heads * -(-COST_LENGTH // m) // sms), -(-COST_LENGTH // n)
+        cost = round(trial.ms[COST_LENGTH] * 1e6 / (waves * (blocks + 1)))
+        row = f'KernelRow("fwd", 90, {family.d}, {family.dv}, "{family.mask}", {m}, {n}, {trial.spec.stages}, {cost}),'
+        print(f"    {row}  # {date.today()}, {device}, {trial.pack}: {lead:.3f} of the best tile at its best length")
 
-    modules = {folder.name: load_pack(folder / "tune.so") for folder in args.pack}
-    specs = [
-        (folder.name, KernelSpec.from_name(row["name"]))
-        for folder in args.pack
-        for row in json.loads((folder / "tune.json").read_text())
-    ]
-    families = dict.fromkeys((spec.d, spec.dv, spec.mask) for _, spec in specs)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    peers, _ = providers()
-    rows = []
-    deadline = time.monotonic() + args.budget_seconds
-    for d, dv, mask in families:
-        if args.filter not in f"{d}x{dv}_{mask}":
+
+def time_candidates(args: argparse.Namespace) -> None:
+    import report
+
+    trials = load_trials(args.pack)
+    device, deadline = report.slug(report.gpu_name()), time.monotonic() + args.budget_seconds
+    results: dict[str, dict[int, dict[str, float]]] = {}
+    for family in dict.fromkeys(Family(t.spec.d, t.spec.dv, t.spec.mask) for t in trials):
+        if args.filter not in str(family):
             continue
-        heads = max(1, WIDTH // d)
-        for s in args.lengths:
+        mine = [t for t in trials if Family(t.spec.d, t.spec.dv, t.spec.mask) == family]
+        mine = check_numbers(family, mine)
+        times = results[str(family)] = {}
+        for length in args.lengths:
             if time.monotonic() > deadline:
-                print("time is up")
-                break
-            case = Case(f"{d}x{dv}_{mask}_{s}", TOKENS // s, heads, heads, s, s, d, dv, causal=mask == "causal")
-            inputs = make_inputs(case, "cuda")
-
-            def stock(inputs=inputs, case=case):
-                return sdpa(*inputs, is_causal=case.causal)
-
-            with plugin_off():
-                expected = stock()
-            runs = {"cudnn": Candidate(stock, plugin_off)}
-            for name in {"fa3", "fa4"} & set(peers):
-
-                def peer(i=inputs, c=case, p=peers[name]):
-                    return p.attend(*i, is_causal=c.causal)
-
-                try:
-                    peer()
-                    runs[name] = Candidate(peer)
-                except (RuntimeError, AssertionError):
-                    continue  # it has no kernel for these head dims
-            for pack, spec in specs:
-                if (spec.d, spec.dv, spec.mask) != (d, dv, mask):
-                    continue
-                direct = DirectForward(modules[pack][spec.name()], case, inputs)
-                direct.call()
-                error = (direct.out.float() - expected.float()).abs().max().item()
-                if not error < 0.03:
-                    print(f"WRONG {pack}/{spec.name()} at S {s}: {error}")
-                    continue
-                runs[f"{pack}/m{spec.tile_m}n{spec.tile_n}s{spec.stages}"] = Candidate(direct.call)
-            with torch.no_grad():
-                times = time_interleaved(runs, rounds=args.rounds, round_ms=args.round_ms)
-            for name, timing in times.items():
-                rows.append({"d": d, "dv": dv, "mask": mask, "s": s, "name": name, "ms": timing.ms,
-                             "tflops": case.flop / timing.ms * 1e-9, "vs_stock": times["cudnn"].ms / timing.ms})  # fmt: skip
-        _print_family(rows, d, dv, mask, args.lengths)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"tune-{torch.cuda.get_device_name().split()[1].lower()}.json"
-    path.write_text(
-        json.dumps({"date": str(date.today()), "device": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n"
-    )
-    print("wrote", path)
-
-
-def _print_family(rows: list[dict], d: int, dv: int, mask: str, lengths: list[int]) -> None:
-    mine = [row for row in rows if (row["d"], row["dv"], row["mask"]) == (d, dv, mask)]
-    names = dict.fromkeys(row["name"] for row in mine)
-    print(f"== {d}x{dv} {mask}: TFLOP/s (x stock) at S " + " ".join(map(str, lengths)))
-    for name in names:
-        cells = {row["s"]: row for row in mine if row["name"] == name}
-        print(
-            f"  {name:28}"
-            + "".join(
-                f"{cells[s]['tflops']:8.0f} ({cells[s]['vs_stock']:.3f})" if s in cells else "       -        "
-                for s in lengths
-            )
-        )
+                print(f"skipped: {family} at {length} (the time given with --budget-seconds is used up)")
+                continue
+            times[length] = time_length(family, length, mine, args)
+        if times:
+            print_family(family, times)
+            print_rows(family, [trial for trial in mine if trial.ms], device)
+    document = report.header("tune", {}, report.commit()) | {"ms": results}
+    print("wrote", report.write_json(document, args.out))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    make = verbs.add_parser("compile")
+    make = verbs.add_parser("compile", help="a pack of candidates; needs the DSL, no GPU")
     make.add_argument("--dims", action="append", required=True, help="a family, DxDv or DxDv=MxN,MxN (repeatable)")
-    make.add_argument("--mask", action="append", choices=["full", "causal"])
+    make.add_argument("--mask", action="append", choices=["full", "causal"], help="default: both")
     make.add_argument("--out", type=Path, required=True)
-    run = verbs.add_parser("time")
-    run.add_argument("--pack", type=Path, action="append", required=True)
-    run.add_argument("--filter", default="")
+    run = verbs.add_parser("time", help="check and time packs of candidates on this machine's GPU")
+    run.add_argument("--pack", type=Path, action="append", required=True, help="folder made by compile (repeatable)")
+    run.add_argument("--filter", default="", help="only families whose name, as 192x128_causal, contains this")
     run.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    run.add_argument("--rounds", type=int, default=7)
-    run.add_argument("--round-ms", type=float, default=8.0)
-    run.add_argument("--budget-seconds", type=float, default=480.0)
+    run.add_argument("--rounds", type=int, default=9)
+    run.add_argument("--round-ms", type=float, default=20.0)
+    run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "tools" / "results")
     args = parser.parse_args()
-    if args.verb == "compile":
-        args.mask = args.mask or ["full", "causal"]
-        compile_candidates(args)
-    else:
-        time_candidates(args)
+    {"compile": compile_candidates, "time": time_candidates}[args.verb](args)
 
 
 if __name__ == "__main__":

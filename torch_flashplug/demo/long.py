@@ -54,7 +54,8 @@ def run(file: str | None = None, *, console: Console | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     device, shape, length = ("cuda", GPU_SHAPE, GPU_LENGTH) if on_gpu else ("cpu", CPU_SHAPE, CPU_LENGTH)
     content, origin = read_text(file)
-    console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, long prompt, torch {torch.__version__}")
+    version = f"[bold]torch_flashplug {torch_flashplug.__version__}[/]"
+    console.print(f"{version} demo, long prompt, torch {torch.__version__}")
     model = gpt.build(shape, device, torch.bfloat16)
     prompt = torch.frombuffer(bytearray(_repeated(content, length)), dtype=torch.uint8).long().to(device)[None]
     seconds, finite = _prefill_seconds(model, prompt, torch.cuda.synchronize if on_gpu else lambda: None)

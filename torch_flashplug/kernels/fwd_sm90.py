@@ -240,14 +240,13 @@ class ForwardSm90:
             tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            # A lone Q tile comes free late, when O has left through it: K(0) need not wait for that.
-            first_q = 1 if cutlass.const_expr(self.q_stages > 1) else 0
-            for w in cutlass.range_constexpr(self.warpgroups + 1):
-                if cutlass.const_expr(w == first_q):
+            if cutlass.const_expr(self.q_stages == 1):  # Q comes free late, when O has left: K(0) does not wait for it
+                load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
+            for w in cutlass.range_constexpr(self.warpgroups):
+                gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
+                load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
+                if cutlass.const_expr(w == 0 and self.q_stages > 1):
                     load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
-                if cutlass.const_expr(w < self.warpgroups):
-                    gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
-                    load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
             for j in cutlass.range(1, blocks, unroll=1):
                 load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
                 load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
@@ -276,25 +275,21 @@ class ForwardSm90:
         sQ, sK, sVt = buffers
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
-        wg = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP)
-        thread = tidx % sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         times_kt, times_v = sm90.Product.create(self.make_qk), sm90.Product.create(self.make_pv)
         qk, pv = times_kt.add.get_slice(thread), times_v.add.get_slice(thread)
         tSrQ = qk.make_fragment_A(qk.partition_A(sQ))  # (MMA, 1, D/16, slot)
         tSrK = qk.make_fragment_B(qk.partition_B(sK))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
-        acc_S = sm90.zeros(qk, (ROWS, self.tile_n))
-        acc_O = sm90.zeros(pv, (ROWS, self.dv))
+        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
         P = sm90.OperandA.create(acc_S, self.dtype)  # (MMA, 1, tile_n/16)
         scores, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
         softmax = OnlineSoftmax.create(scales[0])
-        lse = cute.make_rmem_tensor((2,), Float32)
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
 
-        nth, done = Int32(0), Int32(0)
-        number = cute.arch.block_idx()[0]
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.order.total:
             m_block, head, batch = work.order.tile(number)
             wg_tile = m_block * self.warpgroups + wg
@@ -354,11 +349,9 @@ class ForwardSm90:
             times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
-            softmax.finish(output, lse, scales[1])
+            lse = softmax.finish(output, scales[1])
             if lane % 4 == 0:
-                for r in cutlass.range_constexpr(2):
-                    if row + 8 * r < work.geo.Sq:
-                        mLSE[batch, head, row + 8 * r] = lse[r]
+                write_lse(mLSE, lse, (batch, head, row), work.geo.Sq)
             self.store(acc_O, out.head(head, batch), self.q_slot(nth, wg), wg_tile, times_v.add)
             if cutlass.const_expr(self.q_stages == 1):
                 self.hand_back(ring_q, nth, wg)
@@ -390,6 +383,15 @@ class ForwardSm90:
         tOsO, tOgO = slab.tiles((SLAB, self.dv), (None, 0))
         cute.copy(out.atom, tOsO, tOgO[None, wg_tile * (ROWS // SLAB) + warp_in_group])
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
+    """The two rows of a thread, where they exist; at: (batch, head, its first row)."""
+    batch, head, row = at
+    for r in cutlass.range_constexpr(2):
+        if row + 8 * r < rows:
+            mLSE[batch, head, row + 8 * r] = lse[r]
 
 
 @cute.jit

@@ -11,8 +11,8 @@ from .oracle import Masking, attention_math, grads_math, oracle, oracle_grads, p
 from .timing import Candidate, Timing, captured, paired_ratio, time_host, time_interleaved
 
 __all__ = [
-    "CASES", "Candidate", "Case", "DirectForward", "ErrorReport", "Inputs", "Masking", "Timing", "assert_bitwise_equal", "assert_lse",
-    "assert_within_budget", "attention_math", "captured", "case_named", "grads_math", "load_pack", "make_inputs", "make_lookup",
-    "measure_error", "new_case",
-    "oracle", "oracle_grads", "paired_ratio", "plain", "plain_grads", "time_host", "time_interleaved",
+    "CASES", "Candidate", "Case", "DirectForward", "ErrorReport", "Inputs", "Masking", "Timing", "assert_bitwise_equal",
+    "assert_lse", "assert_within_budget", "attention_math", "captured", "case_named", "grads_math", "load_pack",
+    "make_inputs", "make_lookup", "measure_error", "new_case", "oracle", "oracle_grads", "paired_ratio", "plain",
+    "plain_grads", "time_host", "time_interleaved",
 ]  # fmt: skip

@@ -80,8 +80,9 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, lse: cute.Tensor, scale: Float32):
-        """Normalise acc_O (2, cols) and write lse (2,), natural log."""
+    def finish(self, acc_O: cute.Tensor, scale: Float32) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log."""
+        lse = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             total = self.row_sum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -90,6 +91,7 @@ class OnlineSoftmax:
             lse[r] = self.row_max[r] * scale + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
+        return lse
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):
