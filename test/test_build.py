@@ -60,8 +60,8 @@ def test_kernel_is_what_its_row_says(spec, report):
     # after.
     bodies = 2 if spec.mask == "causal" else 1
     assert row["hgmma"] == (bodies + 1) * (spec.d // 16 + spec.tile_n // 16), row
-    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them. An early
-    # rescale touches O between two batches, which takes one fence more in each body.
+    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them. An
+    # early rescale touches O between two batches, which takes one fence more in each body.
     assert row["warpgroup"] <= 4 * (bodies + 1) + bodies * spec.early_rescale, row
 
 
