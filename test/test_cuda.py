@@ -191,9 +191,8 @@ def test_threads_with_their_own_streams_and_modes(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", [4096, 65536, 131072])
-def test_peak_memory_is_the_outputs(cuda_road: Road, keys: int) -> None:
-    q, k, v = cuda_road.qkv(rows=keys)
+def test_peak_memory_is_the_outputs(cuda_road: Road) -> None:
+    q, k, v = cuda_road.qkv(rows=4096)
     with sdpa_backend("fa3"):
         causal(q, k, v)
         torch.cuda.synchronize()

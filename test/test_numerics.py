@@ -7,6 +7,7 @@ the cases together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR
 FA3 = BACKENDS.index("fa3")
 SEED = 20261121
 GIB = 1 << 30
+HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 # Gradients are stock's, from our out and LSE: every fourth case, and all whose heads or layouts are unusual.
@@ -95,6 +97,12 @@ def test_every_case_can_run_on_a_kernel(dtype):
     assert not refused
 
 
+def test_every_row_is_hit_by_a_case():
+    hit = {plan_on_h100(case, dtype)["kernel"] for case in CASES for dtype in DTYPES}
+    missing = [name for row in configs.KERNEL_ROWS for dtype in DTYPES if (name := row.spec(dtype).name()) not in hit]
+    assert not missing, f"no case in torch_flashplug/testing/cases.py reaches {missing}"
+
+
 # ---- forward ----
 
 
@@ -110,17 +118,15 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
     pack = native.find_built(f"flashplug_sm{spec.arch}a.so")
-    for sq, sk in tile_edges(spec):
-        for less in (0, 8):
-            dims = (spec.d - less, spec.dv - less)
-            tags = ("causal",) if spec.mask == "causal" else ()
-            case = new_case(f"{spec.name()} {sq}x{sk}", (2, 4, 2), (sq, sk), dims, *tags, dtype=spec.dtype)
-            inputs = make_inputs(case, "cuda", SEED + sq + sk)
-            run = DirectForward(load_pack(pack)[spec.name()], case, inputs)
-            run.call()
-            exact, low = oracle(case, inputs), plain(case, inputs)
-            assert_within_budget(case.name, run.out, exact.out, low.out, seed=SEED + sq + sk)
-            assert_lse(case.name, run.lse, exact.lse, low.lse, seed=SEED + sq + sk)
+    for (sq, sk), less in itertools.product(tile_edges(spec), (0, 8)):
+        dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
+        case = new_case(f"{spec.name()} {sq}x{sk}", (2, 4, 2), (sq, sk), dims, spec.mask, dtype=spec.dtype)
+        inputs = make_inputs(case, "cuda", seed)
+        run = DirectForward(load_pack(pack)[spec.name()], case, inputs)
+        run.call()
+        exact, low = oracle(case, inputs), plain(case, inputs)
+        assert_within_budget(case.name, run.out, exact.out, low.out, seed=seed)
+        assert_lse(case.name, run.lse, exact.lse, low.lse, seed=seed)
 
 
 @pytest.mark.gpu
@@ -170,9 +176,6 @@ def test_nan_stays_where_math_puts_it(name, operand):
         out = forced(lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
-
-
-HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 
 
 @pytest.mark.gpu
@@ -294,6 +297,7 @@ def test_streams_side_by_side(name, replayed):
 
 
 def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Replays one captured call; the output is the same tensor each time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
@@ -310,18 +314,14 @@ def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def test_graph_replay_equals_eager(name):
     case = case_named(name)
     inputs, others = make_inputs(case, "cuda", SEED), make_inputs(case, "cuda", SEED + 1)
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         expected, expected_others = attend(inputs, case), attend(others, case)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = attend(inputs, case)
-    graph.replay()
-    assert_bitwise_equal(f"{name} replay", out, expected)
+        replay = _graph_of(lambda: attend(inputs, case))
+    assert_bitwise_equal(f"{name} replay", replay(), expected)
     for held, new in zip(inputs, others, strict=True):
         held.copy_(new)
-    graph.replay()
-    assert_bitwise_equal(f"{name} replay on new inputs", out, expected_others)
+    assert_bitwise_equal(f"{name} replay on new inputs", replay(), expected_others)
 
 
 # ---- memory and size ----

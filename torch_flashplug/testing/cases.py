@@ -259,7 +259,21 @@ _LAYOUTS = tuple(
     for d in (40, 64, 128) for mask in ((), ("causal",))
 ) + (new_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
 
-CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS
+# The smallest calls for which the dispatcher picks the rows that no case above reaches: (B, H), (Sq, Sk), (D, Dv).
+_ROWS = tuple(
+    new_case(f"row_d{dims[0]}v{dims[1]}_{sq}x{sk}" + ("_causal" if mask else ""), (b, h, h), (sq, sk), dims, *mask)
+    for (b, h), (sq, sk), dims, *mask in (
+        ((2, 24), (300, 100), (80, 80)), ((2, 20), (300, 100), (80, 80), "causal"),
+        ((2, 24), (300, 100), (96, 96)), ((1, 12), (768, 100), (96, 96)), ((2, 32), (300, 100), (96, 96), "causal"),
+        ((1, 12), (768, 100), (160, 160)), ((2, 20), (300, 100), (160, 160), "causal"),
+        ((1, 12), (768, 100), (192, 128)),
+        ((1, 12), (768, 100), (192, 192)), ((1, 12), (768, 300), (192, 192)),
+        ((1, 8), (1023, 100), (192, 192), "causal"), ((1, 24), (511, 300), (192, 192), "causal"),
+        ((1, 12), (768, 100), (256, 256)),
+    )
+)  # fmt: skip
+
+CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS
 _BY_NAME = {case.name: case for case in CASES}
 if len(_BY_NAME) != len(CASES):
     raise RuntimeError("two cases share a name")
