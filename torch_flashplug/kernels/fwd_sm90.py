@@ -374,8 +374,7 @@ class ForwardSm90:
         to_smem = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv
         ).get_slice(thread)
-        # no warp of the group may still be reading Q
-        cute.arch.barrier(barrier_id=Barrier.Q_READ + wg, number_of_threads=sm90.WARPGROUP)
+        sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
         cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
         cute.arch.sync_warp()

@@ -1,7 +1,8 @@
 """Hopper mechanisms: rings of TMA buffers, the queue of tiles, turns between warpgroups, wgmma on one warpgroup's 64
 rows.
 
-All waits and arrivals of a kernel go through Ring, TileQueue and Turns; a kernel never touches a barrier itself.
+All waits and arrivals of a kernel go through Ring, TileQueue, Turns and join_warpgroup; a kernel never touches a
+barrier itself.
 """
 
 from __future__ import annotations
@@ -147,6 +148,12 @@ class Turns:
         if cutlass.const_expr(self.count > 1):
             successor = (self.warpgroup + 1) % self.count
             cute.arch.barrier_arrive(barrier_id=self.first + successor, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def join_warpgroup(first: int, wg: Int32):
+    """Consumer: the four warps of warpgroup wg wait for each other, on named barrier first + wg."""
+    cute.arch.barrier(barrier_id=first + wg, number_of_threads=WARPGROUP)
 
 
 @dataclass(frozen=True)
