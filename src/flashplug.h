@@ -81,7 +81,7 @@ struct KernelRow {
   int64_t d_max, dv_max;
   MaskKind mask;
   int tile_m, tile_n, stages;
-  int cost;  // relative time of one KV block of one tile, among rows of the same head dims and mask
+  int cost;  // ns of one KV block of one tile on one SM
 };
 
 struct ChoiceRow {

@@ -46,6 +46,15 @@ class Family:
     def __str__(self) -> str:
         return f"{self.d}x{self.dv}_{self.mask}"
 
+    def case(self, batch: int, heads: int, sq: int, sk: int):
+        from torch_flashplug.testing import Case
+
+        return Case(str(self), batch, heads, heads, sq, sk, self.d, self.dv, causal=self.mask == "causal")
+
+    def timed_case(self, length: int):
+        """The problem of that length: always the same number of tokens and the same width."""
+        return self.case(TOKENS // length, max(1, WIDTH // self.d), length, length)
+
 
 @dataclass(slots=True)
 class Trial:
@@ -107,9 +116,9 @@ def load_trials(packs: list[Path]) -> list[Trial]:
 
 def check_numbers(family: Family, trials: list[Trial]) -> list[Trial]:
     """Those within the error budget on lengths that fit no tile; the others are named."""
-    from torch_flashplug.testing import Case, DirectForward, make_inputs, measure_error, oracle, plain
+    from torch_flashplug.testing import DirectForward, make_inputs, measure_error, oracle, plain
 
-    case = Case(str(family), 1, 2, 1, 1001, 1111, family.d, family.dv, causal=family.mask == "causal")
+    case = family.case(1, 2, 1001, 1111)
     inputs = make_inputs(case, "cuda")
     exact, low = oracle(case, inputs), plain(case, inputs)
     right = []
@@ -129,11 +138,9 @@ def time_length(family: Family, length: int, trials: list[Trial], args: argparse
     import torch
     from providers import providers
 
-    from torch_flashplug.testing import Candidate, Case, DirectForward, make_inputs, time_interleaved
+    from torch_flashplug.testing import Candidate, DirectForward, make_inputs, time_interleaved
 
-    heads = max(1, WIDTH // family.d)
-    sizes = (TOKENS // length, heads, heads, length, length, family.d, family.dv)
-    case = Case(f"{family}_{length}", *sizes, causal=family.mask == "causal")
+    case = family.timed_case(length)
     inputs = make_inputs(case, "cuda")
     runs: dict[str, Candidate] = {}
     found, _ = providers({"stock", *PEERS})
@@ -163,8 +170,7 @@ def print_family(family: Family, times: dict[int, dict[str, float]]) -> None:
     for name in dict.fromkeys(name for column in times.values() for name in column):
         cells = ""
         for length, column in times.items():
-            scores = TOKENS * max(1, WIDTH // family.d) * length * (0.5 if family.mask == "causal" else 1.0)
-            tflops = 2 * scores * (family.d + family.dv) / column[name] * 1e-9
+            tflops = family.timed_case(length).flop / column[name] * 1e-9
             cells += f"{tflops:8.0f} ({column['stock'] / column[name]:.3f})"
         print(f"  {name:28}{cells}")
 
@@ -174,13 +180,13 @@ def print_rows(family: Family, trials: list[Trial], device: str) -> None:
     import torch
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    heads = TOKENS // COST_LENGTH * max(1, WIDTH // family.d)
+    case = family.timed_case(COST_LENGTH)
     for trial in trials:
         lead = max(min(t.ms[s] for t in trials) / trial.ms[s] for s in trial.ms)
         if lead < CLOSE or COST_LENGTH not in trial.ms or family.mask != "full":
             continue  # a cost is taken without a mask; the causal row has the same one
         m, n = trial.spec.tile_m, trial.spec.tile_n
-        waves, blocks = -(-heads * -(-COST_LENGTH // m) // sms), -(-COST_LENGTH // n)
+        waves, blocks = -(-case.B * case.Hq * -(-case.Sq // m) // sms), -(-case.Sk // n)
         cost = round(trial.ms[COST_LENGTH] * 1e6 / (waves * (blocks + 1)))
         row = f'KernelRow("fwd", 90, {family.d}, {family.dv}, "{family.mask}", {m}, {n}, {trial.spec.stages}, {cost}),'
         print(f"    {row}  # {date.today()}, {device}, {trial.pack}: {lead:.3f} of the best tile at its best length")
@@ -224,7 +230,7 @@ def main() -> None:
     run.add_argument("--rounds", type=int, default=9)
     run.add_argument("--round-ms", type=float, default=20.0)
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
-    run.add_argument("--out", type=Path, default=ROOT / "tools" / "results")
+    run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
     args = parser.parse_args()
     {"compile": compile_candidates, "time": time_candidates}[args.verb](args)
 

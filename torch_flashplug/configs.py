@@ -132,7 +132,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _NO_GRAD, tile_m=64),
     ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, 1024, 1, 1024, 0, 0.975, _NO_GRAD, tile_m=128),
     ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.927, _NO_GRAD, tile_m=128),
-    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.942, _FORWARD, tile_m=128),
+    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.954, _FORWARD, tile_m=128),
     ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.020, _NO_GRAD),
     ChoiceRow("fwd", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _NO_GRAD),
     ChoiceRow("fwd", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.992, _NO_GRAD),

@@ -118,9 +118,11 @@ def time_interleaved(
 
     def sample(candidate: Candidate, calls: int) -> float:
         with candidate.scope():
+            if not on_gpu:
+                return _wall_time(candidate.call, calls)
             for _ in range(calls):  # its own heat, not its predecessor's
                 candidate.call()
-            return _event_time(candidate.call, calls, flush) if on_gpu else _wall_time(candidate.call, calls)
+            return _event_time(candidate.call, calls, flush)
 
     counts = {}
     for name, candidate in candidates.items():
