@@ -114,8 +114,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, "causal", 128, 80, 2, 1467),
     KernelRow("fwd", 90, 192, 192, "causal", 64, 96, 2, 1270),
     KernelRow("fwd", 90, 256, 256, "full", 128, 80, 2, 1836),
+    KernelRow("fwd", 90, 256, 256, "full", 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, "full", 64, 80, 2, 1280),
     KernelRow("fwd", 90, 256, 256, "causal", 128, 80, 2, 1836),
+    KernelRow("fwd", 90, 256, 256, "causal", 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, "causal", 64, 80, 2, 1280),
 )
 

@@ -18,7 +18,7 @@ MASKS = ("full", "causal")
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
 ELEMENT_BYTES = 2
-Q_STAGES = (2, 1)  # Q tiles in shared memory, as many as fit: the next one lands while this one is worked on
+Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
@@ -70,12 +70,16 @@ class KernelSpec:
         return max(self.d, self.dv)
 
     @property
-    def q_stages(self) -> int:
-        return next((n for n in Q_STAGES if self._smem_bytes(n) <= SMEM_BYTES[self.arch]), Q_STAGES[-1])
+    def q_slots(self) -> int:
+        """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
+        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self._kv_bytes()
+        return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
 
-    def _smem_bytes(self, q_stages: int) -> int:
-        keys = self.stages * self.tile_n * (self.d + self.dv)
-        return (q_stages * self.tile_m * self.q_columns + keys) * ELEMENT_BYTES + BARRIER_BYTES
+    def _q_slot_bytes(self) -> int:
+        return ROWS_PER_WARPGROUP * self.q_columns * ELEMENT_BYTES
+
+    def _kv_bytes(self) -> int:
+        return self.stages * self.tile_n * (self.d + self.dv) * ELEMENT_BYTES
 
     @property
     def early_rescale(self) -> bool:
@@ -83,7 +87,7 @@ class KernelSpec:
 
     def smem_bytes(self) -> int:
         """Q and O, the K and V rings, barriers."""
-        return self._smem_bytes(self.q_stages)
+        return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
 
     def accumulator_registers(self) -> int:
         """Per consumer thread: scores and output in fp32, probabilities in 16 bits."""

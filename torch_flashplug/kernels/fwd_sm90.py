@@ -30,7 +30,6 @@ from .parts.softmax import OnlineSoftmax
 
 ROWS = ROWS_PER_WARPGROUP
 SLAB = 16  # rows of one warp's part of O, stored by one TMA instruction per 64 columns
-Q_SLOTS = 4  # barriers for one tile's Q, one per warpgroup: at most 3, and rings count in powers of two
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -84,9 +83,13 @@ class ForwardSm90:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.stages, self.q_stages, self.q_columns = spec.stages, spec.q_stages, spec.q_columns
+        self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.early_rescale = spec.early_rescale
+        # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
+        self.hasty = spec.q_slots < 2 * self.warpgroups
+        # The first warpgroups of a tile may see fewer blocks than the last.
+        self.uneven = spec.mask == "causal" and spec.tile_n % spec.tile_m != 0 and self.warpgroups > 1
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
@@ -126,9 +129,7 @@ class ForwardSm90:
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
-            hopper.make_smem_layout_a(
-                row_major, (ROWS, self.tile_n, self.q_columns), self.dtype, self.q_stages * self.warpgroups
-            ),
+            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.q_columns), self.dtype, self.q_slots),
             hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
             hopper.make_smem_layout_b(col_major, (ROWS, self.dv, self.tile_n), self.dtype, self.stages),
         )
@@ -193,7 +194,7 @@ class ForwardSm90:
         def buffer(layout: cute.ComposedLayout) -> cute.Tensor:
             return smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
 
-        ring_q = ring(self.q_stages * Q_SLOTS, ROWS * self.q_columns * element)
+        ring_q = ring(self.q_slots, ROWS * self.q_columns * element)
         ring_k = ring(self.stages, self.tile_n * self.d * element)
         ring_v = ring(self.stages, self.tile_n * self.dv * element)
         ring_mail = ring(sm90.MAIL_SLOTS, 0)
@@ -205,7 +206,7 @@ class ForwardSm90:
         B, Hq, Sq = mLSE.shape
         order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        geo = Geometry(self.spec.mask, self.tile_m, self.tile_n, Sq, mK.shape[0])
+        geo = Geometry(self.spec.mask, self.tile_n, Sq, mK.shape[0])
         work = Work(ring_q, ring_k, ring_v, queue, order, geo)
         if warp_idx == 0:
             for atom in atoms:
@@ -227,7 +228,7 @@ class ForwardSm90:
 
     @cute.jit
     def load(self, q: Operand, k: Operand, v: Operand, work: Work):
-        """Producer warp. A tile's loads, in the order in which they are multiplied: Q and K(0), then K(j) ahead of
+        """Producer warp. A tile's loads, in the order in which they are multiplied: K(0) and Q, then K(j) ahead of
         V(j-1), V of the last.
         """
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
@@ -236,17 +237,13 @@ class ForwardSm90:
         number = cute.arch.block_idx()[0]
         while number < work.order.total:
             m_block, head, batch = work.order.tile(number)
-            blocks = work.geo.num_blocks(m_block)
+            blocks = work.geo.num_blocks((m_block + 1) * self.tile_m)
             tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            if cutlass.const_expr(self.q_stages == 1):  # Q comes free late, when O has left: K(0) does not wait for it
-                load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
+            load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # before Q, which may have to wait for an O to leave
             for w in cutlass.range_constexpr(self.warpgroups):
-                gQ, sQ = tQgQ[None, m_block * self.warpgroups + w], tQsQ[None, self.q_slot(nth, w)]
-                load_tile(q.atom, gQ, sQ, ring_q, nth * Q_SLOTS + w)
-                if cutlass.const_expr(w == 0 and self.q_stages > 1):
-                    load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)
+                load_block(q.atom, tQgQ, tQsQ, ring_q, m_block * self.warpgroups + w, nth * self.warpgroups + w)
             for j in cutlass.range(1, blocks, unroll=1):
                 load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
                 load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
@@ -257,17 +254,6 @@ class ForwardSm90:
             number = work.queue.post(nth, ticket)
             nth += 1
             done += blocks
-
-    def q_slot(self, nth: Int32, wg: Int32) -> Int32:
-        """Where warpgroup wg's Q of this CTA's nth tile lies."""
-        return nth % self.q_stages * self.warpgroups + wg
-
-    @cute.jit
-    def hand_back(self, ring_q: sm90.Ring, nth: Int32, wg: Int32):
-        """Consumer warp: O of the nth tile has left shared memory; the slot may take another Q."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        ring_q.release(nth * Q_SLOTS + wg)
 
     @cute.jit
     def consume(self, buffers: tuple, work: Work, out: Operand, mLSE: cute.Tensor, scales: tuple):
@@ -295,12 +281,17 @@ class ForwardSm90:
             wg_tile = m_block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             mask = Mask(work.geo, row, lane % 4 * 2)
-            blocks = work.geo.num_blocks(m_block)
+            blocks = work.geo.num_blocks((wg_tile + 1) * ROWS)
             # the first block is always masked: its code is there anyway
-            partial = cutlass.max(blocks - work.geo.num_full(m_block), 1)
-            my_Q = tSrQ[None, None, None, self.q_slot(nth, wg)]
+            partial = cutlass.max(blocks - work.geo.num_full(wg_tile * ROWS), 1)
+            if cutlass.const_expr(self.uneven):
+                for _ in cutlass.range(work.geo.num_blocks((m_block + 1) * self.tile_m) - blocks, unroll=1):
+                    pass_over(ring_k, ring_v, turns, done)
+                    done += 1
+            nth_q = nth * self.warpgroups + wg  # of the Q's
+            my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
 
-            ring_q.wait(nth * Q_SLOTS + wg)
+            ring_q.wait(nth_q)
             ring_k.wait(done)
             turns.take()
             warpgroup.fence()
@@ -312,9 +303,9 @@ class ForwardSm90:
             softmax.step(scores, first=True, masked=True)
             P.take(acc_S)
             acc_O.fill(0.0)
-            if cutlass.const_expr(self.q_stages > 1):
+            if cutlass.const_expr(not self.hasty):
                 if nth > 0:
-                    self.hand_back(ring_q, nth - 1, wg)
+                    hand_back(ring_q, nth_q - self.warpgroups)
 
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (1, partial) if masked else (partial, blocks)
@@ -352,9 +343,9 @@ class ForwardSm90:
             lse = softmax.finish(output, scales[1])
             if lane % 4 == 0:
                 write_lse(mLSE, lse, (batch, head, row), work.geo.Sq)
-            self.store(acc_O, out.head(head, batch), self.q_slot(nth, wg), wg_tile, times_v.add)
-            if cutlass.const_expr(self.q_stages == 1):
-                self.hand_back(ring_q, nth, wg)
+            self.store(acc_O, out.head(head, batch), ring_q.slot(nth_q), wg_tile, times_v.add)
+            if cutlass.const_expr(self.hasty):
+                hand_back(ring_q, nth_q)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
@@ -394,15 +385,27 @@ def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
 
 
 @cute.jit
-def load_tile(atom: cute.CopyAtom, gX: cute.Tensor, sX: cute.Tensor, ring: sm90.Ring, count: Int32):
-    """Producer warp: one TMA load into the ring's slot number `count`, once that slot is free."""
-    ring.acquire(count)
-    cute.copy(atom, gX, sX, tma_bar_ptr=ring.arrival(count))
+def hand_back(ring_q: sm90.Ring, count: Int32):
+    """Consumer warp: the O in this slot of Q has left shared memory; it may take another Q."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    ring_q.release(count)
+
+
+@cute.jit
+def pass_over(ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, count: Int32):
+    """Consumer warpgroup: a KV block that only rows of later warpgroups see."""
+    ring_k.wait(count)
+    turns.skip()
+    ring_k.release(count)
+    ring_v.wait(count)
+    ring_v.release(count)
 
 
 @cute.jit
 def load_block(
-    atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, n_block: Int32, count: Int32
+    atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, block: Int32, count: Int32
 ):
-    """Producer warp: KV block n_block as the ring's block number `count`."""
-    load_tile(atom, tXgX[None, n_block], tXsX[None, ring.slot(count)], ring, count)
+    """Producer warp: block number `block` of Q (64 rows), K or V as the ring's number `count`, once its slot is free."""
+    ring.acquire(count)
+    cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))

@@ -14,26 +14,25 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one problem as one CTA tile sees it. KV blocks are visited from the right: the partial ones first, then
-    the full ones.
+    """Sizes of one problem as query rows see it. KV blocks are visited from the right: the partial ones first, then the
+    full ones.
     """
 
     mask: str
-    tile_m: int
     tile_n: int
     Sq: Int32
     Sk: Int32
 
-    def num_blocks(self, m_block: Int32) -> Int32:
-        """KV blocks that hold a key visible to some row of the tile; at least one."""
+    def num_blocks(self, end_row: Int32) -> Int32:
+        """KV blocks that hold a key visible to some row before end_row; at least one."""
         stop = self.Sk
         if self.mask == "causal":
-            stop = cutlass.min(stop, (m_block + 1) * self.tile_m)
+            stop = cutlass.min(stop, end_row)
         return cute.ceil_div(stop, self.tile_n)
 
-    def num_full(self, m_block: Int32) -> Int32:
-        """Those of them, counted from the left, whose every key is visible to every row."""
+    def num_full(self, first_row: Int32) -> Int32:
+        """KV blocks, counted from the left, whose every key is visible to every row from first_row on."""
         stop = self.Sk
         if self.mask == "causal":
-            stop = cutlass.min(stop, m_block * self.tile_m + 1)
+            stop = cutlass.min(stop, first_row + 1)
         return stop // self.tile_n
