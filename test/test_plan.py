@@ -121,27 +121,27 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 11: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      choice row 10: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 7: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 4: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal_gqa4
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
-      choice row 7: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 4: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
     fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1
-      choice row 2: 0.975 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 1: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
 prefill_16k_d64_fp16
   h100
     fa3 fwd_sm90_fp16_d64_full_m192n128s2 tiles=1376 splits=1
-      choice row 0: 0.986 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 1: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
 one_small_tile
   h100
@@ -151,8 +151,8 @@ one_small_tile
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
 odd_tail_sq113_sk203_d72
   h100
-    fa3 fwd_sm90_bf16_d80_full_m64n128s2 tiles=16 splits=1
-      choice row 6: 0.998 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+    fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
+      choice row 3: 0.998 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 113*1 = 113 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
