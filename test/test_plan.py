@@ -121,17 +121,17 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 10: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      choice row 11: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 4: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal_gqa4
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
-      choice row 4: 0.992 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
@@ -152,7 +152,7 @@ one_small_tile
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
-      choice row 3: 0.998 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 113*1 = 113 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100

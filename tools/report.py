@@ -40,6 +40,10 @@ def read_clocks() -> dict[str, str]:
 
 
 def commit() -> str:
+    """What is being measured: noted by `dev gpu-bundle`, else what git says."""
+    noted = ROOT / "COMMIT"
+    if noted.exists():
+        return noted.read_text().strip()
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "unknown"

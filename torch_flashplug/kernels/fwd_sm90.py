@@ -88,8 +88,9 @@ class ForwardSm90:
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
         self.hasty = spec.q_slots < 2 * self.warpgroups
-        # The first warpgroups of a tile may see fewer blocks than the last.
-        self.uneven = spec.mask == "causal" and spec.tile_n % spec.tile_m != 0 and self.warpgroups > 1
+        # The first warpgroups of a tile may see fewer blocks than the last, and of three the last often has no rows.
+        diagonal = spec.mask == "causal" and spec.tile_n % spec.tile_m != 0
+        self.uneven = self.warpgroups > 1 and (diagonal or self.warpgroups == 3)
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
@@ -241,7 +242,7 @@ class ForwardSm90:
             tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # before Q, which may have to wait for an O to leave
+            load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # ahead of Q, which may wait for an O
             for w in cutlass.range_constexpr(self.warpgroups):
                 load_block(q.atom, tQgQ, tQsQ, ring_q, m_block * self.warpgroups + w, nth * self.warpgroups + w)
             for j in cutlass.range(1, blocks, unroll=1):
@@ -254,6 +255,17 @@ class ForwardSm90:
             number = work.queue.post(nth, ticket)
             nth += 1
             done += blocks
+
+    def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
+        """KV blocks of a tile that only later warpgroups see, and those that come after them, which 64 rows do see.
+        Rows beyond the last take part in one block; their O goes nowhere.
+        """
+        blocks = geo.num_blocks((m_block + 1) * self.tile_m)
+        if not self.uneven:
+            return Int32(0), blocks
+        mine = cutlass.select_(wg_tile * ROWS < geo.Sq, geo.num_blocks((wg_tile + 1) * ROWS), 1)
+        mine = cute.arch.make_warp_uniform(mine)  # else ptxas works it out again for every block
+        return blocks - mine, mine
 
     @cute.jit
     def consume(self, buffers: tuple, work: Work, out: Operand, mLSE: cute.Tensor, scales: tuple):
@@ -281,13 +293,10 @@ class ForwardSm90:
             wg_tile = m_block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             mask = Mask(work.geo, row, lane % 4 * 2)
-            blocks = work.geo.num_blocks((wg_tile + 1) * ROWS)
+            foreign, blocks = self.split_blocks(work.geo, m_block, wg_tile)
+            done = pass_over(foreign, ring_k, ring_v, turns, done)
             # the first block is always masked: its code is there anyway
             partial = cutlass.max(blocks - work.geo.num_full(wg_tile * ROWS), 1)
-            if cutlass.const_expr(self.uneven):
-                for _ in cutlass.range(work.geo.num_blocks((m_block + 1) * self.tile_m) - blocks, unroll=1):
-                    pass_over(ring_k, ring_v, turns, done)
-                    done += 1
             nth_q = nth * self.warpgroups + wg  # of the Q's
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
 
@@ -304,8 +313,7 @@ class ForwardSm90:
             P.take(acc_S)
             acc_O.fill(0.0)
             if cutlass.const_expr(not self.hasty):
-                if nth > 0:
-                    hand_back(ring_q, nth_q - self.warpgroups)
+                hand_back(ring_q, nth_q - self.warpgroups)
 
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (1, partial) if masked else (partial, blocks)
@@ -341,8 +349,7 @@ class ForwardSm90:
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
             lse = softmax.finish(output, scales[1])
-            if lane % 4 == 0:
-                write_lse(mLSE, lse, (batch, head, row), work.geo.Sq)
+            write_lse(mLSE, lse, (batch, head, row), work.geo.Sq)
             self.store(acc_O, out.head(head, batch), ring_q.slot(nth_q), wg_tile, times_v.add)
             if cutlass.const_expr(self.hasty):
                 hand_back(ring_q, nth_q)
@@ -377,35 +384,39 @@ class ForwardSm90:
 
 @cute.jit
 def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
-    """The two rows of a thread, where they exist; at: (batch, head, its first row)."""
+    """The two rows of a thread, where they exist, from one thread of the four; at: (batch, head, its first row)."""
     batch, head, row = at
+    writes = cute.arch.lane_idx() % 4 == 0
     for r in cutlass.range_constexpr(2):
-        if row + 8 * r < rows:
+        if writes and row + 8 * r < rows:
             mLSE[batch, head, row + 8 * r] = lse[r]
 
 
 @cute.jit
 def hand_back(ring_q: sm90.Ring, count: Int32):
-    """Consumer warp: the O in this slot of Q has left shared memory; it may take another Q."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
-    cute.arch.sync_warp()
-    ring_q.release(count)
+    """Consumer warp: the O of this Q, if there is one, has left shared memory; the slot may take another Q."""
+    if count >= 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        ring_q.release(count)
 
 
 @cute.jit
-def pass_over(ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, count: Int32):
-    """Consumer warpgroup: a KV block that only rows of later warpgroups see."""
-    ring_k.wait(count)
-    turns.skip()
-    ring_k.release(count)
-    ring_v.wait(count)
-    ring_v.release(count)
+def pass_over(blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, done: Int32) -> Int32:
+    """Consumer warpgroup: let go of KV blocks that only later warpgroups see; the count of blocks done after them."""
+    for count in cutlass.range(done, done + blocks, unroll=1):
+        ring_k.wait(count)
+        turns.skip()
+        ring_k.release(count)
+        ring_v.wait(count)
+        ring_v.release(count)
+    return done + blocks
 
 
 @cute.jit
 def load_block(
     atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, block: Int32, count: Int32
 ):
-    """Producer warp: block number `block` of Q (64 rows), K or V as the ring's number `count`, once its slot is free."""
+    """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
     ring.acquire(count)
     cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))

@@ -147,15 +147,16 @@ class Turns:
             cute.arch.barrier(barrier_id=self.first + self.warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def skip(self):
-        self.take()
-        self.pass_on()
-
-    @cute.jit
     def pass_on(self):
         if cutlass.const_expr(self.count > 1):
             successor = (self.warpgroup + 1) % self.count
             cute.arch.barrier_arrive(barrier_id=self.first + successor, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def skip(self):
+        """A turn without a product."""
+        self.take()
+        self.pass_on()
 
 
 @cute.jit
