@@ -1,0 +1,383 @@
+"""Attention backward for Hopper: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
+
+A CTA owns tile_n keys of one KV head and keeps their dK and dV in registers while it walks over the query rows that see
+them, of every query head of the group. Each of its two consumer warpgroups owns 64 of the keys. Scores are computed
+transposed (keys x queries), so that P^T and dS^T are already the left operands of dV += P^T dO and dK += dS^T Q
+(FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K needs the
+keys of both warpgroups: dS crosses shared memory once, each warpgroup multiplies it with half of K's columns, and the
+products are added to fp32 scratch in global memory, in the order in which registers hold them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP
+from .fwd_sm90 import DTYPES, Operand, load_block
+from .parts import sm90
+from .parts.mask import column_of
+
+ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
+WARPGROUPS = 2
+TILE_M = 64  # query rows of one step
+STAGES = 2  # steps of Q and dO in flight
+ROW_BYTES = TILE_M * 4
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; 0 is sync_threads."""
+
+    DS_THERE = 1  # both warpgroups have written their half of dS
+    WARPGROUP = 2  # + warpgroup
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The query blocks that a KV block must see: from `begin` on, masked up to `middle`, whole up to `end`."""
+
+    begin: Int32
+    middle: Int32
+    end: Int32
+
+
+class BackwardSm90:
+    """Builds the kernel of one (dtype, d, dv, mask); every size below is known when it is traced."""
+
+    def __init__(self, dtype: str, d: int, dv: int, mask: str):
+        self.dtype, self.d, self.dv, self.mask = DTYPES[dtype], d, dv, mask
+        self.tile_n = WARPGROUPS * ROWS
+        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.pack = dtype
+
+    def fake_arguments(self) -> tuple:
+        def operand(*shape):
+            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+            return cute.runtime.make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
+
+        B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
+        D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        rows = cute.runtime.make_fake_tensor(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        scratch = cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=16)
+        q, k, v, do = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv)
+        dk, dv = operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
+        return (q, k, v, do, rows, scratch, dk, dv, Float32(1.0), Float32(1.0), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to TILE_M) fp32: LSE * log2(e) (inf: no row or no key), delta
+        mdQ: cute.Tensor,  # fp32 scratch, zero: B * Hq * blocks of TILE_M rows * TILE_M * d, in register order
+        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        scale_log2: Float32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        # Rows and columns first, as tiles want them.
+        mQ, mK, mV, mdO, mdK, mdV = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mdO, mdK, mdV)
+        )
+        layout = lambda columns, slots: hopper.make_smem_layout_a(  # noqa: E731
+            LayoutEnum.ROW_MAJOR, (ROWS, ROWS, columns), self.dtype, slots
+        )
+        layouts = (layout(self.d, STAGES), layout(self.dv, STAGES), layout(self.d, 2), layout(self.dv, 2))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
+        box_k, box_v = (ROWS, self.d), (ROWS, self.dv)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one[0], box_k)
+        tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], box_v)
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one[2], box_k)
+        tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
+        tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, one[2], box_k)
+        tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, one[3], box_v)
+        heads, batch = mK.shape[2], mK.shape[3]
+        self.kernel(
+            (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv),
+            (mQ, mdO, mK, mV, mdK, mdV),
+            mRows,
+            mdQ,
+            (scale_log2, scale),
+            layouts,
+        ).launch(
+            grid=(heads * batch, cute.ceil_div(mK.shape[0], self.tile_n), 1),
+            block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def make_mma(self, columns: int, left: str, right: str) -> cute.TiledMma:
+        """64 x columns, operands from "rows" (K-major in shared memory), "columns" (MN-major) or "registers"."""
+        major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
+        source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major[left], major[right], Float32, (1, 1, 1), (ROWS, columns), source
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,  # TMA of q, do, k, v, dk, dv
+        tensors: tuple,  # their TMA coordinates
+        mRows: cute.Tensor,
+        mdQ: cute.Tensor,
+        scales: tuple,  # scale * log2(e), scale
+        layouts: tuple,  # shared memory of q, do, k, v
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        element = self.dtype.width // 8
+        smem = cutlass.memory.SmemAllocator()
+
+        def ring(stages: int, slot_bytes: int) -> sm90.Ring:
+            barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
+            return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
+
+        ring_q = ring(STAGES, TILE_M * self.d * element + ROW_BYTES)
+        ring_do = ring(STAGES, TILE_M * self.dv * element + ROW_BYTES)
+        ring_kv = ring(1, self.tile_n * (self.d + self.dv) * element)
+        sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
+        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, ROWS, ROWS), self.dtype, 2 * WARPGROUPS)
+        sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
+        row_layout = cute.make_layout((TILE_M, STAGES))
+        sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+
+        if warp_idx == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                ring_q.init(4 * WARPGROUPS)
+                ring_do.init(4 * WARPGROUPS)
+                ring_kv.init(4 * WARPGROUPS)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        mQ, mdO, mK, mV, mdK, mdV = tensors
+        n_block = cute.arch.block_idx()[1]
+        head, batch = cute.arch.block_idx()[0] % mK.shape[2], cute.arch.block_idx()[0] // mK.shape[2]
+        group = mQ.shape[2] // mK.shape[2]
+        steps = self.steps(n_block, mQ.shape[0], mK.shape[0])
+        at = (head, batch, n_block, group)
+        rings = (ring_q, ring_do, ring_kv)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                operands = tuple(
+                    Operand(atom, m, s)
+                    for atom, m, s in zip(atoms, (mQ, mdO, mK, mV), (sQ, sdO, sK, sV), strict=False)
+                )
+                self.load(operands, (mRows, sLse, sDelta), rings, steps, at)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            outputs = (Operand(atoms[4], mdK, sK), Operand(atoms[5], mdV, sV))
+            buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta)
+            self.consume(buffers, outputs, mdQ, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // TILE_M)
+
+    def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
+        """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
+        first_key, end = n_block * self.tile_n, cute.ceil_div(Sq, TILE_M)
+        begin = Int32(0)
+        middle = begin
+        if self.mask == "causal":
+            begin = cutlass.min(first_key // TILE_M, end)
+            middle = cutlass.min((first_key + self.tile_n - 1 + TILE_M - 1) // TILE_M, end)
+        middle = cutlass.select_(first_key + self.tile_n > Sk, end, middle)
+        return Steps(begin, middle, end)
+
+    @cute.jit
+    def load(self, operands: tuple, rows: tuple, rings: tuple, steps: Steps, at: tuple):
+        """Producer warp: K and V once, then Q with its LSE and dO with its delta, step by step."""
+        q, do, k, v = operands
+        mRows, sLse, sDelta = rows
+        ring_q, ring_do, ring_kv = rings
+        head, batch, n_block, group = at
+        tKsK, tKgK = k.head(head, batch).tiles((ROWS, self.d), (None, 0))
+        tVsV, tVgV = v.head(head, batch).tiles((ROWS, self.dv), (None, 0))
+        ring_kv.acquire(Int32(0))
+        for w in cutlass.range_constexpr(WARPGROUPS):
+            cute.copy(k.atom, tKgK[None, n_block * 2 + w], tKsK[None, w], tma_bar_ptr=ring_kv.arrival(Int32(0)))
+            cute.copy(v.atom, tVgV[None, n_block * 2 + w], tVsV[None, w], tma_bar_ptr=ring_kv.arrival(Int32(0)))
+        done = Int32(0)
+        for g in cutlass.range(group, unroll=1):
+            q_head = head * group + g
+            tQsQ, tQgQ = q.head(q_head, batch).tiles((ROWS, self.d), (None, 0))
+            tOsO, tOgO = do.head(q_head, batch).tiles((ROWS, self.dv), (None, 0))
+            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, TILE_M), (None, None))  # (1, 64, 2, blocks)
+            for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
+                load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
+                load_block(do.atom, tOgO, tOsO, ring_do, step, done)
+                load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
+                done += 1
+
+    @cute.jit
+    def consume(
+        self, buffers: tuple, outputs: tuple, mdQ: cute.Tensor, rings: tuple, steps: Steps, at: tuple, scales: tuple,
+        Sk: Int32, m_blocks: Int32,
+    ):  # fmt: skip
+        """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
+        sQ, sdO, sK, sV, sdS, sLse, sDelta = buffers
+        ring_q, ring_do, ring_kv = rings
+        head, batch, n_block, group = at
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        key = n_block * self.tile_n + wg * ROWS + thread // sm90.WARP * 16 + lane // 4  # this thread's first
+
+        times_q = sm90.Product.create(lambda: self.make_mma(TILE_M, "rows", "rows"))
+        times_do = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
+        times_Q = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
+        half = self.d // WARPGROUPS
+        times_k = sm90.Product.create(lambda: self.make_mma(half, "rows", "columns"))
+        mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (times_q, times_do, times_Q, times_k))
+        tSrK = mma_s.make_fragment_A(mma_s.partition_A(sK))[None, None, None, wg]
+        tSrV = mma_s.make_fragment_A(mma_s.partition_A(sV))[None, None, None, wg]
+        tSrQ = mma_s.make_fragment_B(mma_s.partition_B(sQ))  # (MMA, 1, D/16, stage)
+        tSrO = mma_s.make_fragment_B(mma_s.partition_B(sdO))
+        tVrO = mma_v.make_fragment_B(mma_v.partition_B(transposed(sdO)))  # (MMA, 1, 64/16, stage)
+        tKrQ = mma_k.make_fragment_B(mma_k.partition_B(transposed(sQ)))
+        my_columns = cute.local_tile(transposed(sK), (half, ROWS, 2), (wg, 0, 0))
+        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, keys of a warpgroup)
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(sdS))  # (MMA, 1, 64/16, slot)
+
+        acc_S, acc_P = (sm90.zeros(mma_s, (ROWS, TILE_M)) for _ in range(2))
+        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
+        acc_dQ = sm90.zeros(mma_q, (TILE_M, half))
+        scores, products = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_P)
+        P, dS = sm90.OperandA.create(acc_S, self.dtype), sm90.OperandA.create(acc_S, self.dtype)
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
+        to_dS = cute.make_tiled_copy_C(matrices, times_q.add).get_slice(thread)
+        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), acc_S.layout))
+        tdS = to_dS.partition_D(transposed(sdS))  # (CPY, 1, 1, slot)
+
+        done = Int32(0)
+        ring_kv.wait(Int32(0))
+        for g in cutlass.range(group, unroll=1):
+            q_head = head * group + g
+            block_floats = TILE_M * self.d
+            out_block = (Int64(batch) * (group * outputs[0].m.shape[2]) + q_head) * m_blocks
+            for masked in cutlass.range_constexpr(1, -1, -1):
+                begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
+                for step in cutlass.range(begin, end, unroll=1):
+                    slot = ring_q.slot(done)
+                    ring_q.wait(done)
+                    warpgroup.fence()
+                    times_q.issue(acc_S, tSrK, tSrQ[None, None, None, slot], accumulate=False)
+                    ring_do.wait(done)
+                    times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
+                    warpgroup.wait_group(1)
+                    if cutlass.const_expr(masked):
+                        self.hide(scores, key, step * TILE_M + lane % 4 * 2, Sk)
+                    exponentiate(scores, sLse[None, slot], lane, scales[0])
+                    P.take(acc_S)
+                    warpgroup.fence()
+                    times_do.issue(acc_dV, P.fragment, tVrO[None, None, None, slot], accumulate=True)
+                    warpgroup.wait_group(1)
+                    differentiate(scores, products, sDelta[None, slot], lane)
+                    dS.take(acc_P)
+                    ds_slot = done % 2 * WARPGROUPS
+                    cute.copy(to_dS, rdS, tdS[None, None, None, ds_slot + wg])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=Barrier.DS_THERE, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
+                    warpgroup.fence()
+                    times_Q.issue(acc_dK, dS.fragment, tKrQ[None, None, None, slot], accumulate=True)
+                    for w in cutlass.range_constexpr(WARPGROUPS):
+                        left, right = tQrS[None, None, None, ds_slot + w], tQrK[None, None, None, w]
+                        times_k.issue(acc_dQ, left, right, accumulate=w > 0)
+                    warpgroup.wait_group(3)
+                    ring_do.release(done)
+                    warpgroup.wait_group(2)
+                    ring_q.release(done)
+                    warpgroup.wait_group(0)
+                    start = ((out_block + step) * block_floats + wg * (TILE_M * half)) + thread * 4
+                    add_to_global(acc_dQ, mdQ.iterator + start)
+                    done += 1
+
+        # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
+        cute.arch.barrier(barrier_id=Barrier.DS_THERE, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
+        for i in cutlass.range_constexpr(cute.size(acc_dK)):
+            acc_dK[i] = acc_dK[i] * scales[1]
+        for acc, out, mma in ((acc_dK, outputs[0], times_Q.add), (acc_dV, outputs[1], times_do.add)):
+            self.put(acc, cute.slice_(out.s, (None, None, wg)), mma, thread)
+        sm90.join_warpgroup(Barrier.WARPGROUP, wg)
+        if cute.arch.make_warp_uniform(thread // sm90.WARP) == 0:
+            for out, columns in ((outputs[0], self.d), (outputs[1], self.dv)):
+                tXsX, tXgX = out.head(head, batch).tiles((ROWS, columns), (None, 0))
+                cute.copy(out.atom, tXsX[None, wg], tXgX[None, n_block * 2 + wg])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def hide(self, scores: cute.Tensor, key: Int32, query: Int32, Sk: Int32):
+        """Set scores (keys, queries) that the mask or the end of the keys hides to -inf."""
+        for r in cutlass.range_constexpr(2):
+            mine = key + 8 * r
+            first = mine - query if cutlass.const_expr(self.mask == "causal") else Int32(-TILE_M)
+            first = cutlass.select_(mine < Sk, first, TILE_M)  # the first query, counted from this thread's, that sees it
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[r, c] = cutlass.select_(column_of(c) >= first, scores[r, c], -Float32.inf)
+
+    @cute.jit
+    def put(self, acc: cute.Tensor, sX: cute.Tensor, mma: cute.TiledMma, thread: Int32):
+        """An accumulator in 16 bits into shared memory."""
+        rX = cute.make_rmem_tensor_like(acc, self.dtype)
+        rX.store(acc.load().to(self.dtype))
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        to_smem = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+        cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+
+def transposed(s: cute.Tensor) -> cute.Tensor:
+    """(columns, rows, slot) view of (rows, columns, slot): the same bytes, as the other major mode reads them."""
+    return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
+
+
+@cute.jit
+def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
+    """Producer warp: one fp32 per query row, counted in the slot's bytes."""
+    with cute.arch.elect_one():
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
+
+
+@cute.jit
+def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, lane: Int32, scale_log2: Float32):
+    """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        lse = lse_log2[column_of(c) + lane % 4 * 2]
+        for r in cutlass.range_constexpr(2):
+            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse, fastmath=True)
+
+
+@cute.jit
+def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor, lane: Int32):
+    """dS = P * (dP - delta), (keys, queries), in place of dP; the scale comes with dQ and dK."""
+    for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
+        row = delta[column_of(c) + lane % 4 * 2]
+        for r in cutlass.range_constexpr(2):
+            dP[r, c] = P[r, c] * (dP[r, c] - row)
+
+
+@cute.jit
+def add_to_global(acc: cute.Tensor, target: cute.Pointer):
+    """Add an accumulator to scratch: four registers of each thread of the warpgroup side by side, 2 KB per step."""
+    flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    address = target.toint()
+    for i in cutlass.range_constexpr(cute.size(flat) // 4):
+        four = [flat[4 * i + j] for j in range(4)]
+        text = "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };"
+        cute.arch.inline_ptx(text, read_only_args=[address + i * (sm90.WARPGROUP * 16), *four])
