@@ -221,9 +221,7 @@ class OperandA:
         """Convert the whole accumulator, round to nearest even."""
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in range(cute.size(self.pairs)):
-            low, high = flat[2 * i], flat[2 * i + 1]
-            text = f"cvt.rn.{self.pack}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
-            self.pairs[i] = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
+            self.pairs[i] = pack_pair(self.pack, flat[2 * i], flat[2 * i + 1])
 
 
 def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
@@ -231,3 +229,9 @@ def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
     acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
     acc.fill(0.0)
     return acc
+
+
+def pack_pair(kind: str, low: Float32, high: Float32) -> Int32:
+    """Two numbers in 16 bits, round to nearest even; kind: "bf16x2" or "f16x2"."""
+    text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])

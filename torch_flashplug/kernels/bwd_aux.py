@@ -1,0 +1,135 @@
+"""What surrounds the backward main kernel (bwd_sm90): row facts before it, dQ in 16 bits after it.
+
+Both work on blocks of TILE_M query rows of one head, as the main kernel steps over them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .bwd_sm90 import TILE_M, WARPGROUPS
+from .fwd_sm90 import DTYPES
+from .parts import sm90
+from .parts.sm90 import WARP, WARPGROUP
+
+LANES = 8  # threads of one row
+VECTOR = 8  # elements of one 16-byte access
+LOG2_E = math.log2(math.e)
+
+
+class PrepareBackward:
+    """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
+
+    def __init__(self, dtype: str):
+        self.dtype = DTYPES[dtype]
+
+    def fake_arguments(self) -> tuple:
+        def operand(*shape):
+            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+            return cute.runtime.make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
+
+        B, Hq, Sq, padded, size = (cute.sym_int() for _ in range(5))
+        Dv = cute.sym_int(divisibility=8)
+        fp32 = cute.runtime.make_fake_tensor
+        lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        scratch = fp32(Float32, (size,), (1,), assumed_align=16)
+        return (operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv), lse, rows, scratch, cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mdQ: cute.Tensor,  # fp32 scratch of the main kernel, a multiple of 4 elements for every block of rows
+        stream: cuda.CUstream,
+    ):
+        B, Hq = mLSE.shape[0], mLSE.shape[1]
+        self.kernel(mO, mdO, mLSE, mRows, mdQ).launch(
+            grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mdQ: cute.Tensor):
+        block, head, batch = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        thread = cute.arch.thread_idx()[0]
+        floats = cute.size(mdQ) // (blocks * heads * cute.arch.grid_dim()[2])  # of this block's dQ
+        start = ((Int64(batch) * heads + head) * blocks + block) * floats
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range(thread, floats // 4, WARPGROUP, unroll=1):
+            cute.autovec_copy(zeros, vector_at(mdQ.iterator + (start + i * 4), Float32, 4))
+
+        Sq, Dv = mO.shape[2], mO.shape[3]
+        for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
+            row = block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
+            delta, lse = Float32(0.0), Float32(Float32.inf)
+            if row < Sq:
+                for column in cutlass.range(thread % LANES * VECTOR, Dv, LANES * VECTOR, unroll=1):
+                    o = vector_at(mO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
+                    do = vector_at(mdO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
+                    delta += (o * do).reduce(cute.ReductionOp.ADD, 0.0, 0)
+                lse = mLSE[batch, head, row] * LOG2_E
+                lse = cutlass.select_(lse == -Float32.inf, Float32.inf, lse)  # no key: exp2(S - inf) = 0
+            for lanes in (1, 2, 4):
+                delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
+            if thread % LANES == 0:
+                mRows[batch, head, 0, row] = lse
+                mRows[batch, head, 1, row] = delta
+
+
+class FinishBackward:
+    """dQ = scale * scratch, from register order into rows."""
+
+    def __init__(self, dtype: str, d: int):
+        self.dtype, self.d, self.half = DTYPES[dtype], d, d // WARPGROUPS
+        self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+
+    def fake_arguments(self) -> tuple:
+        B, Hq, Sq, size = (cute.sym_int() for _ in range(4))
+        D = cute.sym_int(divisibility=8)
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        fake = cute.runtime.make_fake_tensor
+        scratch = fake(Float32, (size,), (1,), assumed_align=16)
+        dq = fake(self.dtype, (B, Hq, Sq, D), strides, assumed_align=16)
+        return (scratch, dq, Float32(1.0), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+        B, Hq, Sq, _ = mdQ.shape
+        self.kernel(mScratch, mdQ, scale).launch(
+            grid=(cute.ceil_div(Sq, TILE_M), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32):
+        block, head, batch = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        wg, thread = cute.arch.thread_idx()[0] // WARPGROUP, cute.arch.thread_idx()[0] % WARPGROUP
+        lane = thread % WARP
+        start = ((Int64(batch) * heads + head) * blocks + block) * (TILE_M * self.d) + wg * (TILE_M * self.half)
+        row = block * TILE_M + thread // WARP * 16 + lane // 4
+        Sq, D = mdQ.shape[2], mdQ.shape[3]
+        for i in cutlass.range_constexpr(self.half // 8):
+            four = vector_at(mScratch.iterator + (start + (i * WARPGROUP + thread) * 4), Float32, 4).load()
+            column = wg * self.half + i * 8 + lane % 4 * 2
+            for r in cutlass.range_constexpr(2):
+                pair = sm90.pack_pair(self.pack, four[2 * r] * scale, four[2 * r + 1] * scale)
+                if row + 8 * r < Sq and column < D:
+                    target = mdQ[batch, head, row + 8 * r, None].iterator + column
+                    cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(1))[0] = pair
+
+
+def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
+    """`size` elements from a 16-byte aligned address."""
+    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(aligned, cute.make_layout(size))
