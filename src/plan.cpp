@@ -41,10 +41,13 @@ struct Collector {
   }
 };
 
-// TMA fetches a tile whose head dim is no multiple of 64 in boxes of 32 or 64 bytes a row. Where rows start inside a
-// sector each box touches one sector more: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in tiles of 128.
+bool whole_sectors(const Problem& p) { return p.D % kSectorColumns == 0 && p.Dv % kSectorColumns == 0; }
+
+// TMA fetches a tile in boxes of 128, 64 or 32 bytes a row, whichever divides its head dim. Where rows start inside a
+// sector every box touches one sector more: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in tiles of 128. Boxes of
+// 64 bytes do no harm where 192 query rows share the keys.
 bool boxes_suit(const Problem& p, const KernelRow& row) {
-  return row.d_max % kBoxColumns == 0 || (p.D % kSectorColumns == 0 && p.Dv % kSectorColumns == 0);
+  return row.d_max % kBoxColumns == 0 || whole_sectors(p) || (row.d_max % (kBoxColumns / 2) == 0 && row.tile_m == 192);
 }
 
 bool row_fits(const Problem& p, int arch, const KernelRow& row) {
@@ -70,13 +73,15 @@ double estimate(const Problem& p, const KernelRow& row, int sm_count) {
   return std::max(work / sm_count, longest);
 }
 
-// Of the rows for the smallest head dims that hold the call's, the one that should be done first. -1: no row.
+// Of the rows for the smallest head dims that hold the call's (of all that hold them, where few of the smallest suit),
+// the one that should be done first. -1: no row.
 int find_kernel_row(const Problem& p, int arch, int sm_count, const Tables& tables) {
   int best = -1;
   double best_time = 0;
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
-    if (!row_fits(p, arch, row) || (best >= 0 && !same_family(row, tables.kernels[best]))) continue;
+    if (!row_fits(p, arch, row)) continue;
+    if (best >= 0 && whole_sectors(p) && !same_family(row, tables.kernels[best])) continue;
     const double time = estimate(p, row, std::max(sm_count, 1));
     if (best >= 0 && time >= best_time) continue;
     best = i;

@@ -35,6 +35,7 @@ CALLS = {
     "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
     "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
     "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
+    "vision_4k_d72": call((4, 16, 16), (4096, 4096), (72, 72)),
     "decode_1x8k_d128_gqa4": call((1, 32, 8), (1, 8192), (128, 128)),
     "decode_b64_1x8k_d128_gqa4": call((64, 32, 8), (1, 8192), (128, 128)),
 }
@@ -154,6 +155,11 @@ odd_tail_sq113_sk203_d72
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
       choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 113*1 = 113 > 64: not a decode call
+vision_4k_d72
+  h100
+    fa3 fwd_sm90_bf16_d96_full_m192n112s2 tiles=1408 splits=1
+      choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
     stock
@@ -208,6 +214,11 @@ odd_tail_sq113_sk203_d72
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
       choice row 1: 1.100 x stock (test row: full)
       gate: Sq*G = 113*1 = 113 > 64: not a decode call
+vision_4k_d72
+  h100
+    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1
+      choice row 1: 1.100 x stock (test row: full)
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
     stock

@@ -229,7 +229,7 @@ def main() -> None:
     run.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     run.add_argument("--rounds", type=int, default=9)
     run.add_argument("--round-ms", type=float, default=20.0)
-    run.add_argument("--rest-ms", type=float, default=0.0, help="idle before a sample; 3 with --round-ms 1: see timing.py")
+    run.add_argument("--rest-ms", type=float, default=0.0, help="idle before a sample: testing/timing.py")
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
     args = parser.parse_args()

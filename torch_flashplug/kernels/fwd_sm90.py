@@ -295,8 +295,7 @@ class ForwardSm90:
             mask = Mask(work.geo, row, lane % 4 * 2)
             foreign, blocks = self.split_blocks(work.geo, m_block, wg_tile)
             done = pass_over(foreign, ring_k, ring_v, turns, done)
-            # the first block is always masked: its code is there anyway
-            partial = cutlass.max(blocks - work.geo.num_full(wg_tile * ROWS), 1)
+            partial = work.geo.num_partial(blocks, wg_tile * ROWS)
             nth_q = nth * self.warpgroups + wg  # of the Q's
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
 

@@ -30,9 +30,11 @@ class Geometry:
             stop = cutlass.min(stop, end_row)
         return cute.ceil_div(stop, self.tile_n)
 
-    def num_full(self, first_row: Int32) -> Int32:
-        """KV blocks, counted from the left, whose every key is visible to every row from first_row on."""
-        stop = self.Sk
-        if self.mask == "causal":
-            stop = cutlass.min(stop, first_row + 1)
-        return stop // self.tile_n
+    def num_partial(self, blocks: Int32, first_row: Int32) -> Int32:
+        """Those of `blocks`, counted from the right, that are masked for rows from first_row on. The first always is:
+        its code is there anyway.
+        """
+        if self.mask == "full":
+            return Int32(1)
+        full = cutlass.min(self.Sk, first_row + 1) // self.tile_n  # every key visible to every row
+        return cutlass.max(blocks - full, 1)
