@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
+KINDS = ("fwd", "bwd")
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
 
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
 ELEMENT_BYTES = 2
+FP32_BYTES = 4
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
@@ -32,15 +34,15 @@ EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' prod
 class KernelSpec:
     """Identifies one compiled kernel; equal specs share one object file."""
 
-    kind: str  # "fwd"
+    kind: str  # one of KINDS
     arch: int  # 90
     dtype: str  # one of DTYPES
     d: int  # head dim of Q and K that the tile holds; smaller ones are zero-filled by TMA
     dv: int  # head dim of V and O, likewise
     mask: str  # one of MASKS
-    tile_m: int  # query rows per CTA
-    tile_n: int  # keys per KV block
-    stages: int  # KV blocks in flight in shared memory
+    tile_m: int  # query rows: of a CTA (fwd), of one step (bwd)
+    tile_n: int  # keys: of one step (fwd), of a CTA (bwd)
+    stages: int  # steps in flight in shared memory
 
     def name(self) -> str:
         head = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
@@ -57,8 +59,12 @@ class KernelSpec:
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups: each owns 64 query rows."""
-        return self.tile_m // ROWS_PER_WARPGROUP
+        """Consumer warpgroups: each owns 64 of the CTA's rows."""
+        return self._cta_rows // ROWS_PER_WARPGROUP
+
+    @property
+    def _cta_rows(self) -> int:
+        return self.tile_n if self.kind == "bwd" else self.tile_m
 
     @property
     def threads(self) -> int:
@@ -86,16 +92,24 @@ class KernelSpec:
         return self.dv >= EARLY_RESCALE_DV
 
     def smem_bytes(self) -> int:
-        """Q and O, the K and V rings, barriers."""
+        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice. Barriers."""
+        if self.kind == "bwd":
+            step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
+            keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
+            return self.stages * step + keys + BARRIER_BYTES
         return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
 
     def accumulator_registers(self) -> int:
-        """Per consumer thread: scores and output in fp32, probabilities in 16 bits."""
+        """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
+        their gradient in fp32, probabilities in 16 bits.
+        """
+        if self.kind == "bwd":
+            return (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
         return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
 
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
-        if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
+        if self._cta_rows % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"

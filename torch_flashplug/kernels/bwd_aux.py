@@ -12,11 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .bwd_sm90 import TILE_M, WARPGROUPS
 from .fwd_sm90 import DTYPES
 from .parts import sm90
 from .parts.sm90 import WARP, WARPGROUP
 
+WARPGROUPS = 2  # of the main kernel
+TILE_M = 64  # query rows of one of its steps
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
 LOG2_E = math.log2(math.e)
@@ -25,22 +26,8 @@ LOG2_E = math.log2(math.e)
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
 
-    def __init__(self, dtype: str):
-        self.dtype = DTYPES[dtype]
-
-    def fake_arguments(self) -> tuple:
-        def operand(*shape):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            return cute.runtime.make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
-        B, Hq, Sq, padded, size = (cute.sym_int() for _ in range(5))
-        Dv = cute.sym_int(divisibility=8)
-        fp32 = cute.runtime.make_fake_tensor
-        lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
-        scratch = fp32(Float32, (size,), (1,), assumed_align=16)
-        return (operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv), lse, rows, scratch, cute.runtime.make_fake_stream())
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
 
     @cute.jit
     def __call__(
@@ -93,15 +80,6 @@ class FinishBackward:
     def __init__(self, dtype: str, d: int):
         self.dtype, self.d, self.half = DTYPES[dtype], d, d // WARPGROUPS
         self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
-
-    def fake_arguments(self) -> tuple:
-        B, Hq, Sq, size = (cute.sym_int() for _ in range(4))
-        D = cute.sym_int(divisibility=8)
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        fake = cute.runtime.make_fake_tensor
-        scratch = fake(Float32, (size,), (1,), assumed_align=16)
-        dq = fake(self.dtype, (B, Hq, Sq, D), strides, assumed_align=16)
-        return (scratch, dq, Float32(1.0), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):

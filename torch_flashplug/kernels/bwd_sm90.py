@@ -22,14 +22,13 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from .bwd_aux import TILE_M, WARPGROUPS, FinishBackward, PrepareBackward
 from .fwd_sm90 import DTYPES, Operand, load_block
 from .parts import sm90
 from .parts.mask import column_of
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
-WARPGROUPS = 2
-TILE_M = 64  # query rows of one step
 STAGES = 2  # steps of Q and dO in flight
 ROW_BYTES = TILE_M * 4
 
@@ -51,13 +50,16 @@ class Steps:
 
 
 class BackwardSm90:
-    """Builds the kernel of one (dtype, d, dv, mask); every size below is known when it is traced."""
+    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
+    they are traced.
+    """
 
-    def __init__(self, dtype: str, d: int, dv: int, mask: str):
-        self.dtype, self.d, self.dv, self.mask = DTYPES[dtype], d, dv, mask
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.dtype, self.d, self.dv, self.mask = DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_n = WARPGROUPS * ROWS
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.pack = dtype
+        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(spec.dtype, spec.d)
 
     def fake_arguments(self) -> tuple:
         def operand(*shape):
@@ -67,11 +69,15 @@ class BackwardSm90:
         B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
         D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-        rows = cute.runtime.make_fake_tensor(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
-        scratch = cute.runtime.make_fake_tensor(Float32, (size,), (1,), assumed_align=16)
-        q, k, v, do = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv)
-        dk, dv = operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
-        return (q, k, v, do, rows, scratch, dk, dv, Float32(1.0), Float32(1.0), cute.runtime.make_fake_stream())
+        fp32 = cute.runtime.make_fake_tensor
+        lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        scratch = fp32(Float32, (size,), (1,), assumed_align=16)
+        q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
+        out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
+        gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
+        scales = (Float32(1.0), Float32(1.0))
+        return (q, k, v, out, grad, lse, *gradients, rows, scratch, *scales, cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -79,15 +85,27 @@ class BackwardSm90:
         mQ: cute.Tensor,  # (B, Hq, Sq, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D)
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to TILE_M) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mdQ: cute.Tensor,  # fp32 scratch, zero: B * Hq * blocks of TILE_M rows * TILE_M * d, in register order
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        mdQ: cute.Tensor,  # (B, Hq, Sq, D)
         mdK: cute.Tensor,  # (B, Hkv, Sk, D)
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to TILE_M) fp32: LSE * log2(e) (inf: no row or no key), delta
+        mScratch: cute.Tensor,  # fp32 dQ: B * Hq * blocks of TILE_M rows * TILE_M * d, in register order
         scale_log2: Float32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
+        self.prepare(mO, mdO, mLSE, mRows, mScratch, stream)
+        self.step_over_keys(mQ, mK, mV, mdO, mdK, mdV, mRows, mScratch, (scale_log2, scale), stream)
+        self.finish(mScratch, mdQ, scale, stream)
+
+    @cute.jit
+    def step_over_keys(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
+        mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, stream: cuda.CUstream,
+    ):  # fmt: skip
         # Rows and columns first, as tiles want them.
         mQ, mK, mV, mdO, mdK, mdV = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mdO, mdK, mdV)
@@ -110,8 +128,8 @@ class BackwardSm90:
             (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv),
             (mQ, mdO, mK, mV, mdK, mdV),
             mRows,
-            mdQ,
-            (scale_log2, scale),
+            mScratch,
+            scales,
             layouts,
         ).launch(
             grid=(heads * batch, cute.ceil_div(mK.shape[0], self.tile_n), 1),
@@ -134,7 +152,7 @@ class BackwardSm90:
         atoms: tuple,  # TMA of q, do, k, v, dk, dv
         tensors: tuple,  # their TMA coordinates
         mRows: cute.Tensor,
-        mdQ: cute.Tensor,
+        mScratch: cute.Tensor,
         scales: tuple,  # scale * log2(e), scale
         layouts: tuple,  # shared memory of q, do, k, v
     ):
@@ -184,7 +202,7 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (Operand(atoms[4], mdK, sK), Operand(atoms[5], mdV, sV))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta)
-            self.consume(buffers, outputs, mdQ, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // TILE_M)
+            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // TILE_M)
 
     def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
         """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
@@ -225,7 +243,7 @@ class BackwardSm90:
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, mdQ: cute.Tensor, rings: tuple, steps: Steps, at: tuple, scales: tuple,
+        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: tuple, steps: Steps, at: tuple, scales: tuple,
         Sk: Int32, m_blocks: Int32,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
@@ -303,7 +321,7 @@ class BackwardSm90:
                     ring_q.release(done)
                     warpgroup.wait_group(0)
                     start = ((out_block + step) * block_floats + wg * (TILE_M * half)) + thread * 4
-                    add_to_global(acc_dQ, mdQ.iterator + start)
+                    add_to_global(acc_dQ, mScratch.iterator + start)
                     done += 1
 
         # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
