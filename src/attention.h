@@ -47,6 +47,13 @@ void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
 Owned in_output_layout(Owned out, AtenTensorHandle query);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
 
+// ---- backward.cpp: our gradients ----
+
+// False where another backward must follow: no measured row, no kernel, deterministic algorithms asked for.
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
+                  BackwardResult* result);
+double softmax_scale(const ForwardCall& call, const Problem& p);
+
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 
 // Stock's forward for this call where that is cuDNN's; false if it is another, or cuDNN refuses.

@@ -96,7 +96,8 @@ struct ChoiceRow {
 };
 
 constexpr int kMaxRows = 128;
-constexpr int kKindFwd = 0;
+constexpr int kKindFwd = 0, kKindBwd = 1;
+constexpr const char* kKindNames[] = {"fwd", "bwd"};
 
 struct Tables {
   KernelRow kernels[kMaxRows];
@@ -183,6 +184,9 @@ int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// The row of our backward for gradients of a call that ours can run; -1: another backward follows (no row, slower,
+// deterministic algorithms asked for).
+int plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string call_text(const Problem& p);
@@ -202,11 +206,10 @@ struct Kernel {
 
 void load_pack(const char* path, int arch);
 void clear_packs();
-// The kernel of a plan, found on first use. Where there is none: null after one warning, or, if `required`, an error
-// with the way out.
-Kernel* find_kernel(const Plan& plan, DType dtype, int device_index, bool required);
-bool kernel_missing(const Plan& plan,
-                    DType dtype);  // an earlier search failed; the router then leaves such calls to stock
+// The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,
+// an error with the way out.
+Kernel* find_kernel(int row, DType dtype, int device_index, bool required);
+bool kernel_missing(int row, DType dtype);  // an earlier search failed; the router then leaves such calls to stock
 void forget_kernels();
 using CompileCallback = int (*)(const char* name, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
@@ -219,6 +222,10 @@ struct ForwardTensors {
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
+struct BackwardTensors {
+  AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
+};
+void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index);
 
 // ---- state.cpp ----
 
@@ -236,13 +243,14 @@ enum class Path : int {
   kCudnnForward,
   kEfficientForward,
   kMathForward,
+  kOursBackward,
   kCudnnBackward,
   kEfficientBackward,
   kMathBackward,
   kRoutedOurs,
   kRoutedStock
 };
-constexpr int kNumPaths = 9;
+constexpr int kNumPaths = 10;
 void count(Path path);
 void log_warning(const std::string& text);
 bool plans_are_logged();

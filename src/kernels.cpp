@@ -118,15 +118,15 @@ Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index
 
 }  // namespace
 
-Kernel* find_kernel(const Plan& plan, DType dtype, int device_index, bool required) {
-  Entry& entry = registry().entries[plan.kernel_row][static_cast<int>(dtype)];
+Kernel* find_kernel(int row, DType dtype, int device_index, bool required) {
+  Entry& entry = registry().entries[row][static_cast<int>(dtype)];
   if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
   if (!required && entry.missing.load(std::memory_order_relaxed)) return nullptr;
-  return search(entry, tables().kernels[plan.kernel_row], dtype, device_index, required);
+  return search(entry, tables().kernels[row], dtype, device_index, required);
 }
 
-bool kernel_missing(const Plan& plan, DType dtype) {
-  return registry().entries[plan.kernel_row][static_cast<int>(dtype)].missing.load(std::memory_order_relaxed);
+bool kernel_missing(int row, DType dtype) {
+  return registry().entries[row][static_cast<int>(dtype)].missing.load(std::memory_order_relaxed);
 }
 
 void load_pack(const char* path, int arch) {

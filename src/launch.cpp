@@ -1,12 +1,13 @@
 // From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
 //
-// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py:
+// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (bwd_sm90.py: see launch_backward):
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
 #include <dlfcn.h>
 #include <tvm/ffi/c_api.h>
 
 #include <cstring>
+#include <iterator>
 
 #include "flashplug.h"
 #include "tensor_facts.h"
@@ -21,7 +22,7 @@ static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header")
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr int kNumArgs = 10;
+constexpr DLDataType kSingle = {kDLFloat, 32, 1};
 
 // A DLTensor with room for normalised strides; sizes are borrowed from the tensor.
 struct Argument {
@@ -137,11 +138,27 @@ void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
     throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
 }
 
+// First use on a device loads the kernel's module, which a stream capture of this thread would forbid in its strict
+// mode.
+void run_on(Kernel& kernel, int device_index, const TVMFFIAny* args, int32_t count) {
+  const uint64_t bit = uint64_t{1} << (device_index & 63);
+  if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
+    run(kernel, args, count);
+    return;
+  }
+  RelaxedCapture relaxed;
+  run(kernel, args, count);
+  kernel.devices.fetch_or(bit, std::memory_order_release);
+}
+
+DLDataType half_type(const Problem& p) {
+  return {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
+}
+
 }  // namespace
 
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
-  const DLDataType half = {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
-  const DLDataType single = {kDLFloat, 32, 1};
+  const DLDataType half = half_type(p);
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   Argument q, k, v, out, lse, counter;
@@ -149,23 +166,42 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
   describe(tensors.k, 4, half, device_index, false, &k);
   describe(tensors.v, 4, half, device_index, false, &v);
   describe(tensors.out, 4, half, device_index, true, &out);
-  describe(tensors.lse, 3, single, device_index, true, &lse);
+  describe(tensors.lse, 3, kSingle, device_index, true, &lse);
   describe_counter(launch_counter(device_index, stream), device_index, &counter);
-  const TVMFFIAny args[kNumArgs] = {
-      pack_tensor(&q),     pack_tensor(&k),       pack_tensor(&v),
-      pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
-      pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
-      pack_pointer(stream)};
-  const uint64_t bit = uint64_t{1} << (device_index & 63);
-  if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
-    run(kernel, args, kNumArgs);
-    return;
+  const TVMFFIAny args[] = {pack_tensor(&q),     pack_tensor(&k),       pack_tensor(&v),
+                            pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
+                            pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
+                            pack_pointer(stream)};
+  run_on(kernel, device_index, args, std::size(args));
+}
+
+void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index) {
+  const DLDataType half = half_type(p);
+  OnDevice on_device(device_index);
+  void* stream = current_cuda_stream(device_index);
+  struct Operand {
+    AtenTensorHandle tensor;
+    int dims;
+    DLDataType dtype;
+    bool writes;
+  };
+  const Operand operands[] = {
+      {tensors.q, 4, half, false},      {tensors.k, 4, half, false},        {tensors.v, 4, half, false},
+      {tensors.out, 4, half, false},    {tensors.grad_out, 4, half, false}, {tensors.lse, 3, kSingle, false},
+      {tensors.dq, 4, half, true},      {tensors.dk, 4, half, true},        {tensors.dv, 4, half, true},
+      {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
+  constexpr int kTensors = std::size(operands);
+  Argument described[kTensors];
+  TVMFFIAny args[kTensors + 3];
+  for (int i = 0; i < kTensors; ++i) {
+    const Operand& x = operands[i];
+    describe(x.tensor, x.dims, x.dtype, device_index, x.writes, &described[i]);
+    args[i] = pack_tensor(&described[i]);
   }
-  // First use on this device loads the kernel's module, which a stream capture of this thread would forbid in its
-  // strict mode.
-  RelaxedCapture relaxed;
-  run(kernel, args, kNumArgs);
-  kernel.devices.fetch_or(bit, std::memory_order_release);
+  args[kTensors] = pack_float(scale * kLog2e);
+  args[kTensors + 1] = pack_float(scale);
+  args[kTensors + 2] = pack_pointer(stream);
+  run_on(kernel, device_index, args, kTensors + 3);
 }
 
 }  // namespace flashplug

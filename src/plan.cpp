@@ -50,8 +50,8 @@ bool boxes_suit(const Problem& p, const KernelRow& row) {
   return row.d_max % kBoxColumns == 0 || whole_sectors(p) || (row.d_max % (kBoxColumns / 2) == 0 && row.tile_m == 192);
 }
 
-bool row_fits(const Problem& p, int arch, const KernelRow& row) {
-  return row.kind == kKindFwd && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max && boxes_suit(p, row) &&
+bool row_fits(const Problem& p, int kind, int arch, const KernelRow& row) {
+  return row.kind == kind && row.arch == arch && p.D <= row.d_max && p.Dv <= row.dv_max && boxes_suit(p, row) &&
          mask_fits(row.mask, p.causal);
 }
 
@@ -75,12 +75,12 @@ double estimate(const Problem& p, const KernelRow& row, int sm_count) {
 
 // Of the rows for the smallest head dims that hold the call's (of all that hold them, where few of the smallest suit),
 // the one that should be done first. -1: no row.
-int find_kernel_row(const Problem& p, int arch, int sm_count, const Tables& tables) {
+int find_kernel_row(const Problem& p, int kind, int arch, int sm_count, const Tables& tables) {
   int best = -1;
   double best_time = 0;
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
-    if (!row_fits(p, arch, row)) continue;
+    if (!row_fits(p, kind, arch, row)) continue;
     if (best >= 0 && whole_sectors(p) && !same_family(row, tables.kernels[best])) continue;
     const double time = estimate(p, row, std::max(sm_count, 1));
     if (best >= 0 && time >= best_time) continue;
@@ -91,13 +91,14 @@ int find_kernel_row(const Problem& p, int arch, int sm_count, const Tables& tabl
 }
 
 // The first measured row that holds the call as `tiles` output tiles of that kernel. -1: the class was not measured.
-int find_choice_row(const Problem& p, int arch, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_choice_row(const Problem& p, int kind, int arch, const KernelRow& kernel, int64_t tiles,
+                    const Tables& tables) {
   const int64_t d = p.D > p.Dv ? p.D : p.Dv;
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.kind == kKindFwd && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) &&
-        d >= row.d_min && d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk &&
-        p.Sk <= row.max_sk && tiles >= row.min_tiles && (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
+    if (row.kind == kind && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) && d >= row.d_min &&
+        d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
+        tiles >= row.min_tiles && (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
       return i;
     }
   }
@@ -109,7 +110,7 @@ void largest_head_dims(int arch, const Tables& tables, int64_t* d_max, int64_t* 
   *d_max = *dv_max = 0;
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
-    if (row.arch != arch) continue;
+    if (row.kind != kKindFwd || row.arch != arch) continue;
     if (row.d_max > *d_max) *d_max = row.d_max;
     if (row.dv_max > *dv_max) *dv_max = row.dv_max;
   }
@@ -133,7 +134,7 @@ void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const T
     plan->fa3 = Reason{Why::kSplits, mode.num_splits(), 1};
     return;
   }
-  plan->kernel_row = find_kernel_row(p, kHopper, device.sm_count, tables);
+  plan->kernel_row = find_kernel_row(p, kKindFwd, kHopper, device.sm_count, tables);
   if (plan->kernel_row < 0) {
     plan->fa3 = Reason{Why::kNoKernel};
     return;
@@ -145,7 +146,7 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
   if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
   plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
+  plan->choice_row = find_choice_row(p, kKindFwd, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
   if (plan->choice_row < 0) return Reason{Why::kNoRow};
   const ChoiceRow& row = tables.choices[plan->choice_row];
   if (!row.serve) return Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
@@ -192,7 +193,7 @@ int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
     out.add(Why::kDevice);
   else if (device.cc < kAmpere)
     out.add(Why::kArch, device.cc, kAmpere);
-  else if (find_kernel_row(p, kAmpere, device.sm_count, tables) < 0)
+  else if (find_kernel_row(p, kKindFwd, kAmpere, device.sm_count, tables) < 0)
     out.add(Why::kLaterRelease);
   return out.count;
 }
@@ -224,6 +225,17 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   return plan;
 }
 
+int plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  Reason none;
+  if (p.deterministic || mode.backend() == Backend::kStock || fa3_unsupported(p, device, tables, &none, 1) != 0)
+    return -1;
+  const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
+  if (row < 0 || mode.backend() != Backend::kAuto) return row;
+  const KernelRow& kernel = tables.kernels[row];
+  const int choice = find_choice_row(p, kKindBwd, kHopper, kernel, p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n), tables);
+  return choice >= 0 && tables.choices[choice].serve ? row : -1;
+}
+
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
       !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
@@ -231,7 +243,8 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& 
   }
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.arch == kHopper && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal)) return true;
+    if (row.kind == kKindFwd && row.arch == kHopper && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal))
+      return true;
   }
   return false;
 }

@@ -141,9 +141,9 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 
 std::string kernel_name(const KernelRow& row, DType dtype) {
   std::string head = "d" + number(row.d_max) + (row.dv_max == row.d_max ? "" : "v" + number(row.dv_max));
-  return "fwd_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") + head +
-         (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") + number(row.tile_m) + "n" + number(row.tile_n) +
-         "s" + number(row.stages);
+  return std::string(kKindNames[row.kind]) + "_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") +
+         head + (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") + number(row.tile_m) + "n" +
+         number(row.tile_n) + "s" + number(row.stages);
 }
 
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {

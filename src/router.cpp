@@ -96,7 +96,8 @@ Verdict judge(const Call& call, Mode mode) {
   const Plan plan = plan_call(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
-  return plan.backend == Backend::kFa3 && !kernel_missing(plan, p.dtype[0]) ? Verdict::kOurs : Verdict::kStock;
+  return plan.backend == Backend::kFa3 && !kernel_missing(plan.kernel_row, p.dtype[0]) ? Verdict::kOurs
+                                                                                       : Verdict::kStock;
 }
 
 template <int slot>

@@ -74,10 +74,6 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-double softmax_scale(const ForwardCall& call, const Problem& p) {
-  return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
-}
-
 bool forces_kernels(Mode mode) { return mode.backend() == Backend::kFa3 || mode.backend() == Backend::kFa2; }
 
 // Ours: two allocations and one launch. False where no kernel could be had (auto mode goes on to stock).
@@ -90,7 +86,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan, p.dtype[0], facts.query.device_index, forces_kernels(call.mode));
+  Kernel* kernel = find_kernel(plan.kernel_row, p.dtype[0], facts.query.device_index, forces_kernels(call.mode));
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -157,7 +153,8 @@ BackwardResult backward(const BackwardCall& call) {
   BackwardResult result;
   if (call.forward.mode.backend() == Backend::kMath || !efficient_can_run(p)) {
     result = math_backward(call);
-  } else if (!(cudnn_backward_can_run(p, device) && cudnn_backward(call, p, &result))) {
+  } else if (!our_backward(call, p, device, facts.query.device_index, &result) &&
+             !(cudnn_backward_can_run(p, device) && cudnn_backward(call, p, &result))) {
     result = efficient_backward(call, p);
   }
   for (int i = 0; i < 4; ++i) {
@@ -291,6 +288,10 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 }
 
 }  // namespace
+
+double softmax_scale(const ForwardCall& call, const Problem& p) {
+  return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
+}
 
 void register_ops(const char* dispatch_key, bool own_ops) {
   auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, __FILE__, __LINE__);

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/flashplug.h
 MASK_IDS = {"full": 0, "causal": 1, "any": 2}
-KIND_IDS = {"fwd": 0}
+KIND_IDS = {"fwd": 0, "bwd": 1}
 OPERANDS = ("query", "key", "value")
 # Names and order of the ints that describe a call; flashplug_plan_text reads them by position.
 PROBLEM_FIELDS = (
@@ -44,7 +44,7 @@ NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
 PATHS = (
     *("ours_fwd", "cudnn_fwd", "efficient_fwd", "math_fwd"),
-    *("cudnn_bwd", "efficient_bwd", "math_bwd"),
+    *("ours_bwd", "cudnn_bwd", "efficient_bwd", "math_bwd"),
     *("routed_ours", "routed_stock"),
 )
 _COMPILE_TYPE = ctypes.CFUNCTYPE(

@@ -1,0 +1,78 @@
+// Our gradients: scratch, outputs and one launch.
+#include "attention.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kStepRows = 64;      // query rows of one step of the kernel: TILE_M of kernels/bwd_aux.py
+constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
+
+// grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded
+// scalar, as `.sum().backward()` gives, is neither.
+Owned readable(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  bool ok = layout_of(shape, reinterpret_cast<int64_t>(data)).align_bytes >= 2 * kAlignElements && shape.stride[3] == 1;
+  if (ok) return Owned::share(tensor);
+  int64_t stride[4];
+  pack_strides(shape.size, stride);
+  return new_like(tensor, 4, shape.size, stride, tensor);
+}
+
+// A gradient as TMA can write it: laid out as empty_like(operand) where that has rows, packed otherwise.
+Owned gradient_of(AtenTensorHandle operand) {
+  const Shape like = shape_of(operand);
+  int64_t stride[4];
+  dense_strides(like.size, like.stride, 4, stride);
+  if (stride[3] != 1) pack_strides(like.size, stride);
+  return new_like(operand, 4, like.size, stride, nullptr);
+}
+
+Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
+  const Shape like = shape_of(operand);
+  int64_t want[4];
+  dense_strides(like.size, like.stride, 4, want);
+  return under_strides(grad.get(), want);
+}
+
+}  // namespace
+
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
+                  BackwardResult* result) {
+  if (standin() != Standin::kOff || call.wanted[3]) return false;
+  const ForwardCall& forward = call.forward;
+  Problem problem = p;
+  problem.grad = true;
+  const int row = plan_backward(problem, device, forward.mode, tables());
+  if (row < 0) return false;
+  Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
+  if (kernel == nullptr) return false;
+  const int64_t blocks = (p.Sq + kStepRows - 1) / kStepRows, padded = blocks * kStepRows;
+  const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
+  const int64_t floats = p.B * p.Hq * padded * tables().kernels[row].d_max, one = 1;
+  const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
+  const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
+  const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
+  const Owned out = readable(call.out), grad_out = readable(call.grad_out);
+  const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
+  for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i]);
+  const BackwardTensors tensors{forward.q,
+                                forward.k,
+                                forward.v,
+                                out.get(),
+                                grad_out.get(),
+                                call.lse,
+                                result->grads[0].get(),
+                                result->grads[1].get(),
+                                result->grads[2].get(),
+                                rows.get(),
+                                scratch.get()};
+  launch_backward(*kernel, p, tensors, softmax_scale(forward, p), device_index);
+  for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+  count(Path::kOursBackward);
+  return true;
+}
+
+}  // namespace flashplug
