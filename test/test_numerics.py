@@ -99,7 +99,8 @@ def test_every_case_can_run_on_a_kernel(dtype):
 
 def test_every_row_is_hit_by_a_case():
     hit = {plan_on_h100(case, dtype)["kernel"] for case in CASES for dtype in DTYPES}
-    missing = [name for row in configs.KERNEL_ROWS for dtype in DTYPES if (name := row.spec(dtype).name()) not in hit]
+    names = {row.spec(dtype).name() for row in configs.KERNEL_ROWS for dtype in DTYPES if row.kind == "fwd"}
+    missing = sorted(names - hit)
     assert not missing, f"no case in torch_flashplug/testing/cases.py reaches {missing}"
 
 
@@ -114,7 +115,7 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", configs.specs(90), ids=lambda spec: spec.name())
+@pytest.mark.parametrize("spec", configs.specs(90, "fwd"), ids=lambda spec: spec.name())
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
     pack = native.find_built(f"flashplug_sm{spec.arch}a.so")

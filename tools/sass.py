@@ -25,7 +25,9 @@ def tool(package: str, name: str) -> str | None:
 
 
 def resources(cubin: bytes) -> dict[str, int] | None:
-    """Registers, stack bytes and instruction counts of the one kernel in a cubin; None without the disassemblers."""
+    """Registers (the most of any kernel), stack bytes and instruction counts (of all) in a cubin; None without the
+    disassemblers.
+    """
     cuobjdump, nvdisasm = tool("nvidia-cuda-cuobjdump", "cuobjdump"), tool("nvidia-cuda-nvdisasm", "nvdisasm")
     if not cuobjdump or not nvdisasm:
         return None
@@ -34,7 +36,7 @@ def resources(cubin: bytes) -> dict[str, int] | None:
         path.write_bytes(cubin)
         usage = subprocess.run([cuobjdump, "-res-usage", path], capture_output=True, text=True, check=True).stdout
         listing = subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{field}:(\d+)", usage).group(1)) for field in ("REG", "STACK"))
+    registers, stack = (list(map(int, re.findall(rf"{field}:(\d+)", usage))) for field in ("REG", "STACK"))
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE))
     counts = {opcode.lower(): opcodes[opcode] for opcode in COUNTED}
-    return {"registers": registers, "stack_bytes": stack, "spills": counts.pop("stl") + counts.pop("ldl"), **counts}
+    return {"registers": max(registers), "stack_bytes": sum(stack), "spills": counts.pop("stl") + counts.pop("ldl"), **counts}

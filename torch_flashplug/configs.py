@@ -151,6 +151,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
 # fmt: on
 
 
-def specs(arch: int) -> list[KernelSpec]:
-    """Every kernel of one architecture's pack."""
-    return list(dict.fromkeys(row.spec(dtype) for row in KERNEL_ROWS if row.arch == arch for dtype in DTYPES))
+def specs(arch: int, *kinds: str) -> list[KernelSpec]:
+    """Every kernel of one architecture's pack, or of these kinds alone."""
+    rows = [row for row in KERNEL_ROWS if row.arch == arch and (not kinds or row.kind in kinds)]
+    return list(dict.fromkeys(row.spec(dtype) for row in rows for dtype in DTYPES))
