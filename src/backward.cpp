@@ -5,7 +5,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kStepRows = 64;      // query rows of one step of the kernel: TILE_M of kernels/bwd_aux.py
+constexpr int64_t kStepRows = 64;      // query rows of one step of the kernel: TILE_M of kernels/parts/backward_rows.py
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
 // grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded

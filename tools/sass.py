@@ -39,4 +39,5 @@ def resources(cubin: bytes) -> dict[str, int] | None:
     registers, stack = (list(map(int, re.findall(rf"{field}:(\d+)", usage))) for field in ("REG", "STACK"))
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE))
     counts = {opcode.lower(): opcodes[opcode] for opcode in COUNTED}
-    return {"registers": max(registers), "stack_bytes": sum(stack), "spills": counts.pop("stl") + counts.pop("ldl"), **counts}
+    spills = counts.pop("stl") + counts.pop("ldl")
+    return {"registers": max(registers), "stack_bytes": sum(stack), "spills": spills, **counts}

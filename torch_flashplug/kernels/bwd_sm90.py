@@ -23,9 +23,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
-from .bwd_aux import TILE_M, WARPGROUPS, FinishBackward, PrepareBackward
-from .fwd_sm90 import DTYPES, Operand, load_block
 from .parts import sm90
+from .parts.backward_rows import TILE_M, WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.mask import column_of
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
@@ -56,7 +55,7 @@ class BackwardSm90:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.dtype, self.d, self.dv, self.mask = DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
+        self.dtype, self.d, self.dv, self.mask = sm90.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_n = WARPGROUPS * ROWS
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(spec.dtype, spec.d)
@@ -80,7 +79,7 @@ class BackwardSm90:
         return (q, k, v, out, grad, lse, *gradients, rows, scratch, *scales, cute.runtime.make_fake_stream())
 
     @cute.jit
-    def __call__(
+    def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
         self,
         mQ: cute.Tensor,  # (B, Hq, Sq, D)
         mK: cute.Tensor,  # (B, Hkv, Sk, D)
@@ -194,13 +193,13 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 operands = tuple(
-                    Operand(atom, m, s)
+                    sm90.Operand(atom, m, s)
                     for atom, m, s in zip(atoms, (mQ, mdO, mK, mV), (sQ, sdO, sK, sV), strict=False)
                 )
                 self.load(operands, (mRows, sLse, sDelta), rings, steps, at)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            outputs = (Operand(atoms[4], mdK, sK), Operand(atoms[5], mdV, sV))
+            outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta)
             self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // TILE_M)
 
@@ -235,16 +234,16 @@ class BackwardSm90:
             tOsO, tOgO = do.head(q_head, batch).tiles((ROWS, self.dv), (None, 0))
             gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, TILE_M), (None, None))  # (1, 64, 2, blocks)
             for step in cutlass.range(steps.begin, steps.end, unroll=1):
-                load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
+                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
                 load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
-                load_block(do.atom, tOgO, tOsO, ring_do, step, done)
+                sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
                 load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
                 done += 1
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: tuple, steps: Steps, at: tuple, scales: tuple,
-        Sk: Int32, m_blocks: Int32,
+        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: tuple, steps: Steps, at: tuple,
+        scales: tuple, Sk: Int32, m_blocks: Int32,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         sQ, sdO, sK, sV, sdS, sLse, sDelta = buffers
@@ -344,7 +343,7 @@ class BackwardSm90:
         for r in cutlass.range_constexpr(2):
             mine = key + 8 * r
             first = mine - query if cutlass.const_expr(self.mask == "causal") else Int32(-TILE_M)
-            first = cutlass.select_(mine < Sk, first, TILE_M)  # the first query, counted from this thread's, that sees it
+            first = cutlass.select_(mine < Sk, first, TILE_M)  # query that sees it, counted from this thread's
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[r, c] = cutlass.select_(column_of(c) >= first, scores[r, c], -Float32.inf)
 

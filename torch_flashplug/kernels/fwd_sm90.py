@@ -30,7 +30,6 @@ from .parts.softmax import OnlineSoftmax
 
 ROWS = ROWS_PER_WARPGROUP
 SLAB = 16  # rows of one warp's part of O, stored by one TMA instruction per 64 columns
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 class Barrier(enum.IntEnum):
@@ -38,30 +37,6 @@ class Barrier(enum.IntEnum):
 
     TURN = 1  # + warpgroup
     Q_READ = 4  # + warpgroup: its last product with Q is done
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in
-    shared memory.
-    """
-
-    atom: cute.CopyAtom
-    m: cute.Tensor
-    s: cute.Tensor
-
-    def head(self, head: Int32, batch: Int32) -> Operand:
-        """The same operand, of one head."""
-        return Operand(self.atom, self.m[None, None, head, batch], self.s)
-
-    def tiles(self, shape: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
-        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of
-        `coordinate`).
-        """
-        g = cute.local_tile(self.m, shape, coordinate)  # (rows, cols, tiles)
-        return cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2)
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +56,7 @@ class ForwardSm90:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.dtype = DTYPES[spec.dtype]
+        self.dtype = sm90.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
@@ -222,13 +197,18 @@ class ForwardSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(Operand(atoms[0], mQ, sQ), Operand(atoms[1], mK, sK), Operand(atoms[2], mVt, sVt), work)
+                self.load(
+                    sm90.Operand(atoms[0], mQ, sQ),
+                    sm90.Operand(atoms[1], mK, sK),
+                    sm90.Operand(atoms[2], mVt, sVt),
+                    work,
+                )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume((sQ, sK, sVt), work, Operand(atoms[3], mO, sQ), mLSE, scales)
+            self.consume((sQ, sK, sVt), work, sm90.Operand(atoms[3], mO, sQ), mLSE, scales)
 
     @cute.jit
-    def load(self, q: Operand, k: Operand, v: Operand, work: Work):
+    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work):
         """Producer warp. A tile's loads, in the order in which they are multiplied: K(0) and Q, then K(j) ahead of
         V(j-1), V of the last.
         """
@@ -242,16 +222,16 @@ class ForwardSm90:
             tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # ahead of Q, which may wait for an O
+            sm90.load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # ahead of Q, which may wait for an O
             for w in cutlass.range_constexpr(self.warpgroups):
-                load_block(q.atom, tQgQ, tQsQ, ring_q, m_block * self.warpgroups + w, nth * self.warpgroups + w)
+                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, m_block * self.warpgroups + w, nth * self.warpgroups + w)
             for j in cutlass.range(1, blocks, unroll=1):
-                load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
-                load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
+                sm90.load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
+                sm90.load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
             # one from CTAs that run dry first.
             ticket = work.queue.draw()
-            load_block(v.atom, tVgV, tVsV, ring_v, Int32(0), done + blocks - 1)
+            sm90.load_block(v.atom, tVgV, tVsV, ring_v, Int32(0), done + blocks - 1)
             number = work.queue.post(nth, ticket)
             nth += 1
             done += blocks
@@ -268,7 +248,7 @@ class ForwardSm90:
         return blocks - mine, mine
 
     @cute.jit
-    def consume(self, buffers: tuple, work: Work, out: Operand, mLSE: cute.Tensor, scales: tuple):
+    def consume(self, buffers: tuple, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: tuple):
         """Consumer warpgroup: its 64 rows of every tile, KV blocks from the right: the masked ones first."""
         sQ, sK, sVt = buffers
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
@@ -357,7 +337,7 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+    def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
         """O in 16 bits through its Q's slot of shared memory to global memory; each warp sends its 16 rows when it has
         them.
         """
@@ -375,7 +355,7 @@ class ForwardSm90:
         cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
         cute.arch.sync_warp()
-        slab = Operand(out.atom, out.m, cute.local_tile(sO, (SLAB, self.dv), (warp_in_group, 0)))
+        slab = sm90.Operand(out.atom, out.m, cute.local_tile(sO, (SLAB, self.dv), (warp_in_group, 0)))
         tOsO, tOgO = slab.tiles((SLAB, self.dv), (None, 0))
         cute.copy(out.atom, tOsO, tOgO[None, wg_tile * (ROWS // SLAB) + warp_in_group])
         cute.arch.cp_async_bulk_commit_group()
@@ -410,12 +390,3 @@ def pass_over(blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.T
         ring_v.wait(count)
         ring_v.release(count)
     return done + blocks
-
-
-@cute.jit
-def load_block(
-    atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: sm90.Ring, block: Int32, count: Int32
-):
-    """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
-    ring.acquire(count)
-    cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 WARP = 32
 WARPGROUP = 128
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
@@ -74,6 +75,37 @@ class Ring:
         """Consumer warp: its wgmmas that read this block have been waited for."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(count))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in
+    shared memory.
+    """
+
+    atom: cute.CopyAtom
+    m: cute.Tensor
+    s: cute.Tensor
+
+    def head(self, head: Int32, batch: Int32) -> Operand:
+        """The same operand, of one head."""
+        return Operand(self.atom, self.m[None, None, head, batch], self.s)
+
+    def tiles(self, shape: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
+        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of
+        `coordinate`).
+        """
+        g = cute.local_tile(self.m, shape, coordinate)  # (rows, cols, tiles)
+        return cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+
+@cute.jit
+def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: Ring, block: Int32, count: Int32):
+    """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
+    ring.acquire(count)
+    cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))
 
 
 @dataclass(frozen=True)

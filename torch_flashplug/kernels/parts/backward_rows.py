@@ -12,9 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .fwd_sm90 import DTYPES
-from .parts import sm90
-from .parts.sm90 import WARP, WARPGROUP
+from . import sm90
+from .sm90 import WARP, WARPGROUP
 
 WARPGROUPS = 2  # of the main kernel
 TILE_M = 64  # query rows of one of its steps
@@ -78,7 +77,7 @@ class FinishBackward:
     """dQ = scale * scratch, from register order into rows."""
 
     def __init__(self, dtype: str, d: int):
-        self.dtype, self.d, self.half = DTYPES[dtype], d, d // WARPGROUPS
+        self.dtype, self.d, self.half = sm90.DTYPES[dtype], d, d // WARPGROUPS
         self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
 
     @cute.jit
