@@ -131,7 +131,7 @@ class BackwardSm90:
             scales,
             layouts,
         ).launch(
-            grid=(heads * batch, cute.ceil_div(mK.shape[0], self.tile_n), 1),
+            grid=(cute.ceil_div(mK.shape[0], self.tile_n), heads * batch, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -183,8 +183,8 @@ class BackwardSm90:
         cute.arch.sync_threads()
 
         mQ, mdO, mK, mV, mdK, mdV = tensors
-        n_block = cute.arch.block_idx()[1]
-        head, batch = cute.arch.block_idx()[0] % mK.shape[2], cute.arch.block_idx()[0] // mK.shape[2]
+        n_block, kv_head, _ = cute.arch.block_idx()
+        head, batch = kv_head % mK.shape[2], kv_head // mK.shape[2]
         group = mQ.shape[2] // mK.shape[2]
         steps = self.steps(n_block, mQ.shape[0], mK.shape[0])
         at = (head, batch, n_block, group)
