@@ -257,7 +257,7 @@ class ForwardSm90:
             done += blocks
 
     def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
-        """KV blocks of a tile that only later warpgroups see, and those that come after them, which 64 rows do see.
+        """KV blocks of a tile that only other warpgroups need, and those that come after them, which these 64 rows see.
         Rows beyond the last take part in one block; their O goes nowhere.
         """
         blocks = geo.num_blocks((m_block + 1) * self.tile_m)
@@ -402,7 +402,7 @@ def hand_back(ring_q: sm90.Ring, count: Int32):
 
 @cute.jit
 def pass_over(blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, done: Int32) -> Int32:
-    """Consumer warpgroup: let go of KV blocks that only later warpgroups see; the count of blocks done after them."""
+    """Consumer warpgroup: let go of KV blocks that only others need; the count of blocks done after them."""
     for count in cutlass.range(done, done + blocks, unroll=1):
         ring_k.wait(count)
         turns.skip()

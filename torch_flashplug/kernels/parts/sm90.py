@@ -38,15 +38,17 @@ class Ring:
             cute.arch.mbarrier_init(self.full + slot, 1)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
+    @property
+    def power_of_two(self) -> bool:
+        """Bits serve for slot and phase: the hottest loop is four instructions shorter than with a signed remainder."""
+        return self.stages & (self.stages - 1) == 0
+
     def slot(self, count: Int32) -> Int32:
-        if self.stages & (self.stages - 1):
-            return count % self.stages
-        return count & (self.stages - 1)  # the hottest loop is four instructions shorter than with a signed remainder
+        return count & (self.stages - 1) if self.power_of_two else count % self.stages
 
     def phase(self, count: Int32) -> Int32:
-        if self.stages & (self.stages - 1):
-            return count // self.stages & 1
-        return (count >> (self.stages.bit_length() - 1)) & 1
+        rounds = count >> (self.stages.bit_length() - 1) if self.power_of_two else count // self.stages
+        return rounds & 1
 
     @cute.jit
     def wait_free(self, count: Int32):
