@@ -57,12 +57,13 @@ def test_kernel_is_what_its_row_says(spec, report):
     assert row["registers"] <= 65536 // spec.threads, row
     assert row["usetmaxreg"] == 2, row
     # One wgmma per 16 of the inner dimension: scores once per loop body and once before, output once per body and once
-    # after.
+    # after. A diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it.
     bodies = 2 if spec.mask == "causal" else 1
-    assert row["hgmma"] == (bodies + 1) * (spec.d // 16 + spec.tile_n // 16), row
+    halves = spec.mask == "causal" and spec.tile_n == 128 and spec.dv <= spec.d
+    assert row["hgmma"] == (bodies + 1) * (spec.d // 16 + spec.tile_n // 16) + halves * (spec.d // 16), row
     # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them. An
     # early rescale touches O between two batches, which takes one fence more in each body.
-    assert row["warpgroup"] <= 4 * (bodies + 1) + bodies * spec.early_rescale, row
+    assert row["warpgroup"] <= 4 * (bodies + 1 + halves) + bodies * spec.early_rescale, row
 
 
 def test_pack_exports_the_table_and_nothing_else(report):

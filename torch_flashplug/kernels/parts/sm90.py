@@ -220,9 +220,11 @@ class OperandA:
         return cls(pairs, fragment, {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype])
 
     def take(self, acc: cute.Tensor) -> None:
-        """Convert the whole accumulator, round to nearest even."""
+        """Convert an accumulator, round to nearest even; the columns that a narrow one lacks become 0."""
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        for i in range(cute.size(self.pairs)):
+        for i in range(cute.size(acc) // 2, cute.size(self.pairs)):
+            self.pairs[i] = Int32(0)
+        for i in range(cute.size(acc) // 2):
             low, high = flat[2 * i], flat[2 * i + 1]
             text = f"cvt.rn.{self.pack}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
             self.pairs[i] = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
