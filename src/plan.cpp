@@ -57,20 +57,31 @@ bool row_fits(const Problem& p, int kind, int arch, const KernelRow& row) {
 
 bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
 
+// What a head's last tile costs beside a full one: of three warpgroups those without rows take part in one block only,
+// and the others have the SM to themselves (by the costs of 64, 128 and 192 rows).
+double last_tile(const Problem& p, const KernelRow& row) {
+  if (row.tile_m < 192 || p.Sq % row.tile_m == 0) return 1.0;
+  return 0.35 + 0.65 * static_cast<double>(ceil_div(p.Sq % row.tile_m, 64) * 64) / row.tile_m;
+}
+
 // Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
 // spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
 double estimate(const Problem& p, const KernelRow& row, int sm_count) {
   const double m = row.tile_m, n = row.tile_n;
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
   const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
-  if (p.causal == Causal::kNone) return std::ceil(heads * num_m / sm_count) * (all_blocks + kEdgeBlocks) * row.cost;
+  const double spared = 1.0 - last_tile(p, row);
+  if (p.causal == Causal::kNone) {
+    const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
+    return waves * (all_blocks + kEdgeBlocks) * row.cost;
+  }
   // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
   const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);
   const double growing = std::min(num_m, std::floor(static_cast<double>(p.Sk) / m));
   const double blocks = m / n * growing * (growing + 1) / 2 + (num_m - growing) * all_blocks;
-  const double work = heads * (blocks + num_m * (rounding + kEdgeBlocks)) * row.cost;
-  const double longest = (std::min(all_blocks, num_m * m / n + rounding) + kEdgeBlocks) * row.cost;
-  return std::max(work / sm_count, longest);
+  const double longest = std::min(all_blocks, num_m * m / n + rounding) + kEdgeBlocks;
+  const double work = heads * (blocks + num_m * (rounding + kEdgeBlocks) - spared * longest);
+  return std::max(work / sm_count, longest) * row.cost;
 }
 
 // Of the rows for the smallest head dims that hold the call's (of all that hold them, where few of the smallest suit),

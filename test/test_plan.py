@@ -136,7 +136,7 @@ prefill_4k_d128_causal_gqa4
       gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
-    fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1
+    fa3 fwd_sm90_bf16_d64_full_m192n128s2 tiles=576 splits=1
       choice row 1: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
 prefill_16k_d64_fp16

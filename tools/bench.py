@@ -184,8 +184,9 @@ def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
         with torch.no_grad():
             names = [name for name in bench.providers if name not in {"math", "efficient"}]  # never near the front
             candidates, errors, refused = _try_each(bench, case, inputs, names, build)
-            calls = max(1, min(GRAPH_CALLS, int(GRAPH_MS / workloads.bound_ms(case)))) if bench.device == "cuda" else 1
+            calls = 1
             if bench.device == "cuda":
+                calls = max(1, min(GRAPH_CALLS, int(GRAPH_MS / workloads.bound_ms(case))))
                 candidates = {name: _graphed(candidate, calls) for name, candidate in candidates.items()}
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
             timings = {name: Timing(tuple(ms / calls for ms in t.rounds)) for name, t in timings.items()}

@@ -66,6 +66,10 @@ class Trial:
     ms: dict[int, float] = field(default_factory=dict)
 
     @property
+    def family(self) -> Family:
+        return Family(self.spec.d, self.spec.dv, self.spec.mask)
+
+    @property
     def label(self) -> str:
         return f"{self.pack}/m{self.spec.tile_m}n{self.spec.tile_n}s{self.spec.stages}"
 
@@ -198,11 +202,10 @@ def time_candidates(args: argparse.Namespace) -> None:
     trials = load_trials(args.pack)
     device, deadline = report.slug(report.gpu_name()), time.monotonic() + args.budget_seconds
     results: dict[str, dict[int, dict[str, float]]] = {}
-    for family in dict.fromkeys(Family(t.spec.d, t.spec.dv, t.spec.mask) for t in trials):
+    for family in dict.fromkeys(trial.family for trial in trials):
         if args.filter not in str(family):
             continue
-        mine = [t for t in trials if Family(t.spec.d, t.spec.dv, t.spec.mask) == family]
-        mine = check_numbers(family, mine)
+        mine = check_numbers(family, [trial for trial in trials if trial.family == family])
         times = results[str(family)] = {}
         for length in args.lengths:
             if time.monotonic() > deadline:

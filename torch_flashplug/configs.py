@@ -62,8 +62,8 @@ class ChoiceRow:
 
 
 # Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
-# tools/tune.py, S 4096 (d 256: 2048), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured but taken
-# from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192.
+# tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
+# but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192.
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask tile_m tile_n stages cost
@@ -130,8 +130,9 @@ _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 # Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
 _MIN_SQ = 16
-# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with; D 72 counts by an
-# older run, in which it had the tiles of 128 that it has again).
+# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with). D 72 counts by an
+# older run, in tiles of 128: in this one it still had tiles of 80 (0.79), and the 192x112 tile that long calls have now
+# was timed beside those of 128 only (tools/results/LOG.md).
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
     ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),

@@ -116,7 +116,7 @@ class KernelSpec:
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
             return f"{self.name()}: head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.stages not in (1, 2, 4):
-            return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (rings count in powers of two)"
+            return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
         if need > limit:
             return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"

@@ -51,6 +51,46 @@ class Work:
     geo: Geometry
 
 
+@dataclass(frozen=True)
+class Scores:
+    """S = Q K^T of a warpgroup with a KV block, or with its first columns only."""
+
+    product: sm90.Product
+    keys: cute.Tensor  # (MMA, 1, D/16, slot)
+    acc: cute.Tensor
+    values: cute.Tensor  # (2, columns), the same registers
+
+    def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
+        self.product.issue(self.acc, my_Q, self.keys[None, None, None, slot], accumulate=False)
+
+
+@dataclass(frozen=True)
+class FirstBlock:
+    """The rightmost block of a tile, which nothing comes before."""
+
+    my_Q: cute.Tensor
+    ring_k: sm90.Ring
+    nth: Int32  # of the K's
+    turns: sm90.Turns
+    mask: Mask
+    n_block: Int32
+    softmax: OnlineSoftmax
+    P: sm90.OperandA
+
+    @cute.jit
+    def weigh(self, S: Scores):
+        self.ring_k.wait(self.nth)
+        self.turns.take()
+        warpgroup.fence()
+        S.issue(self.my_Q, self.ring_k.slot(self.nth))
+        self.turns.pass_on()
+        warpgroup.wait_group(0)
+        self.ring_k.release(self.nth)
+        self.mask.apply(S.values, self.n_block)
+        self.softmax.step(S.values, first=True, masked=True)
+        self.P.take(S.acc)
+
+
 class ForwardSm90:
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
@@ -66,6 +106,9 @@ class ForwardSm90:
         # The first warpgroups of a tile may see fewer blocks than the last, and of three the last often has no rows.
         diagonal = spec.mask == "causal" and spec.tile_n % spec.tile_m != 0
         self.uneven = self.warpgroups > 1 and (diagonal or self.warpgroups == 3)
+        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D ptxas would serialise
+        # every product.)
+        self.halves = spec.mask == "causal" and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
@@ -134,12 +177,10 @@ class ForwardSm90:
         kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.dv)
         return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, self.dv), order=(1, 0))
 
-    def make_qk(self) -> cute.TiledMma:
+    def make_qk(self, columns: int) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
         major = OperandMajorMode.K
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, self.tile_n)
-        )
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, columns))
 
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
@@ -147,6 +188,15 @@ class ForwardSm90:
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source
         )
+
+    def make_scores(self, sK: cute.Tensor, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
+        """S of the first `columns` keys of a block, kept in the first of `registers`."""
+        product = sm90.Product.create(lambda: self.make_qk(columns))
+        part = product.add.get_slice(thread)
+        keys = part.make_fragment_B(part.partition_B(cute.local_tile(sK, (columns, self.d, self.stages), (0, 0, 0))))
+        layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
+        acc = cute.make_tensor(registers.iterator, layout)
+        return Scores(product, keys, acc, sm90.rows_and_columns(acc))
 
     @cute.kernel
     def kernel(
@@ -237,7 +287,7 @@ class ForwardSm90:
             done += blocks
 
     def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
-        """KV blocks of a tile that only later warpgroups see, and those that come after them, which 64 rows do see.
+        """KV blocks of a tile that only other warpgroups need, and those that come after them, which these 64 rows see.
         Rows beyond the last take part in one block; their O goes nowhere.
         """
         blocks = geo.num_blocks((m_block + 1) * self.tile_m)
@@ -255,14 +305,14 @@ class ForwardSm90:
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        times_kt, times_v = sm90.Product.create(self.make_qk), sm90.Product.create(self.make_pv)
-        qk, pv = times_kt.add.get_slice(thread), times_v.add.get_slice(thread)
+        acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n))
+        S, half = (self.make_scores(sK, thread, acc_S, self.tile_n // parts) for parts in (1, 2))
+        times_v = sm90.Product.create(self.make_pv)
+        qk, pv = S.product.add.get_slice(thread), times_v.add.get_slice(thread)
         tSrQ = qk.make_fragment_A(qk.partition_A(sQ))  # (MMA, 1, D/16, slot)
-        tSrK = qk.make_fragment_B(qk.partition_B(sK))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
-        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
-        P = sm90.OperandA.create(acc_S, self.dtype)  # (MMA, 1, tile_n/16)
-        scores, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
+        acc_O = sm90.zeros(pv, (ROWS, self.dv))
+        P, output = sm90.OperandA.create(S.acc, self.dtype), sm90.rows_and_columns(acc_O)  # P: (MMA, 1, tile_n/16)
         softmax = OnlineSoftmax.create(scales[0])
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
@@ -280,16 +330,9 @@ class ForwardSm90:
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
 
             ring_q.wait(nth_q)
-            ring_k.wait(done)
-            turns.take()
-            warpgroup.fence()
-            times_kt.issue(acc_S, my_Q, tSrK[None, None, None, ring_k.slot(done)], accumulate=False)
-            turns.pass_on()
-            warpgroup.wait_group(0)
-            ring_k.release(done)
-            mask.apply(scores, blocks - 1)
-            softmax.step(scores, first=True, masked=True)
-            P.take(acc_S)
+            first = FirstBlock(my_Q, ring_k, done, turns, mask, blocks - 1, softmax, P)
+            seen = work.geo.num_visible((wg_tile + 1) * ROWS) - (blocks - 1) * self.tile_n
+            self.weigh_first(first, S, half, seen)
             acc_O.fill(0.0)
             if cutlass.const_expr(not self.hasty):
                 hand_back(ring_q, nth_q - self.warpgroups)
@@ -301,7 +344,7 @@ class ForwardSm90:
                     ring_k.wait(now)
                     turns.take()
                     warpgroup.fence()
-                    times_kt.issue(acc_S, my_Q, tSrK[None, None, None, ring_k.slot(now)], accumulate=False)
+                    S.issue(my_Q, ring_k.slot(now))
                     if cutlass.const_expr(self.early_rescale):
                         softmax.rescale(output)
                         warpgroup.fence()
@@ -311,11 +354,11 @@ class ForwardSm90:
                     warpgroup.wait_group(1)
                     ring_k.release(now)
                     if cutlass.const_expr(masked):
-                        mask.apply(scores, blocks - 1 - j)
-                    softmax.step(scores, first=False, masked=bool(masked))
+                        mask.apply(S.values, blocks - 1 - j)
+                    softmax.step(S.values, first=False, masked=bool(masked))
                     warpgroup.wait_group(0)
                     ring_v.release(before)
-                    P.take(acc_S)
+                    P.take(S.acc)
                     if cutlass.const_expr(not self.early_rescale):
                         softmax.rescale(output)
 
@@ -335,6 +378,17 @@ class ForwardSm90:
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def weigh_first(self, first: FirstBlock, S: Scores, half: Scores, seen: Int32):
+        """The rightmost block; rows that see no more than half of it do half of the work."""
+        if cutlass.const_expr(self.halves):
+            if cute.arch.make_warp_uniform(seen) <= self.tile_n // 2:
+                first.weigh(half)
+            else:
+                first.weigh(S)
+        else:
+            first.weigh(S)
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
@@ -382,7 +436,7 @@ def hand_back(ring_q: sm90.Ring, count: Int32):
 
 @cute.jit
 def pass_over(blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, done: Int32) -> Int32:
-    """Consumer warpgroup: let go of KV blocks that only later warpgroups see; the count of blocks done after them."""
+    """Consumer warpgroup: let go of KV blocks that only others need; the count of blocks done after them."""
     for count in cutlass.range(done, done + blocks, unroll=1):
         ring_k.wait(count)
         turns.skip()

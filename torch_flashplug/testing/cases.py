@@ -239,6 +239,7 @@ _NAMED = (
     new_case("grid_1k_d64v128_causal", (2, 16, 16), (1023, 1024), (64, 128), "causal", "dv"),
     new_case("grid_2k_d80", (1, 16, 16), (2048, 2047), (80, 80), "dv"),
     new_case("grid_2k_d80_causal_gqa4", (1, 32, 8), (2048, 2048), (64, 80), "causal", "gqa"),
+    new_case("grid_2k_d72v80_causal_gqa4", (1, 32, 8), (2048, 2048), (72, 80), "causal", "gqa"),
     new_case("grid_2k_d96_causal_gqa4", (1, 32, 8), (2048, 2048), (96, 96), "causal", "gqa"),
     new_case("grid_1k_d192v128_causal", (2, 16, 16), (1023, 1024), (192, 128), "causal", "dv"),
     new_case("grid_1k_d256_causal_gqa4", (2, 16, 4), (1023, 1024), (256, 256), "causal", "gqa"),

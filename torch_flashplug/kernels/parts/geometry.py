@@ -23,12 +23,13 @@ class Geometry:
     Sq: Int32
     Sk: Int32
 
+    def num_visible(self, end_row: Int32) -> Int32:
+        """Keys visible to some row before end_row."""
+        return cutlass.min(self.Sk, end_row) if self.mask == "causal" else self.Sk
+
     def num_blocks(self, end_row: Int32) -> Int32:
-        """KV blocks that hold a key visible to some row before end_row; at least one."""
-        stop = self.Sk
-        if self.mask == "causal":
-            stop = cutlass.min(stop, end_row)
-        return cute.ceil_div(stop, self.tile_n)
+        """KV blocks that hold one of those keys; at least one."""
+        return cute.ceil_div(self.num_visible(end_row), self.tile_n)
 
     def num_partial(self, blocks: Int32, first_row: Int32) -> Int32:
         """Those of `blocks`, counted from the right, that are masked for rows from first_row on. The first always is:

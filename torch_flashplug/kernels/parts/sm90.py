@@ -39,15 +39,17 @@ class Ring:
             cute.arch.mbarrier_init(self.full + slot, 1)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
+    @property
+    def power_of_two(self) -> bool:
+        """Bits serve for slot and phase: the hottest loop is four instructions shorter than with a signed remainder."""
+        return self.stages & (self.stages - 1) == 0
+
     def slot(self, count: Int32) -> Int32:
-        if self.stages & (self.stages - 1):
-            return count % self.stages
-        return count & (self.stages - 1)  # the hottest loop is four instructions shorter than with a signed remainder
+        return count & (self.stages - 1) if self.power_of_two else count % self.stages
 
     def phase(self, count: Int32) -> Int32:
-        if self.stages & (self.stages - 1):
-            return count // self.stages & 1
-        return (count >> (self.stages.bit_length() - 1)) & 1
+        rounds = count >> (self.stages.bit_length() - 1) if self.power_of_two else count // self.stages
+        return rounds & 1
 
     @cute.jit
     def wait_free(self, count: Int32):
@@ -250,9 +252,11 @@ class OperandA:
         return cls(pairs, fragment, {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype])
 
     def take(self, acc: cute.Tensor) -> None:
-        """Convert the whole accumulator, round to nearest even."""
+        """Convert an accumulator, round to nearest even; the columns that a narrow one lacks become 0."""
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        for i in range(cute.size(self.pairs)):
+        for i in range(cute.size(acc) // 2, cute.size(self.pairs)):
+            self.pairs[i] = Int32(0)
+        for i in range(cute.size(acc) // 2):
             self.pairs[i] = pack_pair(self.pack, flat[2 * i], flat[2 * i + 1])
 
 
