@@ -24,18 +24,18 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.backward_rows import TILE_M, WARPGROUPS, FinishBackward, PrepareBackward
+from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.mask import column_of
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
 STAGES = 2  # steps of Q and dO in flight
-ROW_BYTES = TILE_M * 4
+DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
 
 
 class Barrier(enum.IntEnum):
     """Named barriers; 0 is sync_threads."""
 
-    DS_THERE = 1  # both warpgroups have written their half of dS
+    LAST_PRODUCT = 1  # both warpgroups have multiplied with all of K
     WARPGROUP = 2  # + warpgroup
 
 
@@ -56,9 +56,11 @@ class BackwardSm90:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.dtype, self.d, self.dv, self.mask = sm90.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
-        self.tile_n = WARPGROUPS * ROWS
+        self.tile_m, self.tile_n = spec.tile_m, WARPGROUPS * ROWS
+        # dQ of a step, tile_m x D, in two pieces of 64 rows: the upper and lower rows, or the left and right columns.
+        self.piece = (ROWS, spec.d // (1 if spec.tile_m == 2 * ROWS else 2))
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(spec.dtype, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.dtype, spec.tile_m), FinishBackward(spec.dtype, spec.tile_m, spec.d)
 
     def fake_arguments(self) -> tuple:
         def operand(*shape):
@@ -90,8 +92,8 @@ class BackwardSm90:
         mdQ: cute.Tensor,  # (B, Hq, Sq, D)
         mdK: cute.Tensor,  # (B, Hkv, Sk, D)
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to TILE_M) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mScratch: cute.Tensor,  # fp32 dQ: B * Hq * blocks of TILE_M rows * TILE_M * d, in register order
+        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
+        mScratch: cute.Tensor,  # fp32 dQ: B * Hq * blocks of tile_m rows * tile_m * d, in register order
         scale_log2: Float32,
         scale: Float32,
         stream: cuda.CUstream,
@@ -109,15 +111,18 @@ class BackwardSm90:
         mQ, mK, mV, mdO, mdK, mdV = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mdO, mdK, mdV)
         )
-        layout = lambda columns, slots: hopper.make_smem_layout_a(  # noqa: E731
-            LayoutEnum.ROW_MAJOR, (ROWS, ROWS, columns), self.dtype, slots
+        layout = lambda rows, columns, slots: hopper.make_smem_layout_a(  # noqa: E731
+            LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, slots
         )
-        layouts = (layout(self.d, STAGES), layout(self.dv, STAGES), layout(self.d, 2), layout(self.dv, 2))
+        steps, keys = (self.tile_m, STAGES), (ROWS, WARPGROUPS)
+        layouts = tuple(
+            layout(rows, columns, slots) for rows, slots in (steps, keys) for columns in (self.d, self.dv)
+        )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         box_k, box_v = (ROWS, self.d), (ROWS, self.dv)
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one[0], box_k)
-        tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], box_v)
+        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one[0], (self.tile_m, self.d))
+        tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], (self.tile_m, self.dv))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one[2], box_k)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
         tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, one[2], box_k)
@@ -163,22 +168,23 @@ class BackwardSm90:
             barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
             return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
 
-        ring_q = ring(STAGES, TILE_M * self.d * element + ROW_BYTES)
-        ring_do = ring(STAGES, TILE_M * self.dv * element + ROW_BYTES)
+        ring_q = ring(STAGES, self.tile_m * (self.d * element + 4))
+        ring_do = ring(STAGES, self.tile_m * (self.dv * element + 4))
         ring_kv = ring(1, self.tile_n * (self.d + self.dv) * element)
+        ring_ds = ring(DS_SLOTS, 0)
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
-        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, ROWS, ROWS), self.dtype, 2 * WARPGROUPS)
+        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, 2 * WARPGROUPS)
         sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
-        row_layout = cute.make_layout((TILE_M, STAGES))
+        row_layout = cute.make_layout((self.tile_m, STAGES))
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
 
+        rings = (ring_q, ring_do, ring_kv, ring_ds)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                ring_q.init(4 * WARPGROUPS)
-                ring_do.init(4 * WARPGROUPS)
-                ring_kv.init(4 * WARPGROUPS)
+                for shared in rings:
+                    shared.init(4 * WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -188,7 +194,6 @@ class BackwardSm90:
         group = mQ.shape[2] // mK.shape[2]
         steps = self.steps(n_block, mQ.shape[0], mK.shape[0])
         at = (head, batch, n_block, group)
-        rings = (ring_q, ring_do, ring_kv)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -201,16 +206,16 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta)
-            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // TILE_M)
+            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // self.tile_m)
 
     def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
         """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
-        first_key, end = n_block * self.tile_n, cute.ceil_div(Sq, TILE_M)
+        first_key, end = n_block * self.tile_n, cute.ceil_div(Sq, self.tile_m)
         begin = Int32(0)
         middle = begin
         if self.mask == "causal":
-            begin = cutlass.min(first_key // TILE_M, end)
-            middle = cutlass.min((first_key + self.tile_n - 1 + TILE_M - 1) // TILE_M, end)
+            begin = cutlass.min(first_key // self.tile_m, end)
+            middle = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, self.tile_m), end)
         middle = cutlass.select_(first_key + self.tile_n > Sk, end, middle)
         return Steps(begin, middle, end)
 
@@ -219,7 +224,7 @@ class BackwardSm90:
         """Producer warp: K and V once, then Q with its LSE and dO with its delta, step by step."""
         q, do, k, v = operands
         mRows, sLse, sDelta = rows
-        ring_q, ring_do, ring_kv = rings
+        ring_q, ring_do, ring_kv, _ = rings
         head, batch, n_block, group = at
         tKsK, tKgK = k.head(head, batch).tiles((ROWS, self.d), (None, 0))
         tVsV, tVgV = v.head(head, batch).tiles((ROWS, self.dv), (None, 0))
@@ -230,9 +235,9 @@ class BackwardSm90:
         done = Int32(0)
         for g in cutlass.range(group, unroll=1):
             q_head = head * group + g
-            tQsQ, tQgQ = q.head(q_head, batch).tiles((ROWS, self.d), (None, 0))
-            tOsO, tOgO = do.head(q_head, batch).tiles((ROWS, self.dv), (None, 0))
-            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, TILE_M), (None, None))  # (1, 64, 2, blocks)
+            tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
+            tOsO, tOgO = do.head(q_head, batch).tiles((self.tile_m, self.dv), (None, 0))
+            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))  # (1, tile_m, 2, blocks)
             for step in cutlass.range(steps.begin, steps.end, unroll=1):
                 sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
                 load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
@@ -247,84 +252,102 @@ class BackwardSm90:
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         sQ, sdO, sK, sV, sdS, sLse, sDelta = buffers
-        ring_q, ring_do, ring_kv = rings
+        ring_q, ring_do, ring_kv, ring_ds = rings
         head, batch, n_block, group = at
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         key = n_block * self.tile_n + wg * ROWS + thread // sm90.WARP * 16 + lane // 4  # this thread's first
 
-        times_q = sm90.Product.create(lambda: self.make_mma(TILE_M, "rows", "rows"))
+        piece_rows, piece_columns = self.piece
+        times_q = sm90.Product.create(lambda: self.make_mma(self.tile_m, "rows", "rows"))
         times_do = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
         times_Q = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
-        half = self.d // WARPGROUPS
-        times_k = sm90.Product.create(lambda: self.make_mma(half, "rows", "columns"))
+        times_k = sm90.Product.create(lambda: self.make_mma(piece_columns, "rows", "columns"))
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (times_q, times_do, times_Q, times_k))
         tSrK = mma_s.make_fragment_A(mma_s.partition_A(sK))[None, None, None, wg]
         tSrV = mma_s.make_fragment_A(mma_s.partition_A(sV))[None, None, None, wg]
         tSrQ = mma_s.make_fragment_B(mma_s.partition_B(sQ))  # (MMA, 1, D/16, stage)
         tSrO = mma_s.make_fragment_B(mma_s.partition_B(sdO))
-        tVrO = mma_v.make_fragment_B(mma_v.partition_B(transposed(sdO)))  # (MMA, 1, 64/16, stage)
+        tVrO = mma_v.make_fragment_B(mma_v.partition_B(transposed(sdO)))  # (MMA, 1, tile_m/16, stage)
         tKrQ = mma_k.make_fragment_B(mma_k.partition_B(transposed(sQ)))
-        my_columns = cute.local_tile(transposed(sK), (half, ROWS, 2), (wg, 0, 0))
+        piece = (wg, 0) if self.tile_m == 2 * ROWS else (0, wg)
+        my_rows = cute.local_tile(sdS, (ROWS, ROWS, 2 * WARPGROUPS), (piece[0], 0, 0))
+        my_columns = cute.local_tile(transposed(sK), (piece_columns, ROWS, WARPGROUPS), (piece[1], 0, 0))
         tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, keys of a warpgroup)
-        tQrS = mma_q.make_fragment_A(mma_q.partition_A(sdS))  # (MMA, 1, 64/16, slot)
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(my_rows))  # (MMA, 1, 64/16, slot)
 
-        acc_S, acc_P = (sm90.zeros(mma_s, (ROWS, TILE_M)) for _ in range(2))
+        acc_S, acc_P = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
         acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
-        acc_dQ = sm90.zeros(mma_q, (TILE_M, half))
+        acc_dQ = cute.make_tensor(acc_P.iterator, cute.make_layout(mma_q.partition_shape_C(self.piece)))
         scores, products = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_P)
-        P, dS = sm90.OperandA.create(acc_S, self.dtype), sm90.OperandA.create(acc_S, self.dtype)
+        P = sm90.OperandA.create(acc_S, self.dtype)  # then dS, in the same registers
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         to_dS = cute.make_tiled_copy_C(matrices, times_q.add).get_slice(thread)
-        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), acc_S.layout))
+        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(P.pairs.iterator, dtype=self.dtype), acc_S.layout))
         tdS = to_dS.partition_D(transposed(sdS))  # (CPY, 1, 1, slot)
 
         done = Int32(0)
+        piece_floats = piece_rows * piece_columns
+        target = mScratch.iterator + (wg * piece_floats + thread * 4)
         ring_kv.wait(Int32(0))
         for g in cutlass.range(group, unroll=1):
             q_head = head * group + g
-            block_floats = TILE_M * self.d
             out_block = (Int64(batch) * (group * outputs[0].m.shape[2]) + q_head) * m_blocks
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                 for step in cutlass.range(begin, end, unroll=1):
-                    slot = ring_q.slot(done)
+                    slot, before = ring_q.slot(done), done - 1
                     ring_q.wait(done)
                     warpgroup.fence()
                     times_q.issue(acc_S, tSrK, tSrQ[None, None, None, slot], accumulate=False)
-                    ring_do.wait(done)
-                    times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
-                    warpgroup.wait_group(1)
+                    # dQ of the step before: by now the other warpgroup has its dS there too. (In the first step it is
+                    # of nothing, and goes nowhere.)
+                    if done > 0:
+                        ring_ds.wait_free(before + DS_SLOTS)
+                    for w in cutlass.range_constexpr(WARPGROUPS):
+                        left = tQrS[None, None, None, ring_ds.slot(before) * WARPGROUPS + w]
+                        times_k.issue(acc_dQ, left, tQrK[None, None, None, w], accumulate=w > 0)
+                    warpgroup.wait_group(2)  # scores
+                    if done > 0:
+                        ring_q.release(before)
                     if cutlass.const_expr(masked):
-                        self.hide(scores, key, step * TILE_M + lane % 4 * 2, Sk)
+                        self.hide(scores, key, step * self.tile_m + lane % 4 * 2, Sk)
                     exponentiate(scores, sLse[None, slot], lane, scales[0])
                     P.take(acc_S)
+                    warpgroup.wait_group(0)  # dQ
+                    if done > 0:
+                        add_to_global(acc_dQ, target)
+                    ring_do.wait(done)
                     warpgroup.fence()
+                    times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
                     times_do.issue(acc_dV, P.fragment, tVrO[None, None, None, slot], accumulate=True)
-                    warpgroup.wait_group(1)
+                    warpgroup.wait_group(1)  # dP
                     differentiate(scores, products, sDelta[None, slot], lane)
-                    dS.take(acc_P)
-                    ds_slot = done % 2 * WARPGROUPS
-                    cute.copy(to_dS, rdS, tdS[None, None, None, ds_slot + wg])
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.barrier(barrier_id=Barrier.DS_THERE, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
-                    warpgroup.fence()
-                    times_Q.issue(acc_dK, dS.fragment, tKrQ[None, None, None, slot], accumulate=True)
-                    for w in cutlass.range_constexpr(WARPGROUPS):
-                        left, right = tQrS[None, None, None, ds_slot + w], tQrK[None, None, None, w]
-                        times_k.issue(acc_dQ, left, right, accumulate=w > 0)
-                    warpgroup.wait_group(3)
-                    ring_do.release(done)
-                    warpgroup.wait_group(2)
-                    ring_q.release(done)
                     warpgroup.wait_group(0)
-                    start = ((out_block + step) * block_floats + wg * (TILE_M * half)) + thread * 4
-                    add_to_global(acc_dQ, mScratch.iterator + start)
+                    ring_do.release(done)
+                    P.take(acc_P)
+                    cute.copy(to_dS, rdS, tdS[None, None, None, ring_ds.slot(done) * WARPGROUPS + wg])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    ring_ds.release(done)
+                    warpgroup.fence()
+                    times_Q.issue(acc_dK, P.fragment, tKrQ[None, None, None, slot], accumulate=True)
+                    warpgroup.wait_group(0)
+                    target = mScratch.iterator + (((out_block + step) * WARPGROUPS + wg) * piece_floats + thread * 4)
                     done += 1
+        warpgroup.wait_group(0)
+        if done > 0:
+            ring_ds.wait_free(done - 1 + DS_SLOTS)
+            warpgroup.fence()
+            for w in cutlass.range_constexpr(WARPGROUPS):
+                left = tQrS[None, None, None, ring_ds.slot(done - 1) * WARPGROUPS + w]
+                times_k.issue(acc_dQ, left, tQrK[None, None, None, w], accumulate=w > 0)
+            warpgroup.wait_group(0)
+            add_to_global(acc_dQ, target)
 
         # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
-        cute.arch.barrier(barrier_id=Barrier.DS_THERE, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
+        cute.arch.barrier(barrier_id=Barrier.LAST_PRODUCT, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
         for i in cutlass.range_constexpr(cute.size(acc_dK)):
             acc_dK[i] = acc_dK[i] * scales[1]
         for acc, out, mma in ((acc_dK, outputs[0], times_Q.add), (acc_dV, outputs[1], times_do.add)):
@@ -342,8 +365,8 @@ class BackwardSm90:
         """Set scores (keys, queries) that the mask or the end of the keys hides to -inf."""
         for r in cutlass.range_constexpr(2):
             mine = key + 8 * r
-            first = mine - query if cutlass.const_expr(self.mask == "causal") else Int32(-TILE_M)
-            first = cutlass.select_(mine < Sk, first, TILE_M)  # query that sees it, counted from this thread's
+            first = mine - query if cutlass.const_expr(self.mask == "causal") else Int32(-self.tile_m)
+            first = cutlass.select_(mine < Sk, first, self.tile_m)  # query that sees it, counted from this thread's
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[r, c] = cutlass.select_(column_of(c) >= first, scores[r, c], -Float32.inf)
 

@@ -1,6 +1,6 @@
 """What surrounds the backward main kernel (bwd_sm90): row facts before it, dQ in 16 bits after it.
 
-Both work on blocks of TILE_M query rows of one head, as the main kernel steps over them.
+Both work on blocks of tile_m query rows of one head, as the main kernel steps over them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import sm90
 from .sm90 import WARP, WARPGROUP
 
 WARPGROUPS = 2  # of the main kernel
-TILE_M = 64  # query rows of one of its steps
+ROWS = 64  # of a piece of dQ, which one warpgroup of the main kernel adds to scratch at each step
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
 LOG2_E = math.log2(math.e)
@@ -25,8 +25,8 @@ LOG2_E = math.log2(math.e)
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
 
-    def __init__(self, dtype: type[cutlass.Numeric]):
-        self.dtype = dtype
+    def __init__(self, dtype: type[cutlass.Numeric], tile_m: int):
+        self.dtype, self.tile_m = dtype, tile_m
 
     @cute.jit
     def __call__(
@@ -34,13 +34,13 @@ class PrepareBackward:
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
-        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * tile_m) fp32
         mdQ: cute.Tensor,  # fp32 scratch of the main kernel, a multiple of 4 elements for every block of rows
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
         self.kernel(mO, mdO, mLSE, mRows, mdQ).launch(
-            grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
+            grid=(mRows.shape[3] // self.tile_m, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -56,8 +56,8 @@ class PrepareBackward:
             cute.autovec_copy(zeros, vector_at(mdQ.iterator + (start + i * 4), Float32, 4))
 
         Sq, Dv = mO.shape[2], mO.shape[3]
-        for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
-            row = block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
+        for part in cutlass.range_constexpr(self.tile_m * LANES // WARPGROUP):
+            row = block * self.tile_m + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < Sq:
                 for column in cutlass.range(thread % LANES * VECTOR, Dv, LANES * VECTOR, unroll=1):
@@ -74,36 +74,49 @@ class PrepareBackward:
 
 
 class FinishBackward:
-    """dQ = scale * scratch, from register order into rows."""
+    """dQ = scale * scratch, from register order into rows.
 
-    def __init__(self, dtype: str, d: int):
-        self.dtype, self.d, self.half = sm90.DTYPES[dtype], d, d // WARPGROUPS
+    Scratch holds, for each step's piece of 64 rows, eight columns at a time, what 128 threads hold of them: two columns
+    of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes in a row.
+    """
+
+    def __init__(self, dtype: str, tile_m: int, d: int):
+        self.dtype, self.tile_m = sm90.DTYPES[dtype], tile_m
         self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+        self.columns = d // (1 if tile_m == 2 * ROWS else 2)  # of a piece
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):
         B, Hq, Sq, _ = mdQ.shape
         self.kernel(mScratch, mdQ, scale).launch(
-            grid=(cute.ceil_div(Sq, TILE_M), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+            grid=(cute.ceil_div(Sq, self.tile_m), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32):
         block, head, batch = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
-        wg, thread = cute.arch.thread_idx()[0] // WARPGROUP, cute.arch.thread_idx()[0] % WARPGROUP
-        lane = thread % WARP
-        start = ((Int64(batch) * heads + head) * blocks + block) * (TILE_M * self.d) + wg * (TILE_M * self.half)
-        row = block * TILE_M + thread // WARP * 16 + lane // 4
+        chunks = self.columns // VECTOR
+        quads = WARPGROUP // 4
+        start = ((Int64(batch) * heads + head) * blocks + block) * (WARPGROUPS * ROWS * self.columns)
         Sq, D = mdQ.shape[2], mdQ.shape[3]
-        for i in cutlass.range_constexpr(self.half // 8):
-            four = vector_at(mScratch.iterator + (start + (i * WARPGROUP + thread) * 4), Float32, 4).load()
-            column = wg * self.half + i * 8 + lane % 4 * 2
+        for part in cutlass.range_constexpr(chunks * quads * WARPGROUPS // (WARPGROUPS * WARPGROUP)):
+            # Neighbouring threads take neighbouring columns, so that rows are written in whole sectors.
+            task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
+            chunk, quad, piece = task % chunks, task // chunks % quads, task // (chunks * quads)
+            at = start + ((piece * chunks + chunk) * quads + quad) * 16
+            fours = [vector_at(mScratch.iterator + (at + 4 * i), Float32, 4).load() for i in range(4)]
+            row, column = block * self.tile_m + quad // 8 * 16 + quad % 8, chunk * VECTOR
+            if cutlass.const_expr(self.tile_m == 2 * ROWS):
+                row += piece * ROWS
+            else:
+                column += piece * self.columns
             for r in cutlass.range_constexpr(2):
-                pair = sm90.pack_pair(self.pack, four[2 * r] * scale, four[2 * r + 1] * scale)
+                pairs = cute.make_rmem_tensor((4,), Int32)
+                for i in cutlass.range_constexpr(4):
+                    pairs[i] = sm90.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
                 if row + 8 * r < Sq and column < D:
-                    target = mdQ[batch, head, row + 8 * r, None].iterator + column
-                    cute.make_tensor(cute.recast_ptr(target, dtype=Int32), cute.make_layout(1))[0] = pair
+                    cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
 
 
 def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
