@@ -204,7 +204,9 @@ bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* 
   const int known = known_dims.load(std::memory_order_relaxed);
   const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
   // cuDNN's backward in torch 2.11 takes the strides of `out` for those of `grad_out`: under torch.compile, where they
-  // differ for (B, S, H, D) inputs, stock's gradients are wrong there.
+  // differ for (B, S, H, D) inputs, stock's gradients are wrong there. It also keeps its plans by the strides of q, k
+  // and v alone: where stock has built one for a grad_out in another order, the next call of those shapes is wrong,
+  // stock's or ours.
   const Owned out = with_rows(call.out), grad_out = under_strides(call.grad_out, shape_of(out.get()).stride);
   for (int dims : {4, 3}) {
     if (known != 0 && known != dims) continue;
