@@ -27,6 +27,7 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
+ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
 
@@ -91,12 +92,19 @@ class KernelSpec:
     def early_rescale(self) -> bool:
         return self.dv >= EARLY_RESCALE_DV
 
+    @property
+    def roomy(self) -> bool:
+        """bwd: registers hold K and V, and every product of a step."""
+        return self.d + self.dv <= 2 * ROOMY_D
+
     def smem_bytes(self) -> int:
-        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice. Barriers."""
+        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
+        way out. Barriers.
+        """
         if self.kind == "bwd":
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
             keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
-            return self.stages * step + keys + BARRIER_BYTES
+            return self.stages * step + keys + self.tile_m * self.d * FP32_BYTES + BARRIER_BYTES
         return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
 
     def accumulator_registers(self) -> int:

@@ -4,8 +4,9 @@ A CTA owns tile_n keys of one KV head and keeps their dK and dV in registers whi
 them, of every query head of the group. Each of its two consumer warpgroups owns 64 of the keys. Scores are computed
 transposed (keys x queries), so that P^T and dS^T are already the left operands of dV += P^T dO and dK += dS^T Q
 (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K needs the
-keys of both warpgroups: dS crosses shared memory once, each warpgroup multiplies it with half of K's columns, and the
-products are added to fp32 scratch in global memory, in the order in which registers hold them.
+keys of both warpgroups: dS crosses shared memory once, each warpgroup multiplies it with half of K's columns, one step
+later, so that neither waits for the other; the products are added to fp32 scratch in global memory, in the order in
+which registers hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.mask import column_of
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
-STAGES = 2  # steps of Q and dO in flight
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
 
 
@@ -48,6 +48,51 @@ class Steps:
     end: Int32
 
 
+@dataclass(frozen=True)
+class QueryGradient:
+    """dQ = dS K of one step: this warpgroup's columns of 64 rows, which each warp adds to global memory on its own."""
+
+    product: sm90.Product
+    left: cute.Tensor  # dS: (MMA, 1, 64/16, slot)
+    right: cute.Tensor  # K: (MMA, 1, 64/16, keys of a warpgroup)
+    ring: sm90.Ring  # of dS
+    acc: cute.Tensor
+    staging: cute.Tensor  # (floats,) of this warp in shared memory
+    scratch: cute.Pointer  # parts of that size, one for each warp of a step
+
+    @cute.jit
+    def multiply(self, nth: Int32):
+        """As soon as both warpgroups have written dS number `nth`. Before the first there is none: the result of that
+        is never sent.
+        """
+        if nth >= 0:
+            self.ring.wait_free(nth + DS_SLOTS)
+        first = self.ring.slot(nth) * WARPGROUPS
+        for w in cutlass.range_constexpr(WARPGROUPS):
+            left = self.left[None, None, None, first + w]
+            self.product.multiply(self.acc, left, self.right[None, None, None, w], accumulate=w > 0)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def send(self, part: Int64, count: Int32):
+        """Add it to a part of scratch, unless nothing has been multiplied yet (count 0)."""
+        if count > 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            quarters = cute.size(self.acc) // 4
+            mine = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
+            lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, mine)
+            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
+                floats = cute.size(self.staging)
+                target = (self.scratch + part * floats).toint()
+                cute.arch.inline_ptx(text, read_only_args=[target, self.staging.iterator.toint(), Int32(floats * 4)])
+                cute.arch.cp_async_bulk_commit_group()
+
+
 class BackwardSm90:
     """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
     they are traced.
@@ -56,11 +101,12 @@ class BackwardSm90:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.dtype, self.d, self.dv, self.mask = sm90.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
-        self.tile_m, self.tile_n = spec.tile_m, WARPGROUPS * ROWS
-        # dQ of a step, tile_m x D, in two pieces of 64 rows: the upper and lower rows, or the left and right columns.
-        self.piece = (ROWS, spec.d // (1 if spec.tile_m == 2 * ROWS else 2))
+        self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
+        self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
+        # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
+        self.roomy = spec.roomy
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype, spec.tile_m), FinishBackward(spec.dtype, spec.tile_m, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(spec.dtype, spec.d)
 
     def fake_arguments(self) -> tuple:
         def operand(*shape):
@@ -114,7 +160,7 @@ class BackwardSm90:
         layout = lambda rows, columns, slots: hopper.make_smem_layout_a(  # noqa: E731
             LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, slots
         )
-        steps, keys = (self.tile_m, STAGES), (ROWS, WARPGROUPS)
+        steps, keys = (self.tile_m, self.stages), (ROWS, WARPGROUPS)
         layouts = tuple(
             layout(rows, columns, slots) for rows, slots in (steps, keys) for columns in (self.d, self.dv)
         )
@@ -168,15 +214,16 @@ class BackwardSm90:
             barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
             return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
 
-        ring_q = ring(STAGES, self.tile_m * (self.d * element + 4))
-        ring_do = ring(STAGES, self.tile_m * (self.dv * element + 4))
+        ring_q = ring(self.stages, self.tile_m * (self.d * element + 4))
+        ring_do = ring(self.stages, self.tile_m * (self.dv * element + 4))
         ring_kv = ring(1, self.tile_n * (self.d + self.dv) * element)
         ring_ds = ring(DS_SLOTS, 0)
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
         ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, 2 * WARPGROUPS)
         sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
-        row_layout = cute.make_layout((self.tile_m, STAGES))
+        row_layout = cute.make_layout((self.tile_m, self.stages))
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+        sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 128)  # (floats, warp)
 
         rings = (ring_q, ring_do, ring_kv, ring_ds)
         if warp_idx == 0:
@@ -205,7 +252,7 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
-            buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta)
+            buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
             self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // self.tile_m)
 
     def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
@@ -251,100 +298,102 @@ class BackwardSm90:
         scales: tuple, Sk: Int32, m_blocks: Int32,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
-        sQ, sdO, sK, sV, sdS, sLse, sDelta = buffers
+        sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
         ring_q, ring_do, ring_kv, ring_ds = rings
         head, batch, n_block, group = at
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
-        lane = thread % sm90.WARP
+        warp_idx, lane = cute.arch.make_warp_uniform(tidx // sm90.WARP), thread % sm90.WARP
         key = n_block * self.tile_n + wg * ROWS + thread // sm90.WARP * 16 + lane // 4  # this thread's first
 
-        piece_rows, piece_columns = self.piece
-        times_q = sm90.Product.create(lambda: self.make_mma(self.tile_m, "rows", "rows"))
+        keys_from = "registers" if self.roomy else "rows"
+        times_q = sm90.Product.create(lambda: self.make_mma(self.tile_m, keys_from, "rows"))
         times_do = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
         times_Q = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
-        times_k = sm90.Product.create(lambda: self.make_mma(piece_columns, "rows", "columns"))
+        times_k = sm90.Product.create(lambda: self.make_mma(self.half, "rows", "columns"))
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (times_q, times_do, times_Q, times_k))
-        tSrK = mma_s.make_fragment_A(mma_s.partition_A(sK))[None, None, None, wg]
-        tSrV = mma_s.make_fragment_A(mma_s.partition_A(sV))[None, None, None, wg]
+        ring_kv.wait(Int32(0))
+        tSrK, tSrV = (self.my_keys(x[None, None, wg], times_q.add, thread) for x in (sK, sV))  # (MMA, 1, D/16)
         tSrQ = mma_s.make_fragment_B(mma_s.partition_B(sQ))  # (MMA, 1, D/16, stage)
         tSrO = mma_s.make_fragment_B(mma_s.partition_B(sdO))
         tVrO = mma_v.make_fragment_B(mma_v.partition_B(transposed(sdO)))  # (MMA, 1, tile_m/16, stage)
         tKrQ = mma_k.make_fragment_B(mma_k.partition_B(transposed(sQ)))
-        piece = (wg, 0) if self.tile_m == 2 * ROWS else (0, wg)
-        my_rows = cute.local_tile(sdS, (ROWS, ROWS, 2 * WARPGROUPS), (piece[0], 0, 0))
-        my_columns = cute.local_tile(transposed(sK), (piece_columns, ROWS, WARPGROUPS), (piece[1], 0, 0))
+        my_columns = cute.local_tile(transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, keys of a warpgroup)
-        tQrS = mma_q.make_fragment_A(mma_q.partition_A(my_rows))  # (MMA, 1, 64/16, slot)
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(sdS))  # (MMA, 1, 64/16, slot)
 
         acc_S, acc_P = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
         acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
-        acc_dQ = cute.make_tensor(acc_P.iterator, cute.make_layout(mma_q.partition_shape_C(self.piece)))
         scores, products = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_P)
-        P = sm90.OperandA.create(acc_S, self.dtype)  # then dS, in the same registers
+        P = dS = sm90.OperandA.create(acc_S, self.dtype)
+        acc_dQ = cute.make_tensor(acc_P.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        if cutlass.const_expr(self.roomy):
+            dS, acc_dQ = sm90.OperandA.create(acc_S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
+        dQ = QueryGradient(times_k, tQrS, tQrK, ring_ds, acc_dQ, sdQ[None, warp_idx], mScratch.iterator)
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         to_dS = cute.make_tiled_copy_C(matrices, times_q.add).get_slice(thread)
-        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(P.pairs.iterator, dtype=self.dtype), acc_S.layout))
+        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), acc_S.layout))
         tdS = to_dS.partition_D(transposed(sdS))  # (CPY, 1, 1, slot)
 
-        done = Int32(0)
-        piece_floats = piece_rows * piece_columns
-        target = mScratch.iterator + (wg * piece_floats + thread * 4)
-        ring_kv.wait(Int32(0))
+        done, part = Int32(0), Int64(0)
         for g in cutlass.range(group, unroll=1):
             q_head = head * group + g
             out_block = (Int64(batch) * (group * outputs[0].m.shape[2]) + q_head) * m_blocks
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                 for step in cutlass.range(begin, end, unroll=1):
-                    slot, before = ring_q.slot(done), done - 1
+                    slot = ring_q.slot(done)
                     ring_q.wait(done)
                     warpgroup.fence()
                     times_q.issue(acc_S, tSrK, tSrQ[None, None, None, slot], accumulate=False)
-                    # dQ of the step before: by now the other warpgroup has its dS there too. (In the first step it is
-                    # of nothing, and goes nowhere.)
-                    if done > 0:
-                        ring_ds.wait_free(before + DS_SLOTS)
-                    for w in cutlass.range_constexpr(WARPGROUPS):
-                        left = tQrS[None, None, None, ring_ds.slot(before) * WARPGROUPS + w]
-                        times_k.issue(acc_dQ, left, tQrK[None, None, None, w], accumulate=w > 0)
-                    warpgroup.wait_group(2)  # scores
-                    if done > 0:
-                        ring_q.release(before)
+                    if cutlass.const_expr(self.roomy):
+                        ring_do.wait(done)
+                        times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
+                        lse = row_values(sLse[None, slot], lane)
+                    dQ.multiply(done - 1)
+                    warpgroup.wait_group(2 if self.roomy else 1)  # scores
                     if cutlass.const_expr(masked):
                         self.hide(scores, key, step * self.tile_m + lane % 4 * 2, Sk)
-                    exponentiate(scores, sLse[None, slot], lane, scales[0])
+                    if cutlass.const_expr(not self.roomy):
+                        lse = row_values(sLse[None, slot], lane)
+                    exponentiate(scores, lse, scales[0])
                     P.take(acc_S)
-                    warpgroup.wait_group(0)  # dQ
-                    if done > 0:
-                        add_to_global(acc_dQ, target)
-                    ring_do.wait(done)
+                    if cutlass.const_expr(not self.roomy):  # dP takes the place of dQ
+                        warpgroup.wait_group(0)
+                        dQ.send(part, done)
+                        ring_do.wait(done)
+                        warpgroup.fence()
+                        times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
                     warpgroup.fence()
-                    times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
                     times_do.issue(acc_dV, P.fragment, tVrO[None, None, None, slot], accumulate=True)
-                    warpgroup.wait_group(1)  # dP
-                    differentiate(scores, products, sDelta[None, slot], lane)
-                    warpgroup.wait_group(0)
-                    ring_do.release(done)
-                    P.take(acc_P)
+                    if cutlass.const_expr(self.roomy):
+                        delta = row_values(sDelta[None, slot], lane)
+                    warpgroup.wait_group(2 if self.roomy else 1)  # dP
+                    if cutlass.const_expr(not self.roomy):
+                        delta = row_values(sDelta[None, slot], lane)
+                    differentiate(scores, products, delta)
+                    if cutlass.const_expr(not self.roomy):  # dS takes the place of P
+                        warpgroup.wait_group(0)
+                    dS.take(acc_P)
                     cute.copy(to_dS, rdS, tdS[None, None, None, ring_ds.slot(done) * WARPGROUPS + wg])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     ring_ds.release(done)
                     warpgroup.fence()
-                    times_Q.issue(acc_dK, P.fragment, tKrQ[None, None, None, slot], accumulate=True)
+                    times_Q.issue(acc_dK, dS.fragment, tKrQ[None, None, None, slot], accumulate=True)
+                    if cutlass.const_expr(self.roomy):
+                        warpgroup.wait_group(2)
+                        dQ.send(part, done)
                     warpgroup.wait_group(0)
-                    target = mScratch.iterator + (((out_block + step) * WARPGROUPS + wg) * piece_floats + thread * 4)
+                    ring_do.release(done)
+                    ring_q.release(done)
+                    part = (out_block + step) * (4 * WARPGROUPS) + warp_idx
                     done += 1
         warpgroup.wait_group(0)
-        if done > 0:
-            ring_ds.wait_free(done - 1 + DS_SLOTS)
-            warpgroup.fence()
-            for w in cutlass.range_constexpr(WARPGROUPS):
-                left = tQrS[None, None, None, ring_ds.slot(done - 1) * WARPGROUPS + w]
-                times_k.issue(acc_dQ, left, tQrK[None, None, None, w], accumulate=w > 0)
-            warpgroup.wait_group(0)
-            add_to_global(acc_dQ, target)
+        warpgroup.fence()
+        dQ.multiply(done - 1)
+        warpgroup.wait_group(0)
+        dQ.send(part, done)
 
         # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
         cute.arch.barrier(barrier_id=Barrier.LAST_PRODUCT, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
@@ -358,7 +407,19 @@ class BackwardSm90:
                 tXsX, tXgX = out.head(head, batch).tiles((ROWS, columns), (None, 0))
                 cute.copy(out.atom, tXsX[None, wg], tXgX[None, n_block * 2 + wg])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
+
+    def my_keys(self, s: cute.Tensor, mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
+        """A warpgroup's 64 keys as left operand of a product: in registers where there is room, which halves what is
+        read from shared memory; else where they are.
+        """
+        part = mma.get_slice(thread)
+        fragment = part.make_fragment_A(part.partition_A(s))
+        if self.roomy:
+            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
+            cute.copy(copy, copy.partition_S(s), copy.retile(fragment))
+        return fragment
 
     @cute.jit
     def hide(self, scores: cute.Tensor, key: Int32, query: Int32, Sk: Int32):
@@ -394,30 +455,25 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
         cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
 
 
+def row_values(sRow: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """The values of the queries of this thread's columns, in registers."""
+    mine = cute.make_rmem_tensor(cute.size(sRow) // 4, Float32)
+    for c in range(cute.size(mine)):
+        mine[c] = sRow[column_of(c) + lane % 4 * 2]
+    return mine
+
+
 @cute.jit
-def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, lane: Int32, scale_log2: Float32):
+def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
     """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
     for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        lse = lse_log2[column_of(c) + lane % 4 * 2]
         for r in cutlass.range_constexpr(2):
-            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse, fastmath=True)
+            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse_log2[c], fastmath=True)
 
 
 @cute.jit
-def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor, lane: Int32):
+def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
     """dS = P * (dP - delta), (keys, queries), in place of dP; the scale comes with dQ and dK."""
     for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
-        row = delta[column_of(c) + lane % 4 * 2]
         for r in cutlass.range_constexpr(2):
-            dP[r, c] = P[r, c] * (dP[r, c] - row)
-
-
-@cute.jit
-def add_to_global(acc: cute.Tensor, target: cute.Pointer):
-    """Add an accumulator to scratch: four registers of each thread of the warpgroup side by side, 2 KB per step."""
-    flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-    address = target.toint()
-    for i in cutlass.range_constexpr(cute.size(flat) // 4):
-        four = [flat[4 * i + j] for j in range(4)]
-        text = "red.global.add.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };"
-        cute.arch.inline_ptx(text, read_only_args=[address + i * (sm90.WARPGROUP * 16), *four])
+            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])

@@ -1,6 +1,6 @@
 """What surrounds the backward main kernel (bwd_sm90): row facts before it, dQ in 16 bits after it.
 
-Both work on blocks of tile_m query rows of one head, as the main kernel steps over them.
+Both work on blocks of TILE_M query rows of one head, as the main kernel steps over them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import sm90
 from .sm90 import WARP, WARPGROUP
 
 WARPGROUPS = 2  # of the main kernel
-ROWS = 64  # of a piece of dQ, which one warpgroup of the main kernel adds to scratch at each step
+TILE_M = 64  # query rows of one of its steps
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
 LOG2_E = math.log2(math.e)
@@ -25,8 +25,8 @@ LOG2_E = math.log2(math.e)
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile_m: int):
-        self.dtype, self.tile_m = dtype, tile_m
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
 
     @cute.jit
     def __call__(
@@ -34,13 +34,13 @@ class PrepareBackward:
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
-        mRows: cute.Tensor,  # (B, Hq, 2, blocks * tile_m) fp32
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mdQ: cute.Tensor,  # fp32 scratch of the main kernel, a multiple of 4 elements for every block of rows
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
         self.kernel(mO, mdO, mLSE, mRows, mdQ).launch(
-            grid=(mRows.shape[3] // self.tile_m, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
+            grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -56,8 +56,8 @@ class PrepareBackward:
             cute.autovec_copy(zeros, vector_at(mdQ.iterator + (start + i * 4), Float32, 4))
 
         Sq, Dv = mO.shape[2], mO.shape[3]
-        for part in cutlass.range_constexpr(self.tile_m * LANES // WARPGROUP):
-            row = block * self.tile_m + part * (WARPGROUP // LANES) + thread // LANES
+        for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
+            row = block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < Sq:
                 for column in cutlass.range(thread % LANES * VECTOR, Dv, LANES * VECTOR, unroll=1):
@@ -76,41 +76,36 @@ class PrepareBackward:
 class FinishBackward:
     """dQ = scale * scratch, from register order into rows.
 
-    Scratch holds, for each step's piece of 64 rows, eight columns at a time, what 128 threads hold of them: two columns
-    of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes in a row.
+    Scratch holds, for each step, warpgroup and warp, eight columns at a time, what the 32 threads hold of them: two
+    columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes in a row.
     """
 
-    def __init__(self, dtype: str, tile_m: int, d: int):
-        self.dtype, self.tile_m = sm90.DTYPES[dtype], tile_m
+    def __init__(self, dtype: str, d: int):
+        self.dtype, self.chunks = sm90.DTYPES[dtype], d // WARPGROUPS // VECTOR
         self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
-        self.columns = d // (1 if tile_m == 2 * ROWS else 2)  # of a piece
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):
         B, Hq, Sq, _ = mdQ.shape
         self.kernel(mScratch, mdQ, scale).launch(
-            grid=(cute.ceil_div(Sq, self.tile_m), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+            grid=(cute.ceil_div(Sq, TILE_M), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32):
         block, head, batch = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
-        chunks = self.columns // VECTOR
-        quads = WARPGROUP // 4
-        start = ((Int64(batch) * heads + head) * blocks + block) * (WARPGROUPS * ROWS * self.columns)
+        start = ((Int64(batch) * heads + head) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
         Sq, D = mdQ.shape[2], mdQ.shape[3]
-        for part in cutlass.range_constexpr(chunks * quads * WARPGROUPS // (WARPGROUPS * WARPGROUP)):
-            # Neighbouring threads take neighbouring columns, so that rows are written in whole sectors.
+        # A task is a quad's eight columns of two rows; neighbouring threads take neighbouring columns, so that rows are
+        # written in whole sectors.
+        for part in cutlass.range_constexpr(self.chunks // 4):
             task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
-            chunk, quad, piece = task % chunks, task // chunks % quads, task // (chunks * quads)
-            at = start + ((piece * chunks + chunk) * quads + quad) * 16
+            chunk, quad, warp = task % self.chunks, task // self.chunks % 8, task // (self.chunks * 8)  # of 8 warps
+            at = start + ((warp * self.chunks + chunk) * 8 + quad) * 16
             fours = [vector_at(mScratch.iterator + (at + 4 * i), Float32, 4).load() for i in range(4)]
-            row, column = block * self.tile_m + quad // 8 * 16 + quad % 8, chunk * VECTOR
-            if cutlass.const_expr(self.tile_m == 2 * ROWS):
-                row += piece * ROWS
-            else:
-                column += piece * self.columns
+            row = block * TILE_M + warp % 4 * 16 + quad
+            column = (warp // 4 * self.chunks + chunk) * VECTOR
             for r in cutlass.range_constexpr(2):
                 pairs = cute.make_rmem_tensor((4,), Int32)
                 for i in cutlass.range_constexpr(4):

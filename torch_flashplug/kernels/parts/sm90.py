@@ -217,10 +217,14 @@ class Product:
 
     def issue(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
         """One committed group of asynchronous wgmmas; tA (MMA, 1, K or more), tB (MMA, 1, K)."""
+        self.multiply(acc, tA, tB, accumulate)
+        warpgroup.commit_group()
+
+    def multiply(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
+        """The same, without the commit."""
         for k in range(cute.size(tB, mode=[2])):
             mma = self.add if accumulate or k > 0 else self.begin
             cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
-        warpgroup.commit_group()
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
