@@ -119,8 +119,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, "causal", 128, 80, 2, 1836),
     KernelRow("fwd", 90, 256, 256, "causal", 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, "causal", 64, 80, 2, 1280),
-    KernelRow("bwd", 90, 64, 64, "full", 64, 128, 2),
-    KernelRow("bwd", 90, 64, 64, "causal", 64, 128, 2),
+    KernelRow("bwd", 90, 64, 64, "full", 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, "causal", 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, "full", 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, "causal", 64, 128, 2),
 )

@@ -109,10 +109,11 @@ class KernelSpec:
 
     def accumulator_registers(self) -> int:
         """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
-        their gradient in fp32, probabilities in 16 bits.
+        their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
         if self.kind == "bwd":
-            return (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
+            keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
+            return keys + self.roomy * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
 
     def check(self) -> str | None:
