@@ -4,6 +4,8 @@ picture.
     --suite forward          ours and peers over head dim, mask and length; numbers are checked first
     --suite headdims         the same for head dims beside the grid's
     --suite latency          short and small calls, replayed from a CUDA graph
+    --suite backward         gradients of one forward, ours and peers over head dim, mask and length
+    --suite train            the same with the forward
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/configs.py are filled from
@@ -200,7 +202,7 @@ def _graphed(candidate: Candidate, calls: int) -> Candidate:
 
 
 def suite_forward(bench: Bench) -> None:
-    _suite_of_forwards(bench, workloads.forward_grid())
+    _suite_of_forwards(bench, workloads.grid("fwd"))
 
 
 def suite_headdims(bench: Bench) -> None:
@@ -237,6 +239,43 @@ def suite_choice(bench: Bench) -> None:
 
 def suite_grad(bench: Bench) -> None:
     _suite_against_stock(bench, grad=True)
+
+
+# FLOP of a backward and of both together, over the forward's: five and seven products where that has two.
+_GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}
+
+
+def _suite_of_gradients(bench: Bench, what: str) -> None:
+    """Gradients of the grid's calls: "bwd" alone, of one forward, or "train", both."""
+    for case in workloads.grid(what):
+        if not bench.take(case.name):
+            continue
+        inputs = make_inputs(case, bench.device, requires_grad=True)
+
+        def build(provider, inputs=inputs, case=case):
+            kept = []
+
+            def call():
+                out = kept[0] if kept else provider.attend(*inputs, **case.sdpa_kwargs())
+                if what == "bwd" and not kept:
+                    kept.append(out)
+                return torch.autograd.grad(out, tuple(inputs), inputs.grad_out, retain_graph=what == "bwd")
+
+            return call
+
+        names = [name for name in bench.providers if name not in {"math", "efficient", "fa3"}]  # slow; forward only
+        candidates, errors, refused = _try_each(bench, case, inputs, names, build)
+        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+        facts = _facts(case) | {"flop": _GRADIENT_FLOP[what] * case.flop}
+        bench.add(_row(case.name, timings, **facts, errors=errors, refused=refused))
+
+
+def suite_backward(bench: Bench) -> None:
+    _suite_of_gradients(bench, "bwd")
+
+
+def suite_train(bench: Bench) -> None:
+    _suite_of_gradients(bench, "train")
 
 
 @contextmanager
@@ -294,6 +333,8 @@ SUITES = {
     "forward": suite_forward,
     "headdims": suite_headdims,
     "latency": suite_latency,
+    "backward": suite_backward,
+    "train": suite_train,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,

@@ -142,7 +142,8 @@ def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> P
         print("no picture: matplotlib is not installed")
         return None
     matplotlib.use("Agg")
-    draws = {"forward": _plot_forward, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host}
+    grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
+    draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host}
     draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
     path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.png"
@@ -150,12 +151,17 @@ def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> P
     return path
 
 
+def _subject(document: dict[str, object]) -> str:
+    both = "forward + backward"
+    return {"backward": "backward", "train": both, "grad": both}.get(str(document["suite"]), "forward")
+
+
 def _caption(document: dict[str, object]) -> str:
     names = ("gpu", "torch", "cudnn", "date", "commit")
     return "{}, torch {}, cuDNN {}, {}, commit {}".format(*(document[name] for name in names))
 
 
-def _plot_forward(document, labels):
+def _plot_grid(document, labels):
     """Throughput over sequence length, one panel per head dim and mask."""
     import matplotlib.pyplot as plt
 
@@ -174,13 +180,14 @@ def _plot_forward(document, labels):
                 *zip(*points, strict=True), marker="o", label=labels.get(name, name), zorder=3 if bold else 2, **style
             )
         axis.set(title=f"head dim {d}, {mask} mask", xlabel="sequence length (batch x length = 16384)",
-                 ylabel="forward, TFLOP/s (higher is better)", xscale="log", ylim=(0, None))  # fmt: skip
+                 ylabel=f"{_subject(document)}, TFLOP/s (higher is better)", xscale="log", ylim=(0, None))  # fmt: skip
         axis.set_xticks([row["s"] for row in rows], [str(row["s"]) for row in rows])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(
-        "Attention forward, bf16, heads x head dim = 2048; median of interleaved rounds\n" + _caption(document)
+        f"Attention {_subject(document)}, bf16, heads x head dim = 2048; median of interleaved rounds\n"
+        + _caption(document)
     )
     figure.tight_layout()
     return figure
@@ -260,7 +267,7 @@ def _plot_ratios(document, labels):
             axis.scatter(*zip(*points, strict=True), label=f"head dim {d}, {mask}", s=25)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.axhline(0.97, color="tab:red", linestyle="--", linewidth=1, label="served from 0.97 up")
-    what = "forward + backward" if document["suite"] == "grad" else "forward"
+    what = _subject(document)
     axis.set(xscale="log", xlabel="GFLOP of the forward pass", ylabel=f"stock time / our time, {what}",
              title="Our forward, forced, against F.sdpa without the plugin\n" + _caption(document))  # fmt: skip
     axis.grid(alpha=0.3)

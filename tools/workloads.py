@@ -24,10 +24,10 @@ def _case(
     return Case(name, *heads, *seq, *dims, causal=causal, **more)
 
 
-def forward_grid(dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
+def grid(what: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
     """The grid of the project's baselines: constant work per row of lengths, BSHD storage."""
     return [
-        _case(f"fwd_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
+        _case(f"{what}_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
         for d in dims
         for mask in MASKS
         for s in LENGTHS

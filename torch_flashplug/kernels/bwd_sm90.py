@@ -49,6 +49,16 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class Rings:
+    """Between the producer warp and the consumers; `ds` between the consumers."""
+
+    q: sm90.Ring
+    do: sm90.Ring
+    kv: sm90.Ring
+    ds: sm90.Ring
+
+
+@dataclass(frozen=True)
 class QueryGradient:
     """dQ = dS K of one step: this warpgroup's columns of 64 rows, which each warp adds to global memory on its own."""
 
@@ -91,6 +101,56 @@ class QueryGradient:
                 target = (self.scratch + part * floats).toint()
                 cute.arch.inline_ptx(text, read_only_args=[target, self.staging.iterator.toint(), Int32(floats * 4)])
                 cute.arch.cp_async_bulk_commit_group()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warpgroup works with: its 64 keys, a step's queries as right operands, and its registers."""
+
+    wg: Int32
+    rings: Rings
+    products: tuple  # scores (and dP), dV, dK
+    keys: tuple  # K and V, left operands: (MMA, 1, D/16)
+    rows: tuple  # Q and dO with rows as columns of the scores: (MMA, 1, D/16, stage)
+    columns: tuple  # Q and dO, summed over their rows: (MMA, 1, tile_m/16, stage)
+    S: cute.Tensor  # S^T, then P^T
+    dP: cute.Tensor  # dP^T, then dS^T
+    dK: cute.Tensor
+    dV: cute.Tensor
+    P: sm90.OperandA
+    dS: sm90.OperandA
+    dQ: QueryGradient
+    crossing: tuple  # dS into shared memory: copy, source, target by slot
+    facts: tuple  # LSE * log2(e) and delta of a step's queries: (tile_m, stage)
+
+    def issue_S(self, slot: Int32) -> None:
+        self.products[0].issue(self.S, self.keys[0], self.rows[0][None, None, None, slot], accumulate=False)
+
+    def issue_dP(self, slot: Int32) -> None:
+        self.products[0].issue(self.dP, self.keys[1], self.rows[1][None, None, None, slot], accumulate=False)
+
+    def issue_dV(self, slot: Int32) -> None:
+        self.products[1].issue(self.dV, self.P.fragment, self.columns[1][None, None, None, slot], accumulate=True)
+
+    def issue_dK(self, slot: Int32) -> None:
+        self.products[2].issue(self.dK, self.dS.fragment, self.columns[0][None, None, None, slot], accumulate=True)
+
+    def row_values(self, which: int, slot: Int32) -> cute.Tensor:
+        """LSE (0) or delta (1) of the queries of this thread's columns, in registers."""
+        row, lane = self.facts[which][None, slot], cute.arch.lane_idx()
+        mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
+        for c in range(cute.size(mine)):
+            mine[c] = row[column_of(c) + lane % 4 * 2]
+        return mine
+
+    @cute.jit
+    def share_dS(self, count: Int32):
+        """This warpgroup's half of dS into shared memory, for both."""
+        copy, source, target = self.crossing
+        cute.copy(copy, source, target[None, None, None, self.rings.ds.slot(count) * WARPGROUPS + self.wg])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.rings.ds.release(count)
 
 
 class BackwardSm90:
@@ -219,18 +279,20 @@ class BackwardSm90:
         ring_kv = ring(1, self.tile_n * (self.d + self.dv) * element)
         ring_ds = ring(DS_SLOTS, 0)
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
-        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, 2 * WARPGROUPS)
+        ds_layout = hopper.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
+        )
         sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
         row_layout = cute.make_layout((self.tile_m, self.stages))
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 128)  # (floats, warp)
 
-        rings = (ring_q, ring_do, ring_kv, ring_ds)
+        rings = Rings(ring_q, ring_do, ring_kv, ring_ds)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for shared in rings:
+                for shared in (ring_q, ring_do, ring_kv, ring_ds):
                     shared.init(4 * WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -253,7 +315,8 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
-            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], mRows.shape[3] // self.tile_m)
+            m_blocks = mRows.shape[3] // self.tile_m
+            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], m_blocks)
 
     def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
         """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
@@ -267,73 +330,73 @@ class BackwardSm90:
         return Steps(begin, middle, end)
 
     @cute.jit
-    def load(self, operands: tuple, rows: tuple, rings: tuple, steps: Steps, at: tuple):
+    def load(self, operands: tuple, rows: tuple, rings: Rings, steps: Steps, at: tuple):
         """Producer warp: K and V once, then Q with its LSE and dO with its delta, step by step."""
         q, do, k, v = operands
         mRows, sLse, sDelta = rows
-        ring_q, ring_do, ring_kv, _ = rings
         head, batch, n_block, group = at
         tKsK, tKgK = k.head(head, batch).tiles((ROWS, self.d), (None, 0))
         tVsV, tVgV = v.head(head, batch).tiles((ROWS, self.dv), (None, 0))
-        ring_kv.acquire(Int32(0))
+        rings.kv.acquire(Int32(0))
         for w in cutlass.range_constexpr(WARPGROUPS):
-            cute.copy(k.atom, tKgK[None, n_block * 2 + w], tKsK[None, w], tma_bar_ptr=ring_kv.arrival(Int32(0)))
-            cute.copy(v.atom, tVgV[None, n_block * 2 + w], tVsV[None, w], tma_bar_ptr=ring_kv.arrival(Int32(0)))
+            cute.copy(k.atom, tKgK[None, n_block * 2 + w], tKsK[None, w], tma_bar_ptr=rings.kv.arrival(Int32(0)))
+            cute.copy(v.atom, tVgV[None, n_block * 2 + w], tVsV[None, w], tma_bar_ptr=rings.kv.arrival(Int32(0)))
         done = Int32(0)
         for g in cutlass.range(group, unroll=1):
             q_head = head * group + g
             tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
             tOsO, tOgO = do.head(q_head, batch).tiles((self.tile_m, self.dv), (None, 0))
-            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))  # (1, tile_m, 2, blocks)
+            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))
             for step in cutlass.range(steps.begin, steps.end, unroll=1):
-                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
-                load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
-                sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
-                load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
+                sm90.load_block(q.atom, tQgQ, tQsQ, rings.q, step, done)
+                load_rows(gRows[0, None, 0, step], sLse[None, rings.q.slot(done)], rings.q, done)
+                sm90.load_block(do.atom, tOgO, tOsO, rings.do, step, done)
+                load_rows(gRows[0, None, 1, step], sDelta[None, rings.do.slot(done)], rings.do, done)
                 done += 1
+
+    def hold(self, buffers: tuple, rings: Rings, scratch: cute.Pointer) -> Share:
+        """Consumer warpgroup: its operands and registers, once K and V are there."""
+        sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        keys_from = "registers" if self.roomy else "rows"
+        scores = sm90.Product.create(lambda: self.make_mma(self.tile_m, keys_from, "rows"))
+        for_dV = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
+        for_dK = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
+        for_dQ = sm90.Product.create(lambda: self.make_mma(self.half, "rows", "columns"))
+        mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
+        K, V = (self.my_keys(x[None, None, wg], scores.add, thread) for x in (sK, sV))
+        rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (sQ, sdO))
+        columns = tuple(m.make_fragment_B(m.partition_B(transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
+        S, dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
+        dK, dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
+        P = dS = sm90.OperandA.create(S, self.dtype)
+        acc_dQ = cute.make_tensor(dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        if self.roomy:
+            dS, acc_dQ = sm90.OperandA.create(S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
+        my_columns = cute.local_tile(transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
+        tQrK, tQrS = mma_q.make_fragment_B(mma_q.partition_B(my_columns)), mma_q.make_fragment_A(mma_q.partition_A(sdS))
+        staging = sdQ[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
+        dQ = QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch)
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
+        to_dS = cute.make_tiled_copy_C(matrices, scores.add).get_slice(thread)
+        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), S.layout))
+        crossing = (to_dS, rdS, to_dS.partition_D(transposed(sdS)))
+        products, facts = (scores, for_dV, for_dK), (sLse, sDelta)
+        return Share(wg, rings, products, (K, V), rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: tuple, steps: Steps, at: tuple,
+        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: Rings, steps: Steps, at: tuple,
         scales: tuple, Sk: Int32, m_blocks: Int32,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
-        sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
-        ring_q, ring_do, ring_kv, ring_ds = rings
         head, batch, n_block, group = at
-        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
-        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
-        warp_idx, lane = cute.arch.make_warp_uniform(tidx // sm90.WARP), thread % sm90.WARP
-        key = n_block * self.tile_n + wg * ROWS + thread // sm90.WARP * 16 + lane // 4  # this thread's first
-
-        keys_from = "registers" if self.roomy else "rows"
-        times_q = sm90.Product.create(lambda: self.make_mma(self.tile_m, keys_from, "rows"))
-        times_do = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
-        times_Q = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
-        times_k = sm90.Product.create(lambda: self.make_mma(self.half, "rows", "columns"))
-        mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (times_q, times_do, times_Q, times_k))
-        ring_kv.wait(Int32(0))
-        tSrK, tSrV = (self.my_keys(x[None, None, wg], times_q.add, thread) for x in (sK, sV))  # (MMA, 1, D/16)
-        tSrQ = mma_s.make_fragment_B(mma_s.partition_B(sQ))  # (MMA, 1, D/16, stage)
-        tSrO = mma_s.make_fragment_B(mma_s.partition_B(sdO))
-        tVrO = mma_v.make_fragment_B(mma_v.partition_B(transposed(sdO)))  # (MMA, 1, tile_m/16, stage)
-        tKrQ = mma_k.make_fragment_B(mma_k.partition_B(transposed(sQ)))
-        my_columns = cute.local_tile(transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
-        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, keys of a warpgroup)
-        tQrS = mma_q.make_fragment_A(mma_q.partition_A(sdS))  # (MMA, 1, 64/16, slot)
-
-        acc_S, acc_P = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
-        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
-        scores, products = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_P)
-        P = dS = sm90.OperandA.create(acc_S, self.dtype)
-        acc_dQ = cute.make_tensor(acc_P.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
-        if cutlass.const_expr(self.roomy):
-            dS, acc_dQ = sm90.OperandA.create(acc_S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
-        dQ = QueryGradient(times_k, tQrS, tQrK, ring_ds, acc_dQ, sdQ[None, warp_idx], mScratch.iterator)
-        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
-        to_dS = cute.make_tiled_copy_C(matrices, times_q.add).get_slice(thread)
-        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), acc_S.layout))
-        tdS = to_dS.partition_D(transposed(sdS))  # (CPY, 1, 1, slot)
+        rings.kv.wait(Int32(0))
+        my = self.hold(buffers, rings, mScratch.iterator)
+        wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
+        key = n_block * self.tile_n + wg * ROWS + warp_idx * 16 + lane // 4  # this thread's first
 
         done, part = Int32(0), Int64(0)
         for g in cutlass.range(group, unroll=1):
@@ -342,64 +405,26 @@ class BackwardSm90:
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                 for step in cutlass.range(begin, end, unroll=1):
-                    slot = ring_q.slot(done)
-                    ring_q.wait(done)
-                    warpgroup.fence()
-                    times_q.issue(acc_S, tSrK, tSrQ[None, None, None, slot], accumulate=False)
+                    hidden = (key, step * self.tile_m + lane % 4 * 2, Sk) if masked else None
                     if cutlass.const_expr(self.roomy):
-                        ring_do.wait(done)
-                        times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
-                        lse = row_values(sLse[None, slot], lane)
-                    dQ.multiply(done - 1)
-                    warpgroup.wait_group(2 if self.roomy else 1)  # scores
-                    if cutlass.const_expr(masked):
-                        self.hide(scores, key, step * self.tile_m + lane % 4 * 2, Sk)
-                    if cutlass.const_expr(not self.roomy):
-                        lse = row_values(sLse[None, slot], lane)
-                    exponentiate(scores, lse, scales[0])
-                    P.take(acc_S)
-                    if cutlass.const_expr(not self.roomy):  # dP takes the place of dQ
-                        warpgroup.wait_group(0)
-                        dQ.send(part, done)
-                        ring_do.wait(done)
-                        warpgroup.fence()
-                        times_q.issue(acc_P, tSrV, tSrO[None, None, None, slot], accumulate=False)
-                    warpgroup.fence()
-                    times_do.issue(acc_dV, P.fragment, tVrO[None, None, None, slot], accumulate=True)
-                    if cutlass.const_expr(self.roomy):
-                        delta = row_values(sDelta[None, slot], lane)
-                    warpgroup.wait_group(2 if self.roomy else 1)  # dP
-                    if cutlass.const_expr(not self.roomy):
-                        delta = row_values(sDelta[None, slot], lane)
-                    differentiate(scores, products, delta)
-                    if cutlass.const_expr(not self.roomy):  # dS takes the place of P
-                        warpgroup.wait_group(0)
-                    dS.take(acc_P)
-                    cute.copy(to_dS, rdS, tdS[None, None, None, ring_ds.slot(done) * WARPGROUPS + wg])
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    ring_ds.release(done)
-                    warpgroup.fence()
-                    times_Q.issue(acc_dK, dS.fragment, tKrQ[None, None, None, slot], accumulate=True)
-                    if cutlass.const_expr(self.roomy):
-                        warpgroup.wait_group(2)
-                        dQ.send(part, done)
-                    warpgroup.wait_group(0)
-                    ring_do.release(done)
-                    ring_q.release(done)
-                    part = (out_block + step) * (4 * WARPGROUPS) + warp_idx
+                        self.step_at_once(my, done, part, hidden, scales[0])
+                    else:
+                        self.step_in_turn(my, done, part, hidden, scales[0])
+                    rings.do.release(done)
+                    rings.q.release(done)
+                    part = ((out_block + step) * WARPGROUPS + wg) * 4 + warp_idx
                     done += 1
         warpgroup.wait_group(0)
         warpgroup.fence()
-        dQ.multiply(done - 1)
+        my.dQ.multiply(done - 1)
         warpgroup.wait_group(0)
-        dQ.send(part, done)
+        my.dQ.send(part, done)
 
         # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
         cute.arch.barrier(barrier_id=Barrier.LAST_PRODUCT, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
-        for i in cutlass.range_constexpr(cute.size(acc_dK)):
-            acc_dK[i] = acc_dK[i] * scales[1]
-        for acc, out, mma in ((acc_dK, outputs[0], times_Q.add), (acc_dV, outputs[1], times_do.add)):
+        for i in cutlass.range_constexpr(cute.size(my.dK)):
+            my.dK[i] = my.dK[i] * scales[1]
+        for acc, out, mma in ((my.dK, outputs[0], my.products[2].add), (my.dV, outputs[1], my.products[1].add)):
             self.put(acc, cute.slice_(out.s, (None, None, wg)), mma, thread)
         sm90.join_warpgroup(Barrier.WARPGROUP, wg)
         if cute.arch.make_warp_uniform(thread // sm90.WARP) == 0:
@@ -408,6 +433,68 @@ class BackwardSm90:
                 cute.copy(out.atom, tXsX[None, wg], tXgX[None, n_block * 2 + wg])
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
+
+    @cute.jit
+    def step_at_once(self, my: Share, done: Int32, part: Int64, hidden: tuple | None, scale_log2: Float32):
+        """One step where every product has registers of its own."""
+        slot = my.rings.q.slot(done)
+        my.rings.q.wait(done)
+        warpgroup.fence()
+        my.issue_S(slot)
+        my.rings.do.wait(done)
+        my.issue_dP(slot)
+        my.dQ.multiply(done - 1)
+        lse = my.row_values(0, slot)
+        warpgroup.wait_group(2)  # S
+        self.weigh(my, lse, hidden, scale_log2)
+        my.P.take(my.S)
+        warpgroup.fence()
+        my.issue_dV(slot)
+        delta = my.row_values(1, slot)
+        warpgroup.wait_group(2)  # dP
+        differentiate(my.S, my.dP, delta)
+        my.dS.take(my.dP)
+        my.share_dS(done)
+        warpgroup.fence()
+        my.issue_dK(slot)
+        warpgroup.wait_group(2)  # dQ
+        my.dQ.send(part, done)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def step_in_turn(self, my: Share, done: Int32, part: Int64, hidden: tuple | None, scale_log2: Float32):
+        """One step where dP takes the place of the dQ before, and dS that of P."""
+        slot = my.rings.q.slot(done)
+        my.rings.q.wait(done)
+        warpgroup.fence()
+        my.issue_S(slot)
+        my.dQ.multiply(done - 1)
+        warpgroup.wait_group(1)  # S
+        self.weigh(my, my.row_values(0, slot), hidden, scale_log2)
+        my.P.take(my.S)
+        warpgroup.wait_group(0)  # dQ
+        my.dQ.send(part, done)
+        my.rings.do.wait(done)
+        warpgroup.fence()
+        my.issue_dP(slot)
+        my.issue_dV(slot)
+        warpgroup.wait_group(1)  # dP
+        differentiate(my.S, my.dP, my.row_values(1, slot))
+        warpgroup.wait_group(0)
+        my.dS.take(my.dP)
+        my.share_dS(done)
+        warpgroup.fence()
+        my.issue_dK(slot)
+        # ptxas serialises every product where one is under way across the end of a loop.
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def weigh(self, my: Share, lse_log2: cute.Tensor, hidden: tuple | None, scale_log2: Float32):
+        """P in place of S; hidden: this thread's first key and query and the number of keys, where some are masked."""
+        scores = sm90.rows_and_columns(my.S)
+        if cutlass.const_expr(hidden is not None):
+            self.hide(scores, *hidden)
+        exponentiate(scores, lse_log2, scale_log2)
 
     def my_keys(self, s: cute.Tensor, mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
         """A warpgroup's 64 keys as left operand of a product: in registers where there is room, which halves what is
@@ -455,14 +542,6 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
         cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
 
 
-def row_values(sRow: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """The values of the queries of this thread's columns, in registers."""
-    mine = cute.make_rmem_tensor(cute.size(sRow) // 4, Float32)
-    for c in range(cute.size(mine)):
-        mine[c] = sRow[column_of(c) + lane % 4 * 2]
-    return mine
-
-
 @cute.jit
 def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
     """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
@@ -472,8 +551,9 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32
 
 
 @cute.jit
-def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor):
+def differentiate(acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
     """dS = P * (dP - delta), (keys, queries), in place of dP; the scale comes with dQ and dK."""
+    P, dP = sm90.rows_and_columns(acc_P), sm90.rows_and_columns(acc_dP)
     for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for r in cutlass.range_constexpr(2):
             dP[r, c] = P[r, c] * (dP[r, c] - delta[c])

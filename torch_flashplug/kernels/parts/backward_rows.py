@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from . import sm90
-from .sm90 import WARP, WARPGROUP
+from .sm90 import WARPGROUP
 
 WARPGROUPS = 2  # of the main kernel
 TILE_M = 64  # query rows of one of its steps
@@ -77,7 +77,7 @@ class FinishBackward:
     """dQ = scale * scratch, from register order into rows.
 
     Scratch holds, for each step, warpgroup and warp, eight columns at a time, what the 32 threads hold of them: two
-    columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes in a row.
+    columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes on end.
     """
 
     def __init__(self, dtype: str, d: int):
