@@ -17,10 +17,12 @@ namespace {
 constexpr int kHopper = 90;
 constexpr int kAmpere = 80;
 constexpr int64_t kHeadDimStep = 8;  // TMA moves rows of whole 16-byte units
-constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int kAlignBytes = 16;      // TMA base address and strides
-constexpr int kBoxColumns = 64;      // 128 bytes, the widest box that TMA swizzles
-constexpr int kSectorColumns = 16;   // 32 bytes, what L2 hands out at once
+constexpr int64_t kMaxGrid =
+    65535;                          // of a launch's second and third dim: heads and batch of the backward's row kernels
+constexpr double kEdgeBlocks = 1;   // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int kAlignBytes = 16;     // TMA base address and strides
+constexpr int kBoxColumns = 64;     // 128 bytes, the widest box that TMA swizzles
+constexpr int kSectorColumns = 16;  // 32 bytes, what L2 hands out at once
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -238,8 +240,10 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 
 int plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   Reason none;
-  if (p.deterministic || mode.backend() == Backend::kStock || fa3_unsupported(p, device, tables, &none, 1) != 0)
+  if (p.deterministic || mode.backend() == Backend::kStock || p.B > kMaxGrid || p.Hq > kMaxGrid ||
+      fa3_unsupported(p, device, tables, &none, 1) != 0) {
     return -1;
+  }
   const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
   if (row < 0 || mode.backend() != Backend::kAuto) return row;
   const KernelRow& kernel = tables.kernels[row];

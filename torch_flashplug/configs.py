@@ -147,6 +147,15 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),
     ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
+    # Our backward after any forward, both together; tiles are blocks of 128 keys. Few steps of queries do not pay for
+    # K and V, few tiles do not fill the GPU.
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1, 256, 1025, ANY, 0, 0.893, _GRAD),
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.039, _GRAD),
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.465, _GRAD),
+    ChoiceRow("bwd", 90, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 1.008, _GRAD),
+    ChoiceRow("bwd", 90, True, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.970, _GRAD),
+    ChoiceRow("bwd", 90, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 0.970, _GRAD),
+    ChoiceRow("bwd", 90, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 0.970, _GRAD),
 )
 # fmt: on
 

@@ -27,6 +27,7 @@ from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.mask import column_of
+from .parts.scheduler import TileOrder
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
@@ -233,16 +234,20 @@ class BackwardSm90:
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
         tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, one[2], box_k)
         tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, one[3], box_v)
-        heads, batch = mK.shape[2], mK.shape[3]
+        num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
+        group, element = mQ.shape[2] // mK.shape[2], self.dtype.width // 8
+        head_bytes = Int64(mQ.shape[0]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
+        section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, kv_heads)
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv),
             (mQ, mdO, mK, mV, mdK, mdV),
             mRows,
             mScratch,
             scales,
+            section,
             layouts,
         ).launch(
-            grid=(cute.ceil_div(mK.shape[0], self.tile_n), heads * batch, 1),
+            grid=(num_n_blocks * kv_heads, 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -264,6 +269,7 @@ class BackwardSm90:
         mRows: cute.Tensor,
         mScratch: cute.Tensor,
         scales: tuple,  # scale * log2(e), scale
+        section: Int32,
         layouts: tuple,  # shared memory of q, do, k, v
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -298,8 +304,10 @@ class BackwardSm90:
         cute.arch.sync_threads()
 
         mQ, mdO, mK, mV, mdK, mdV = tensors
-        n_block, kv_head, _ = cute.arch.block_idx()
-        head, batch = kv_head % mK.shape[2], kv_head // mK.shape[2]
+        causal, num_n_blocks = self.mask == "causal", cute.ceil_div(mK.shape[0], self.tile_n)
+        order = TileOrder(causal, num_n_blocks, mK.shape[2], mK.shape[2] * mK.shape[3], section)
+        n_block, head, batch = order.tile(cute.arch.block_idx()[0])
+        n_block = num_n_blocks - 1 - n_block if causal else n_block  # the first keys are seen by most queries
         group = mQ.shape[2] // mK.shape[2]
         steps = self.steps(n_block, mQ.shape[0], mK.shape[0])
         at = (head, batch, n_block, group)
@@ -443,8 +451,8 @@ class BackwardSm90:
         my.issue_S(slot)
         my.rings.do.wait(done)
         my.issue_dP(slot)
+        lse = my.row_values(0, slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
-        lse = my.row_values(0, slot)
         warpgroup.wait_group(2)  # S
         self.weigh(my, lse, hidden, scale_log2)
         my.P.take(my.S)
@@ -468,9 +476,10 @@ class BackwardSm90:
         my.rings.q.wait(done)
         warpgroup.fence()
         my.issue_S(slot)
+        lse = my.row_values(0, slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S
-        self.weigh(my, my.row_values(0, slot), hidden, scale_log2)
+        self.weigh(my, lse, hidden, scale_log2)
         my.P.take(my.S)
         warpgroup.wait_group(0)  # dQ
         my.dQ.send(part, done)

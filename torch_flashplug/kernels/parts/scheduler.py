@@ -5,6 +5,8 @@ Heads are taken in sections whose K and V fit in L2 together. Inside a section c
 its heads, so that the last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing
 beats dealing: with tiles dealt out in fixed turns, causal at 16k keys was 20 % slower than with tiles drawn
 (tools/results/LOG.md).
+
+The backward's tiles are blocks of keys, in the same sections of heads: there Q, dO and dQ are what L2 has to keep.
 """
 
 from __future__ import annotations
