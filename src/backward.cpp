@@ -1,4 +1,6 @@
 // Our gradients: scratch, outputs and one launch.
+#include <limits>
+
 #include "attention.h"
 
 namespace flashplug {
@@ -45,13 +47,14 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const ForwardCall& forward = call.forward;
   Problem problem = p;
   problem.grad = true;
-  const int row = plan_backward(problem, device, forward.mode, tables());
+  const int row = plan_backward(problem, device, forward.mode, tables()).kernel_row;
   if (row < 0) return false;
   Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
   if (kernel == nullptr) return false;
   const int64_t blocks = (p.Sq + kStepRows - 1) / kStepRows, padded = blocks * kStepRows;
   const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   const int64_t floats = p.B * p.Hq * padded * tables().kernels[row].d_max, one = 1;
+  if (floats > std::numeric_limits<int32_t>::max()) return false;  // the kernel counts them in 32 bits
   const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
   const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
   const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);

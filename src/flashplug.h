@@ -184,9 +184,13 @@ int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-// The row of our backward for gradients of a call that ours can run; -1: another backward follows (no row, slower,
-// deterministic algorithms asked for).
-int plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// Our backward for the gradients of a call, or why another one follows (kernel_row -1).
+struct BackwardPlan {
+  int kernel_row = -1;
+  int choice_row = -1;
+  Reason why;
+};
+BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string call_text(const Problem& p);

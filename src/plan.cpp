@@ -155,15 +155,18 @@ void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const T
   plan->tiles = p.B * p.Hq * ceil_div(p.Sq, tables.kernels[plan->kernel_row].tile_m);
 }
 
+Reason slower_by_row(int choice_row, const Tables& tables) {
+  if (choice_row < 0) return Reason{Why::kNoRow};
+  const ChoiceRow& row = tables.choices[choice_row];
+  return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
+}
+
 Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tables& tables, Plan* plan) {
   if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
   plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kKindFwd, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
-  if (plan->choice_row < 0) return Reason{Why::kNoRow};
-  const ChoiceRow& row = tables.choices[plan->choice_row];
-  if (!row.serve) return Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
-  return {};
+  return slower_by_row(plan->choice_row, tables);
 }
 
 }  // namespace
@@ -238,17 +241,26 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   return plan;
 }
 
-int plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  Reason none;
-  if (p.deterministic || mode.backend() == Backend::kStock || p.B > kMaxGrid || p.Hq > kMaxGrid ||
-      fa3_unsupported(p, device, tables, &none, 1) != 0) {
-    return -1;
+BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  BackwardPlan plan;
+  const bool automatic = mode.backend() == Backend::kAuto;
+  if (p.deterministic) {
+    plan.why = Reason{Why::kDeterministic};
+  } else if (mode.backend() == Backend::kStock || fa3_unsupported(p, device, tables, &plan.why, 1) != 0) {
+    if (!plan.why) plan.why = Reason{Why::kNoKernel};
+  } else {
+    const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
+    if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) {
+      plan.why = Reason{Why::kNoKernel};
+    } else if (automatic) {
+      const KernelRow& kernel = tables.kernels[row];
+      const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n);
+      plan.choice_row = p.D == p.Dv ? find_choice_row(p, kKindBwd, kHopper, kernel, tiles, tables) : -1;
+      plan.why = slower_by_row(plan.choice_row, tables);
+    }
+    if (!plan.why) plan.kernel_row = row;
   }
-  const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
-  if (row < 0 || mode.backend() != Backend::kAuto) return row;
-  const KernelRow& kernel = tables.kernels[row];
-  const int choice = find_choice_row(p, kKindBwd, kHopper, kernel, p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n), tables);
-  return choice >= 0 && tables.choices[choice].serve ? row : -1;
+  return plan;
 }
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {

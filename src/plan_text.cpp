@@ -90,10 +90,10 @@ std::string gate_text(const Gate& gate, const Problem& p, const DeviceFacts& dev
          fixed(tables.decode_occupancy) + "*" + number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
 }
 
-std::string row_text(const Plan& plan, const Tables& tables) {
-  if (plan.choice_row < 0) return "";
-  const ChoiceRow& row = tables.choices[plan.choice_row];
-  return "choice row " + number(plan.choice_row) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
+std::string row_text(int choice_row, const Tables& tables) {
+  if (choice_row < 0) return "";
+  const ChoiceRow& row = tables.choices[choice_row];
+  return "choice row " + number(choice_row) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
 }
 
 // Why a backend that was not looked at was not needed.
@@ -146,6 +146,14 @@ std::string kernel_name(const KernelRow& row, DType dtype) {
          number(row.tile_n) + "s" + number(row.stages);
 }
 
+// Which backward follows our forward.
+std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const BackwardPlan plan = plan_backward(p, device, mode, tables);
+  if (plan.kernel_row < 0) return "stock's backward; ours: " + reason_text(plan.why, p, device);
+  const std::string row = row_text(plan.choice_row, tables);
+  return kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) + (row.empty() ? "" : ", " + row);
+}
+
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
   Reason all[kMaxReasons];
@@ -174,7 +182,8 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
   add(Backend::kStock, not_needed(plan.backend, mode));
   const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan.gate, p, device, tables) : "") +
-         ", \"row\": " + quoted(row_text(plan, tables)) + "}";
+         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) + ", \"gradients\": " +
+         quoted(plan.backend == Backend::kFa3 && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
 

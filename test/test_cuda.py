@@ -204,6 +204,25 @@ def test_peak_memory_is_the_outputs(cuda_road: Road) -> None:
     assert torch.cuda.max_memory_allocated() - before <= outputs + (1 << 20)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "fa3"])
+def test_gradients_are_ours_and_need_memory_linear_in_length(cuda_road: Road, backend: str) -> None:
+    inputs = cuda_road.qkv(rows=4096, grad=True)
+    with sdpa_backend(backend):
+        out = causal(*inputs)
+        cuda_road.took()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, inputs, torch.randn_like(out))
+        torch.cuda.synchronize()
+    assert cuda_road.took() == {"ours_bwd": 1}
+    rows = out.shape[0] * out.shape[1] * out.shape[2]
+    gradients = 4 * out.numel() * out.element_size()  # of q, k, v, and the random one of out
+    scratch = 4 * rows * (out.shape[3] + 2)  # dQ in fp32, LSE and delta
+    assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + (1 << 20)
+
+
 @pytest.mark.isolated(280)
 def test_aot_inductor_package(road: Road, tmp_path) -> None:
     class Attention(torch.nn.Module):

@@ -92,6 +92,8 @@ def described(plan: dict) -> list[str]:
     lines = [wrapped(taken, "    ")]
     if plan["row"]:
         lines.append(wrapped(plan["row"], "      "))
+    if plan["gradients"]:
+        lines.append(wrapped(f"gradients: {plan['gradients']}", "      "))
     lines += [
         wrapped(f"{backend}: {plan['reasons'][backend]}", "      ")
         for backend in ("fa3",)
@@ -123,6 +125,8 @@ train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       choice row 12: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 19: 0.981 x stock (2026-11-21 H100,
+        torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
@@ -347,6 +351,8 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      gradients: stock's backward; ours: no kernel row takes D=128, Dv=128, Sq=4096; see
+        torch_flashplug/configs.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention

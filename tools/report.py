@@ -185,6 +185,8 @@ def _plot_grid(document, labels):
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
     figure.suptitle(
         f"Attention {_subject(document)}, bf16, heads x head dim = 2048; median of interleaved rounds\n"
         + _caption(document)

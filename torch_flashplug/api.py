@@ -144,6 +144,7 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
+    gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
     error: str = ""  # what the call raises, where a forced backend cannot run it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
 
@@ -151,7 +152,7 @@ class Plan:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
-        lines += [("raises", self.error)]
+        lines += [("gradients", self.gradients), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))
@@ -204,7 +205,7 @@ def explain(
     )
     mode = native.effective_mode()
     made = native.plan(described, facts, mode)
-    fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row")}
+    fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row", "gradients")}
     forced = BACKENDS[mode & _BACKEND_BITS]
     error = (
         native.forced_error(described, facts, mode) if forced in ("fa3", "fa2") and forced != made["backend"] else ""

@@ -459,13 +459,12 @@ class BackwardSm90:
         warpgroup.fence()
         my.issue_dV(slot)
         delta = my.row_values(1, slot)
-        warpgroup.wait_group(2)  # dP
+        warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
         differentiate(my.S, my.dP, delta)
         my.dS.take(my.dP)
         my.share_dS(done)
         warpgroup.fence()
         my.issue_dK(slot)
-        warpgroup.wait_group(2)  # dQ
         my.dQ.send(part, done)
         warpgroup.wait_group(0)
 
