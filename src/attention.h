@@ -2,6 +2,8 @@
 // results, stock's own kernels.
 #pragma once
 
+#include <cmath>
+
 #include "tensor_facts.h"
 #include "values.h"
 
@@ -14,6 +16,10 @@ struct ForwardCall {
   std::optional<double> scale;
   Mode mode;
 };
+
+inline double softmax_scale(const ForwardCall& call, const Problem& p) {
+  return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
+}
 
 struct ForwardResult {
   Owned out, lse, seed, offset;  // seed and offset stay empty where no dropout was drawn
@@ -52,7 +58,6 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
 // False where another backward must follow: no measured row, no kernel, deterministic algorithms asked for.
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
                   BackwardResult* result);
-double softmax_scale(const ForwardCall& call, const Problem& p);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 

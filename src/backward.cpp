@@ -7,7 +7,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kStepRows = 64;      // query rows of one step of the kernel: TILE_M of kernels/parts/backward_rows.py
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
 // grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded
@@ -51,7 +50,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   if (row < 0) return false;
   Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
   if (kernel == nullptr) return false;
-  const int64_t blocks = (p.Sq + kStepRows - 1) / kStepRows, padded = blocks * kStepRows;
+  const int64_t tile_m = tables().kernels[row].tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
   const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   const int64_t floats = p.B * p.Hq * padded * tables().kernels[row].d_max, one = 1;
   if (floats > std::numeric_limits<int32_t>::max()) return false;  // the kernel counts them in 32 bits

@@ -17,12 +17,11 @@ namespace {
 constexpr int kHopper = 90;
 constexpr int kAmpere = 80;
 constexpr int64_t kHeadDimStep = 8;  // TMA moves rows of whole 16-byte units
-constexpr int64_t kMaxGrid =
-    65535;                          // of a launch's second and third dim: heads and batch of the backward's row kernels
-constexpr double kEdgeBlocks = 1;   // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int kAlignBytes = 16;     // TMA base address and strides
-constexpr int kBoxColumns = 64;     // 128 bytes, the widest box that TMA swizzles
-constexpr int kSectorColumns = 16;  // 32 bytes, what L2 hands out at once
+constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward's row kernels' grids
+constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int kAlignBytes = 16;      // TMA base address and strides
+constexpr int kBoxColumns = 64;      // 128 bytes, the widest box that TMA swizzles
+constexpr int kSectorColumns = 16;   // 32 bytes, what L2 hands out at once
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -242,25 +241,20 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  BackwardPlan plan;
-  const bool automatic = mode.backend() == Backend::kAuto;
-  if (p.deterministic) {
-    plan.why = Reason{Why::kDeterministic};
-  } else if (mode.backend() == Backend::kStock || fa3_unsupported(p, device, tables, &plan.why, 1) != 0) {
-    if (!plan.why) plan.why = Reason{Why::kNoKernel};
-  } else {
-    const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
-    if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) {
-      plan.why = Reason{Why::kNoKernel};
-    } else if (automatic) {
-      const KernelRow& kernel = tables.kernels[row];
-      const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n);
-      plan.choice_row = p.D == p.Dv ? find_choice_row(p, kKindBwd, kHopper, kernel, tiles, tables) : -1;
-      plan.why = slower_by_row(plan.choice_row, tables);
-    }
-    if (!plan.why) plan.kernel_row = row;
-  }
-  return plan;
+  const auto refused = [](Reason why) { return BackwardPlan{-1, -1, why}; };
+  if (p.deterministic) return refused(Reason{Why::kDeterministic});
+  if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
+  Reason why;
+  if (fa3_unsupported(p, device, tables, &why, 1) != 0) return refused(why);
+  const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
+  if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
+  if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
+  if (p.D != p.Dv) return refused(Reason{Why::kNoRow});
+  const KernelRow& kernel = tables.kernels[row];
+  const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n);
+  const int choice = find_choice_row(p, kKindBwd, kHopper, kernel, tiles, tables);
+  why = slower_by_row(choice, tables);
+  return BackwardPlan{why ? -1 : row, choice, why};
 }
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {

@@ -11,7 +11,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 
-#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -288,10 +287,6 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 }
 
 }  // namespace
-
-double softmax_scale(const ForwardCall& call, const Problem& p) {
-  return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
-}
 
 void register_ops(const char* dispatch_key, bool own_ops) {
   auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, __FILE__, __LINE__);

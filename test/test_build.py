@@ -98,6 +98,7 @@ def test_pack_exports_the_table_and_nothing_else(report):
         ({"stages": 4}, "232448"),
         ({"tile_m": 192, "d": 64}, "160"),
         ({"d": 72}, "(72, 128)"),
+        ({"kind": "bwd"}, "(64, 128)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )

@@ -27,6 +27,7 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
+BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
@@ -120,6 +121,8 @@ class KernelSpec:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
         if self._cta_rows % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
+        if self.kind == "bwd" and (self.tile_m, self.tile_n) != BACKWARD_TILE:
+            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward has {BACKWARD_TILE}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):

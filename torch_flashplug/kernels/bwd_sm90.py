@@ -12,6 +12,7 @@ which registers hold them.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -26,7 +27,8 @@ from cutlass.tensor_utils import LayoutEnum
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
-from .parts.mask import column_of
+from .parts.geometry import Geometry, Steps
+from .parts.mask import TransposedMask, column_of
 from .parts.scheduler import TileOrder
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
@@ -38,15 +40,6 @@ class Barrier(enum.IntEnum):
 
     LAST_PRODUCT = 1  # both warpgroups have multiplied with all of K
     WARPGROUP = 2  # + warpgroup
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The query blocks that a KV block must see: from `begin` on, masked up to `middle`, whole up to `end`."""
-
-    begin: Int32
-    middle: Int32
-    end: Int32
 
 
 @dataclass(frozen=True)
@@ -167,13 +160,10 @@ class BackwardSm90:
         # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
         self.roomy = spec.roomy
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(spec.dtype, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(self.dtype, spec.d)
 
     def fake_arguments(self) -> tuple:
-        def operand(*shape):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            return cute.runtime.make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
+        operand = functools.partial(sm90.fake_operand, self.dtype)
         B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
         D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
@@ -275,15 +265,12 @@ class BackwardSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         element = self.dtype.width // 8
         smem = cutlass.memory.SmemAllocator()
-
-        def ring(stages: int, slot_bytes: int) -> sm90.Ring:
-            barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
-            return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
-
-        ring_q = ring(self.stages, self.tile_m * (self.d * element + 4))
-        ring_do = ring(self.stages, self.tile_m * (self.dv * element + 4))
-        ring_kv = ring(1, self.tile_n * (self.d + self.dv) * element)
-        ring_ds = ring(DS_SLOTS, 0)
+        rings = Rings(
+            sm90.Ring.create(smem, self.stages, self.tile_m * (self.d * element + 4)),
+            sm90.Ring.create(smem, self.stages, self.tile_m * (self.dv * element + 4)),
+            sm90.Ring.create(smem, 1, self.tile_n * (self.d + self.dv) * element),
+            sm90.Ring.create(smem, DS_SLOTS, 0),
+        )
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
         ds_layout = hopper.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
@@ -293,12 +280,11 @@ class BackwardSm90:
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 128)  # (floats, warp)
 
-        rings = Rings(ring_q, ring_do, ring_kv, ring_ds)
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for shared in (ring_q, ring_do, ring_kv, ring_ds):
+                for shared in (rings.q, rings.do, rings.kv, rings.ds):
                     shared.init(4 * WARPGROUPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -309,7 +295,8 @@ class BackwardSm90:
         n_block, head, batch = order.tile(cute.arch.block_idx()[0])
         n_block = num_n_blocks - 1 - n_block if causal else n_block  # the first keys are seen by most queries
         group = mQ.shape[2] // mK.shape[2]
-        steps = self.steps(n_block, mQ.shape[0], mK.shape[0])
+        geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
+        steps = geo.steps(n_block, self.tile_m)
         at = (head, batch, n_block, group)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -324,18 +311,7 @@ class BackwardSm90:
             outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
             m_blocks = mRows.shape[3] // self.tile_m
-            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, mK.shape[0], m_blocks)
-
-    def steps(self, n_block: Int32, Sq: Int32, Sk: Int32) -> Steps:
-        """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
-        first_key, end = n_block * self.tile_n, cute.ceil_div(Sq, self.tile_m)
-        begin = Int32(0)
-        middle = begin
-        if self.mask == "causal":
-            begin = cutlass.min(first_key // self.tile_m, end)
-            middle = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, self.tile_m), end)
-        middle = cutlass.select_(first_key + self.tile_n > Sk, end, middle)
-        return Steps(begin, middle, end)
+            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, geo, m_blocks)
 
     @cute.jit
     def load(self, operands: tuple, rows: tuple, rings: Rings, steps: Steps, at: tuple):
@@ -396,7 +372,7 @@ class BackwardSm90:
     @cute.jit
     def consume(
         self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: Rings, steps: Steps, at: tuple,
-        scales: tuple, Sk: Int32, m_blocks: Int32,
+        scales: tuple, geo: Geometry, m_blocks: Int32,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         head, batch, n_block, group = at
@@ -404,7 +380,8 @@ class BackwardSm90:
         my = self.hold(buffers, rings, mScratch.iterator)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        key = n_block * self.tile_n + wg * ROWS + warp_idx * 16 + lane // 4  # this thread's first
+        key = n_block * self.tile_n + wg * ROWS + warp_idx * 16 + lane // 4
+        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2)
 
         done, part = Int32(0), Int64(0)
         for g in cutlass.range(group, unroll=1):
@@ -413,7 +390,7 @@ class BackwardSm90:
             for masked in cutlass.range_constexpr(1, -1, -1):
                 begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                 for step in cutlass.range(begin, end, unroll=1):
-                    hidden = (key, step * self.tile_m + lane % 4 * 2, Sk) if masked else None
+                    hidden = (mask, step) if masked else None
                     if cutlass.const_expr(self.roomy):
                         self.step_at_once(my, done, part, hidden, scales[0])
                     else:
@@ -498,10 +475,11 @@ class BackwardSm90:
 
     @cute.jit
     def weigh(self, my: Share, lse_log2: cute.Tensor, hidden: tuple | None, scale_log2: Float32):
-        """P in place of S; hidden: this thread's first key and query and the number of keys, where some are masked."""
+        """P in place of S; hidden: mask and number of this step, where some are hidden."""
         scores = sm90.rows_and_columns(my.S)
         if cutlass.const_expr(hidden is not None):
-            self.hide(scores, *hidden)
+            mask, step = hidden
+            mask.apply(scores, step)
         exponentiate(scores, lse_log2, scale_log2)
 
     def my_keys(self, s: cute.Tensor, mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
@@ -515,16 +493,6 @@ class BackwardSm90:
             copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
             cute.copy(copy, copy.partition_S(s), copy.retile(fragment))
         return fragment
-
-    @cute.jit
-    def hide(self, scores: cute.Tensor, key: Int32, query: Int32, Sk: Int32):
-        """Set scores (keys, queries) that the mask or the end of the keys hides to -inf."""
-        for r in cutlass.range_constexpr(2):
-            mine = key + 8 * r
-            first = mine - query if cutlass.const_expr(self.mask == "causal") else Int32(-self.tile_m)
-            first = cutlass.select_(mine < Sk, first, self.tile_m)  # query that sees it, counted from this thread's
-            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                scores[r, c] = cutlass.select_(column_of(c) >= first, scores[r, c], -Float32.inf)
 
     @cute.jit
     def put(self, acc: cute.Tensor, sX: cute.Tensor, mma: cute.TiledMma, thread: Int32):

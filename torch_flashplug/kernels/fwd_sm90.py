@@ -10,6 +10,7 @@ work under it.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -112,14 +113,8 @@ class ForwardSm90:
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
     def fake_arguments(self) -> tuple:
-        """Arguments for cute.compile: sizes symbolic, strides 64-bit (tensors may pass 2^31 elements), rows 16-byte
-        aligned.
-        """
-
-        def operand(*shape):
-            strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-            return cute.runtime.make_fake_tensor(self.dtype, shape, strides, assumed_align=16)
-
+        """Arguments for cute.compile, sizes symbolic."""
+        operand = functools.partial(sm90.fake_operand, self.dtype)
         B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
         D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
         lse = cute.runtime.make_fake_tensor(
@@ -213,17 +208,13 @@ class ForwardSm90:
         element = self.dtype.width // 8
         smem = cutlass.memory.SmemAllocator()
 
-        def ring(stages: int, slot_bytes: int) -> sm90.Ring:
-            barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
-            return sm90.Ring(barriers, barriers + stages, stages, slot_bytes)
-
         def buffer(layout: cute.ComposedLayout) -> cute.Tensor:
             return smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
 
-        ring_q = ring(self.q_slots, ROWS * self.q_columns * element)
-        ring_k = ring(self.stages, self.tile_n * self.d * element)
-        ring_v = ring(self.stages, self.tile_n * self.dv * element)
-        ring_mail = ring(sm90.MAIL_SLOTS, 0)
+        ring_q = sm90.Ring.create(smem, self.q_slots, ROWS * self.q_columns * element)
+        ring_k = sm90.Ring.create(smem, self.stages, self.tile_n * self.d * element)
+        ring_v = sm90.Ring.create(smem, self.stages, self.tile_n * self.dv * element)
+        ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
         mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
         # (64, D, q_slot), (tile_n, D, slot), (Dv, tile_n, slot)
         sQ, sK, sVt = (buffer(layout) for layout in layouts)

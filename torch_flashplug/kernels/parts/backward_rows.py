@@ -12,11 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP
 from . import sm90
 from .sm90 import WARPGROUP
 
-WARPGROUPS = 2  # of the main kernel
-TILE_M = 64  # query rows of one of its steps
+TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
+WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
 LOG2_E = math.log2(math.e)
@@ -80,9 +81,8 @@ class FinishBackward:
     columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes on end.
     """
 
-    def __init__(self, dtype: str, d: int):
-        self.dtype, self.chunks = sm90.DTYPES[dtype], d // WARPGROUPS // VECTOR
-        self.pack = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    def __init__(self, dtype: type[cutlass.Numeric], d: int):
+        self.pack, self.chunks = sm90.PACKS[dtype], d // WARPGROUPS // VECTOR
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):

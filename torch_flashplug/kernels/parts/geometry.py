@@ -13,6 +13,15 @@ from cutlass import Int32
 
 
 @dataclass(frozen=True)
+class Steps:
+    """The query blocks that a KV block must see: from `begin` on, masked up to `middle`, whole up to `end`."""
+
+    begin: Int32
+    middle: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Sizes of one problem as query rows see it. KV blocks are visited from the right: the partial ones first, then the
     full ones.
@@ -39,3 +48,13 @@ class Geometry:
             return Int32(1)
         full = cutlass.min(self.Sk, first_row + 1) // self.tile_n  # every key visible to every row
         return cutlass.max(blocks - full, 1)
+
+    def steps(self, n_block: Int32, tile_m: int) -> Steps:
+        """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
+        first_key, end = n_block * self.tile_n, cute.ceil_div(self.Sq, tile_m)
+        begin = middle = Int32(0)
+        if self.mask == "causal":
+            begin = cutlass.min(first_key // tile_m, end)
+            middle = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, tile_m), end)
+        middle = cutlass.select_(first_key + self.tile_n > self.Sk, end, middle)
+        return Steps(begin, middle, end)

@@ -34,6 +34,30 @@ class Mask:
                 acc_S[r, c] = cutlass.select_(column_of(c) < limit, acc_S[r, c], -Float32.inf)
 
 
+@dataclass(frozen=True)
+class TransposedMask:
+    """The same for scores as the backward has them, (keys, queries). `key` is this thread's first key, `query` its
+    first query inside a block of tile_m.
+    """
+
+    geo: Geometry
+    tile_m: int
+    key: Int32
+    query: Int32
+
+    @cute.jit
+    def apply(self, acc_S: cute.Tensor, m_block: Int32):
+        """acc_S: (keys, queries) view of a warpgroup's scores; queries are numbered by `column_of`."""
+        query = m_block * self.tile_m + self.query
+        for r in cutlass.range_constexpr(cute.size(acc_S, mode=[0])):
+            key = self.key + 8 * r
+            # The first query that sees this key, counted from this thread's; tile_m: none of the block.
+            first = key - query if cutlass.const_expr(self.geo.mask == "causal") else Int32(-self.tile_m)
+            first = cutlass.select_(key < self.geo.Sk, first, self.tile_m)
+            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
+                acc_S[r, c] = cutlass.select_(column_of(c) >= first, acc_S[r, c], -Float32.inf)
+
+
 def column_of(c: int) -> int:
     """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight
     columns.

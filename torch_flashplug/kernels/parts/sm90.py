@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 WARP = 32
 WARPGROUP = 128
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
@@ -32,6 +34,11 @@ class Ring:
     empty: cute.Pointer
     stages: int
     slot_bytes: int
+
+    @classmethod
+    def create(cls, smem: cutlass.memory.SmemAllocator, stages: int, slot_bytes: int) -> Ring:
+        barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
+        return cls(barriers, barriers + stages, stages, slot_bytes)
 
     def init(self, consumer_warps: int):
         """One thread, before anybody waits."""
@@ -77,6 +84,12 @@ class Ring:
         """Consumer warp: its wgmmas that read this block have been waited for."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(count))
+
+
+def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
+    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
 
 @dataclass(frozen=True)
@@ -245,7 +258,7 @@ class OperandA:
 
     pairs: cute.Tensor  # (K/4,) Int32
     fragment: cute.Tensor  # (8, 1, K/16), the same registers as wgmma sees them
-    pack: str  # "bf16x2" or "f16x2"
+    pack: str  # one of PACKS
 
     @classmethod
     def create(cls, acc: cute.Tensor, dtype) -> OperandA:
@@ -253,7 +266,7 @@ class OperandA:
         pairs = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
         layout = cute.make_layout(((2, 2, 2), 1, cute.size(acc) // 8), stride=((1, 2, 4), 0, 8))
         fragment = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=dtype), layout)
-        return cls(pairs, fragment, {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype])
+        return cls(pairs, fragment, PACKS[dtype])
 
     def take(self, acc: cute.Tensor) -> None:
         """Convert an accumulator, round to nearest even; the columns that a narrow one lacks become 0."""
@@ -272,6 +285,6 @@ def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
 
 
 def pack_pair(kind: str, low: Float32, high: Float32) -> Int32:
-    """Two numbers in 16 bits, round to nearest even; kind: "bf16x2" or "f16x2"."""
+    """Two numbers in 16 bits, round to nearest even; kind: one of PACKS."""
     text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
