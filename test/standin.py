@@ -21,8 +21,8 @@ from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import ANY, ChoiceRow
 
 SERVE_ALL = tuple(
-    ChoiceRow("fwd", 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
-    for grad in (False, True)
+    ChoiceRow(kind, 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
+    for kind, grad in (("fwd", False), ("fwd", True), ("bwd", True))
     for mask in ("full", "causal")
 )
 OPEN_GATE = 0.0  # share of the SMs that decode tiles must fill
