@@ -1,7 +1,8 @@
 """Attention backward for Hopper: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
 
-A CTA owns tile_n keys of one KV head and keeps their dK and dV in registers while it walks over the query rows that see
-them, of every query head of the group. Each of its two consumer warpgroups owns 64 of the keys. Scores are computed
+A CTA stays on its SM and draws blocks of tile_n keys of one KV head until none is left. It keeps their dK and dV in
+registers while it walks over the query rows that see them, of every query head of the group. Each of its two consumer
+warpgroups owns 64 of the keys. Scores are computed
 transposed (keys x queries), so that P^T and dS^T are already the left operands of dV += P^T dO and dK += dS^T Q
 (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K needs the
 keys of both warpgroups: dS crosses shared memory once, each warpgroup multiplies it with half of K's columns, one step
@@ -11,7 +12,6 @@ which registers hold them.
 
 from __future__ import annotations
 
-import enum
 import functools
 from dataclasses import dataclass
 
@@ -32,24 +32,40 @@ from .parts.mask import TransposedMask, column_of
 from .parts.scheduler import TileOrder
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
+SLAB = 16  # keys of one warp
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
-
-
-class Barrier(enum.IntEnum):
-    """Named barriers; 0 is sync_threads."""
-
-    LAST_PRODUCT = 1  # both warpgroups have multiplied with all of K
-    WARPGROUP = 2  # + warpgroup
 
 
 @dataclass(frozen=True)
 class Rings:
-    """Between the producer warp and the consumers; `ds` between the consumers."""
+    """Between the producer warps and the consumers; `ds` between the consumers."""
 
     q: sm90.Ring
     do: sm90.Ring
-    kv: sm90.Ring
+    k: sm90.Ring
+    v: sm90.Ring
     ds: sm90.Ring
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every role follows: the rings between them, the tiles to do, and the steps of each."""
+
+    rings: Rings
+    queue: sm90.TileQueue
+    order: TileOrder
+    geo: Geometry
+    group: Int32  # query heads of a KV head
+    tile_m: int
+
+    def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
+        """(n_block, KV head, batch) of a launch-order number."""
+        n_block, head, batch = self.order.tile(number)
+        # Longest first: the first keys are seen by most queries.
+        return self.order.num_m_blocks - 1 - n_block if self.order.longest_first else n_block, head, batch
+
+    def steps(self, n_block: Int32) -> Steps:
+        return self.geo.steps(n_block, self.tile_m)
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class QueryGradient:
 
     @cute.jit
     def send(self, part: Int64, count: Int32):
-        """Add it to a part of scratch, unless nothing has been multiplied yet (count 0)."""
+        """Add it to a part of scratch, unless nothing of this tile has been multiplied yet (count 0)."""
         if count > 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
@@ -105,6 +121,7 @@ class Share:
     rings: Rings
     products: tuple  # scores (and dP), dV, dK
     keys: tuple  # K and V, left operands: (MMA, 1, D/16)
+    fetches: tuple  # copies of them into registers, where there is room: (copy, source, target)
     rows: tuple  # Q and dO with rows as columns of the scores: (MMA, 1, D/16, stage)
     columns: tuple  # Q and dO, summed over their rows: (MMA, 1, tile_m/16, stage)
     S: cute.Tensor  # S^T, then P^T
@@ -116,6 +133,10 @@ class Share:
     dQ: QueryGradient
     crossing: tuple  # dS into shared memory: copy, source, target by slot
     facts: tuple  # LSE * log2(e) and delta of a step's queries: (tile_m, stage)
+
+    def fetch_keys(self) -> None:
+        for copy, source, target in self.fetches:
+            cute.copy(copy, source, target)
 
     def issue_S(self, slot: Int32) -> None:
         self.products[0].issue(self.S, self.keys[0], self.rows[0][None, None, None, slot], accumulate=False)
@@ -170,12 +191,14 @@ class BackwardSm90:
         fp32 = cute.runtime.make_fake_tensor
         lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
         rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        counter = fp32(Int32, (1,), (1,), assumed_align=4)
         scratch = fp32(Float32, (size,), (1,), assumed_align=16)
         q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
         out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
         gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
         scales = (Float32(1.0), Float32(1.0))
-        return (q, k, v, out, grad, lse, *gradients, rows, scratch, *scales, cute.runtime.make_fake_stream())
+        tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
+        return (*tensors, *scales, counter, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
@@ -193,16 +216,18 @@ class BackwardSm90:
         mScratch: cute.Tensor,  # fp32 dQ: B * Hq * blocks of tile_m rows * tile_m * d, in register order
         scale_log2: Float32,
         scale: Float32,
+        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
+        num_ctas: Int32,  # CTAs that the device runs at once
         stream: cuda.CUstream,
     ):
         self.prepare(mO, mdO, mLSE, mRows, mScratch, stream)
-        self.step_over_keys(mQ, mK, mV, mdO, mdK, mdV, mRows, mScratch, (scale_log2, scale), stream)
+        self.step_over_keys(mQ, mK, mV, mdO, mdK, mdV, mRows, mScratch, (scale_log2, scale), (mCounter, num_ctas), stream)
         self.finish(mScratch, mdQ, scale, stream)
 
     @cute.jit
     def step_over_keys(
         self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
-        mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, stream: cuda.CUstream,
+        mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, draws: tuple, stream: cuda.CUstream,
     ):  # fmt: skip
         # Rows and columns first, as tiles want them.
         mQ, mK, mV, mdO, mdK, mdV = (
@@ -222,8 +247,8 @@ class BackwardSm90:
         tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], (self.tile_m, self.dv))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one[2], box_k)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
-        tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, one[2], box_k)
-        tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, one[3], box_v)
+        tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, self.output_layout(SLAB, self.d), (SLAB, self.d))
+        tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, self.output_layout(SLAB, self.dv), (SLAB, self.dv))
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
         group, element = mQ.shape[2] // mK.shape[2], self.dtype.width // 8
         head_bytes = Int64(mQ.shape[0]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
@@ -234,14 +259,20 @@ class BackwardSm90:
             mRows,
             mScratch,
             scales,
+            draws[0],
             section,
             layouts,
         ).launch(
-            grid=(num_n_blocks * kv_heads, 1, 1),
+            grid=(cutlass.min(num_n_blocks * kv_heads, draws[1]), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def output_layout(self, rows: int, columns: int) -> cute.ComposedLayout:
+        """dK or dV in shared memory: each warp's 16 rows are contiguous, so that a warp stores them on its own."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, columns), order=(1, 0))
 
     def make_mma(self, columns: int, left: str, right: str) -> cute.TiledMma:
         """64 x columns, operands from "rows" (K-major in shared memory), "columns" (MN-major) or "registers"."""
@@ -259,6 +290,7 @@ class BackwardSm90:
         mRows: cute.Tensor,
         mScratch: cute.Tensor,
         scales: tuple,  # scale * log2(e), scale
+        mCounter: cute.Tensor,
         section: Int32,
         layouts: tuple,  # shared memory of q, do, k, v
     ):
@@ -268,9 +300,12 @@ class BackwardSm90:
         rings = Rings(
             sm90.Ring.create(smem, self.stages, self.tile_m * (self.d * element + 4)),
             sm90.Ring.create(smem, self.stages, self.tile_m * (self.dv * element + 4)),
-            sm90.Ring.create(smem, 1, self.tile_n * (self.d + self.dv) * element),
+            sm90.Ring.create(smem, 1, self.tile_n * self.d * element),
+            sm90.Ring.create(smem, 1, self.tile_n * self.dv * element),
             sm90.Ring.create(smem, DS_SLOTS, 0),
         )
+        ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
+        mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
         ds_layout = hopper.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
@@ -278,65 +313,74 @@ class BackwardSm90:
         sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
         row_layout = cute.make_layout((self.tile_m, self.stages))
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
-        sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 128)  # (floats, warp)
+        sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)  # (floats, warp)
 
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for shared in (rings.q, rings.do, rings.kv, rings.ds):
+                for shared in (rings.q, rings.do, rings.k, rings.v, rings.ds):
                     shared.init(4 * WARPGROUPS)
+                ring_mail.init(4 * WARPGROUPS + 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         mQ, mdO, mK, mV, mdK, mdV = tensors
-        causal, num_n_blocks = self.mask == "causal", cute.ceil_div(mK.shape[0], self.tile_n)
-        order = TileOrder(causal, num_n_blocks, mK.shape[2], mK.shape[2] * mK.shape[3], section)
-        n_block, head, batch = order.tile(cute.arch.block_idx()[0])
-        n_block = num_n_blocks - 1 - n_block if causal else n_block  # the first keys are seen by most queries
-        group = mQ.shape[2] // mK.shape[2]
+        num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
+        order = TileOrder(self.mask == "causal", num_n_blocks, mK.shape[2], kv_heads, section)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
-        steps = geo.steps(n_block, self.tile_m)
-        at = (head, batch, n_block, group)
+        work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                operands = tuple(
-                    sm90.Operand(atom, m, s)
-                    for atom, m, s in zip(atoms, (mQ, mdO, mK, mV), (sQ, sdO, sK, sV), strict=False)
-                )
-                self.load(operands, (mRows, sLse, sDelta), rings, steps, at)
+                q, do = sm90.Operand(atoms[0], mQ, sQ), sm90.Operand(atoms[1], mdO, sdO)
+                self.load_queries(q, do, (mRows, sLse, sDelta), work)
+            elif warp_idx == 1:
+                self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            outputs = (sm90.Operand(atoms[4], mdK, sK), sm90.Operand(atoms[5], mdV, sV))
+            outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
-            m_blocks = mRows.shape[3] // self.tile_m
-            self.consume(buffers, outputs, mScratch, rings, steps, at, scales, geo, m_blocks)
+            self.consume(buffers, outputs, mScratch, work, scales, mRows.shape[3] // self.tile_m)
 
     @cute.jit
-    def load(self, operands: tuple, rows: tuple, rings: Rings, steps: Steps, at: tuple):
-        """Producer warp: K and V once, then Q with its LSE and dO with its delta, step by step."""
-        q, do, k, v = operands
+    def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work):
+        """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
         mRows, sLse, sDelta = rows
-        head, batch, n_block, group = at
-        tKsK, tKgK = k.head(head, batch).tiles((ROWS, self.d), (None, 0))
-        tVsV, tVgV = v.head(head, batch).tiles((ROWS, self.dv), (None, 0))
-        rings.kv.acquire(Int32(0))
-        for w in cutlass.range_constexpr(WARPGROUPS):
-            cute.copy(k.atom, tKgK[None, n_block * 2 + w], tKsK[None, w], tma_bar_ptr=rings.kv.arrival(Int32(0)))
-            cute.copy(v.atom, tVgV[None, n_block * 2 + w], tVsV[None, w], tma_bar_ptr=rings.kv.arrival(Int32(0)))
-        done = Int32(0)
-        for g in cutlass.range(group, unroll=1):
-            q_head = head * group + g
-            tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
-            tOsO, tOgO = do.head(q_head, batch).tiles((self.tile_m, self.dv), (None, 0))
-            gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))
-            for step in cutlass.range(steps.begin, steps.end, unroll=1):
-                sm90.load_block(q.atom, tQgQ, tQsQ, rings.q, step, done)
-                load_rows(gRows[0, None, 0, step], sLse[None, rings.q.slot(done)], rings.q, done)
-                sm90.load_block(do.atom, tOgO, tOsO, rings.do, step, done)
-                load_rows(gRows[0, None, 1, step], sDelta[None, rings.do.slot(done)], rings.do, done)
-                done += 1
+        ring_q, ring_do = work.rings.q, work.rings.do
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.order.total:
+            n_block, head, batch = work.tile(number)
+            steps = work.steps(n_block)
+            for g in cutlass.range(work.group, unroll=1):
+                q_head = head * work.group + g
+                tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
+                tOsO, tOgO = do.head(q_head, batch).tiles((self.tile_m, self.dv), (None, 0))
+                gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))
+                for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                    sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
+                    load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
+                    sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
+                    load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
+                    done += 1
+            number = work.queue.post(nth, work.queue.draw())
+            nth += 1
+
+    @cute.jit
+    def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
+        """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
+        nth, number = Int32(0), cute.arch.block_idx()[0]
+        while number < work.order.total:
+            n_block, head, batch = work.tile(number)
+            for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
+                tXsX, tXgX = x.head(head, batch).tiles((ROWS, columns), (None, 0))
+                ring.acquire(nth)
+                for w in cutlass.range_constexpr(WARPGROUPS):
+                    block = n_block * WARPGROUPS + w
+                    cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
+            number = work.queue.take(nth)
+            nth += 1
 
     def hold(self, buffers: tuple, rings: Rings, scratch: cute.Pointer) -> Share:
         """Consumer warpgroup: its operands and registers, once K and V are there."""
@@ -349,7 +393,7 @@ class BackwardSm90:
         for_dK = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
         for_dQ = sm90.Product.create(lambda: self.make_mma(self.half, "rows", "columns"))
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
-        K, V = (self.my_keys(x[None, None, wg], scores.add, thread) for x in (sK, sV))
+        (K, V), fetches = self.my_keys((sK[None, None, wg], sV[None, None, wg]), scores.add, thread)
         rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (sQ, sdO))
         columns = tuple(m.make_fragment_B(m.partition_B(transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
         S, dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
@@ -367,60 +411,61 @@ class BackwardSm90:
         rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), S.layout))
         crossing = (to_dS, rdS, to_dS.partition_D(transposed(sdS)))
         products, facts = (scores, for_dV, for_dK), (sLse, sDelta)
-        return Share(wg, rings, products, (K, V), rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
+        return Share(wg, rings, products, (K, V), fetches, rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, rings: Rings, steps: Steps, at: tuple,
-        scales: tuple, geo: Geometry, m_blocks: Int32,
-    ):  # fmt: skip
+        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, work: Work, scales: tuple, m_blocks: Int32
+    ):
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
-        head, batch, n_block, group = at
-        rings.kv.wait(Int32(0))
+        rings = work.rings
         my = self.hold(buffers, rings, mScratch.iterator)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        key = n_block * self.tile_n + wg * ROWS + warp_idx * 16 + lane // 4
-        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2)
 
-        done, part = Int32(0), Int64(0)
-        for g in cutlass.range(group, unroll=1):
-            q_head = head * group + g
-            out_block = (Int64(batch) * (group * outputs[0].m.shape[2]) + q_head) * m_blocks
-            for masked in cutlass.range_constexpr(1, -1, -1):
-                begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
-                for step in cutlass.range(begin, end, unroll=1):
-                    hidden = (mask, step) if masked else None
-                    if cutlass.const_expr(self.roomy):
-                        self.step_at_once(my, done, part, hidden, scales[0])
-                    else:
-                        self.step_in_turn(my, done, part, hidden, scales[0])
-                    rings.do.release(done)
-                    rings.q.release(done)
-                    part = ((out_block + step) * WARPGROUPS + wg) * 4 + warp_idx
-                    done += 1
-        warpgroup.wait_group(0)
-        warpgroup.fence()
-        my.dQ.multiply(done - 1)
-        warpgroup.wait_group(0)
-        my.dQ.send(part, done)
-
-        # Both warpgroups have multiplied with all of K: dK and dV may take its place and V's.
-        cute.arch.barrier(barrier_id=Barrier.LAST_PRODUCT, number_of_threads=WARPGROUPS * sm90.WARPGROUP)
-        for i in cutlass.range_constexpr(cute.size(my.dK)):
-            my.dK[i] = my.dK[i] * scales[1]
-        for acc, out, mma in ((my.dK, outputs[0], my.products[2].add), (my.dV, outputs[1], my.products[1].add)):
-            self.put(acc, cute.slice_(out.s, (None, None, wg)), mma, thread)
-        sm90.join_warpgroup(Barrier.WARPGROUP, wg)
-        if cute.arch.make_warp_uniform(thread // sm90.WARP) == 0:
-            for out, columns in ((outputs[0], self.d), (outputs[1], self.dv)):
-                tXsX, tXgX = out.head(head, batch).tiles((ROWS, columns), (None, 0))
-                cute.copy(out.atom, tXsX[None, wg], tXgX[None, n_block * 2 + wg])
-            cute.arch.cp_async_bulk_commit_group()
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.order.total:
+            n_block, head, batch = work.tile(number)
+            steps = work.steps(n_block)
+            key = n_block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
+            mask = TransposedMask(work.geo, self.tile_m, key, lane % 4 * 2)
+            rings.k.wait(nth)
+            rings.v.wait(nth)
+            my.fetch_keys()
+            my.dK.fill(0.0)
+            my.dV.fill(0.0)
+            before, part = done, Int64(0)
+            for g in cutlass.range(work.group, unroll=1):
+                q_head = head * work.group + g
+                out_block = (Int64(batch) * (work.group * work.order.heads) + q_head) * m_blocks
+                for masked in cutlass.range_constexpr(1, -1, -1):
+                    begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
+                    for step in cutlass.range(begin, end, unroll=1):
+                        hidden = (mask, step) if masked else None
+                        if cutlass.const_expr(self.roomy):
+                            self.step_at_once(my, done, (part, done - before), hidden, scales[0])
+                        else:
+                            self.step_in_turn(my, done, (part, done - before), hidden, scales[0])
+                        rings.do.release(done)
+                        rings.q.release(done)
+                        part = ((out_block + step) * WARPGROUPS + wg) * 4 + warp_idx
+                        done += 1
+            warpgroup.wait_group(0)
+            rings.v.release(nth)
+            warpgroup.fence()
+            my.dQ.multiply(done - 1)
+            warpgroup.wait_group(0)
+            rings.k.release(nth)
+            my.dQ.send(part, done - before)
+            slab = n_block * (self.tile_n // SLAB) + wg * 4 + warp_idx
+            self.store(my.dV, Float32(1.0), outputs[1].head(head, batch), slab, my.products[1].add)
+            self.store(my.dK, scales[1], outputs[0].head(head, batch), slab, my.products[2].add)
+            number = work.queue.take(nth)
+            nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
 
     @cute.jit
-    def step_at_once(self, my: Share, done: Int32, part: Int64, hidden: tuple | None, scale_log2: Float32):
+    def step_at_once(self, my: Share, done: Int32, last: tuple, hidden: tuple | None, scale_log2: Float32):
         """One step where every product has registers of its own."""
         slot = my.rings.q.slot(done)
         my.rings.q.wait(done)
@@ -442,11 +487,11 @@ class BackwardSm90:
         my.share_dS(done)
         warpgroup.fence()
         my.issue_dK(slot)
-        my.dQ.send(part, done)
+        my.dQ.send(*last)
         warpgroup.wait_group(0)
 
     @cute.jit
-    def step_in_turn(self, my: Share, done: Int32, part: Int64, hidden: tuple | None, scale_log2: Float32):
+    def step_in_turn(self, my: Share, done: Int32, last: tuple, hidden: tuple | None, scale_log2: Float32):
         """One step where dP takes the place of the dQ before, and dS that of P."""
         slot = my.rings.q.slot(done)
         my.rings.q.wait(done)
@@ -458,7 +503,7 @@ class BackwardSm90:
         self.weigh(my, lse, hidden, scale_log2)
         my.P.take(my.S)
         warpgroup.wait_group(0)  # dQ
-        my.dQ.send(part, done)
+        my.dQ.send(*last)
         my.rings.do.wait(done)
         warpgroup.fence()
         my.issue_dP(slot)
@@ -482,27 +527,43 @@ class BackwardSm90:
             mask.apply(scores, step)
         exponentiate(scores, lse_log2, scale_log2)
 
-    def my_keys(self, s: cute.Tensor, mma: cute.TiledMma, thread: Int32) -> cute.Tensor:
-        """A warpgroup's 64 keys as left operand of a product: in registers where there is room, which halves what is
-        read from shared memory; else where they are.
+    def my_keys(self, sources: tuple, mma: cute.TiledMma, thread: Int32) -> tuple[tuple, tuple]:
+        """A warpgroup's 64 keys as left operands of a product, and the copies that bring them there: in registers where
+        there is room, which halves what is read from shared memory; else where they are.
         """
         part = mma.get_slice(thread)
-        fragment = part.make_fragment_A(part.partition_A(s))
-        if self.roomy:
-            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
-            cute.copy(copy, copy.partition_S(s), copy.retile(fragment))
-        return fragment
+        fragments = tuple(part.make_fragment_A(part.partition_A(s)) for s in sources)
+        if not self.roomy:
+            return fragments, ()
+        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
+        return fragments, tuple(
+            (copy, copy.partition_S(s), copy.retile(x)) for s, x in zip(sources, fragments, strict=True)
+        )
 
     @cute.jit
-    def put(self, acc: cute.Tensor, sX: cute.Tensor, mma: cute.TiledMma, thread: Int32):
-        """An accumulator in 16 bits into shared memory."""
+    def store(self, acc: cute.Tensor, factor: Float32, out: sm90.Operand, slab: Int32, mma: cute.TiledMma):
+        """An accumulator in 16 bits through its warps' staging to global memory; each warp sends its 16 rows."""
+        columns = cute.size(acc) * 2  # of 64 rows, by 128 threads
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
+        warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
         rX = cute.make_rmem_tensor_like(acc, self.dtype)
-        rX.store(acc.load().to(self.dtype))
+        rX.store((acc.load() * factor).to(self.dtype))
+        layout = self.output_layout(ROWS, columns)
+        start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.dtype)
+        sX = cute.make_tensor(start, layout.outer)
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         to_smem = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
+        cute.arch.sync_warp()
         cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
         cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        mine = sm90.Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
+        tXsX, tXgX = mine.tiles((SLAB, columns), (None, 0))
+        cute.copy(out.atom, tXsX, tXgX[None, slab])
+        cute.arch.cp_async_bulk_commit_group()
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
