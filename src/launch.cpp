@@ -120,6 +120,7 @@ class OnDevice {
     check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
     if (current != device_index)
       check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
+    ensure_context(device_index);
   }
   ~OnDevice() {
     if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
@@ -192,16 +193,21 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
       {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
   constexpr int kTensors = std::size(operands);
   Argument described[kTensors];
-  TVMFFIAny args[kTensors + 3];
+  constexpr int kScalars = 5;
+  TVMFFIAny args[kTensors + kScalars];
   for (int i = 0; i < kTensors; ++i) {
     const Operand& x = operands[i];
     describe(x.tensor, x.dims, x.dtype, device_index, x.writes, &described[i]);
     args[i] = pack_tensor(&described[i]);
   }
+  Argument counter;
+  describe_counter(launch_counter(device_index, stream), device_index, &counter);
   args[kTensors] = pack_float(scale * kLog2e);
   args[kTensors + 1] = pack_float(scale);
-  args[kTensors + 2] = pack_pointer(stream);
-  run_on(kernel, device_index, args, kTensors + 3);
+  args[kTensors + 2] = pack_tensor(&counter);
+  args[kTensors + 3] = pack_int(device_facts(device_index).sm_count);
+  args[kTensors + 4] = pack_pointer(stream);
+  run_on(kernel, device_index, args, kTensors + kScalars);
 }
 
 }  // namespace flashplug

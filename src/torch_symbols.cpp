@@ -90,6 +90,9 @@ struct Driver {
   int (*stream_create)(void** stream, unsigned flags) = nullptr;
   int (*stream_synchronize)(void* stream) = nullptr;
   int (*stream_destroy)(void* stream) = nullptr;
+  int (*context_current)(void** context) = nullptr;
+  int (*context_set)(void* context) = nullptr;
+  int (*primary_context)(void** context, int device) = nullptr;
 };
 
 const Driver& driver() {
@@ -108,6 +111,9 @@ const Driver& driver() {
     d.stream_create = reinterpret_cast<decltype(d.stream_create)>(dlsym(library, "cuStreamCreate"));
     d.stream_synchronize = reinterpret_cast<decltype(d.stream_synchronize)>(dlsym(library, "cuStreamSynchronize"));
     d.stream_destroy = reinterpret_cast<decltype(d.stream_destroy)>(dlsym(library, "cuStreamDestroy_v2"));
+    d.context_current = reinterpret_cast<decltype(d.context_current)>(dlsym(library, "cuCtxGetCurrent"));
+    d.context_set = reinterpret_cast<decltype(d.context_set)>(dlsym(library, "cuCtxSetCurrent"));
+    d.primary_context = reinterpret_cast<decltype(d.primary_context)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
     return d;
   }();
   return instance;
@@ -226,6 +232,15 @@ RelaxedCapture::RelaxedCapture() {
 
 RelaxedCapture::~RelaxedCapture() {
   if (previous_ >= 0) driver().exchange_capture_mode(&previous_);
+}
+
+void ensure_context(int device_index) {
+  const Driver& d = driver();
+  if (d.context_current == nullptr || d.context_set == nullptr || d.primary_context == nullptr) return;
+  void* context = nullptr;
+  int device = 0;
+  if (d.context_current(&context) != 0 || context != nullptr) return;
+  if (d.device_get(&device, device_index) == 0 && d.primary_context(&context, device) == 0) d.context_set(context);
 }
 
 void* device_zeros(size_t bytes) {

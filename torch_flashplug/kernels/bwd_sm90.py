@@ -26,6 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
+from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, TENDERS, Ahead, Backstage
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask, column_of
@@ -190,7 +191,7 @@ class BackwardSm90:
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         fp32 = cute.runtime.make_fake_tensor
         lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        rows = fp32(Float32, (B, Hq, 3, padded), strides, assumed_align=16)
         counter = fp32(Int32, (1,), (1,), assumed_align=4)
         scratch = fp32(Float32, (size,), (1,), assumed_align=16)
         q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
@@ -220,26 +221,31 @@ class BackwardSm90:
         num_ctas: Int32,  # CTAs that the device runs at once
         stream: cuda.CUstream,
     ):
-        self.prepare(mO, mdO, mLSE, mRows, mScratch, stream)
-        self.step_over_keys(mQ, mK, mV, mdO, mdK, mdV, mRows, mScratch, (scale_log2, scale), (mCounter, num_ctas), stream)
-        self.finish(mScratch, mdQ, scale, stream)
+        B, Hkv, Sk, _ = mK.shape
+        num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), mQ.shape[1] // Hkv, self.dtype.width // 8
+        head_bytes = Int64(mQ.shape[2]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
+        section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
+        mixed = section if self.mask == "causal" else Int32(1)  # heads whose tiles come in any order
+        ahead = Ahead.create(mixed, num_n_blocks, B * Hkv, group)
+        self.prepare(mO, mdO, mLSE, mRows, mScratch, ahead, stream)
+        tensors, launch = (mQ, mK, mV, mdO, mdQ, mdK, mdV), (mCounter, num_ctas, section, ahead)
+        self.step_over_keys(tensors, mRows, mScratch, (scale_log2, scale), launch, stream)
+        self.finish(mScratch, mdQ, scale, ahead, stream)
 
     @cute.jit
     def step_over_keys(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
-        mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, draws: tuple, stream: cuda.CUstream,
+        self, tensors: tuple, mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, launch: tuple,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         # Rows and columns first, as tiles want them.
-        mQ, mK, mV, mdO, mdK, mdV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mV, mdO, mdK, mdV)
+        mQ, mK, mV, mdO, mdQ, mdK, mdV = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in tensors
         )
         layout = lambda rows, columns, slots: hopper.make_smem_layout_a(  # noqa: E731
             LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, slots
         )
         steps, keys = (self.tile_m, self.stages), (ROWS, WARPGROUPS)
-        layouts = tuple(
-            layout(rows, columns, slots) for rows, slots in (steps, keys) for columns in (self.d, self.dv)
-        )
+        layouts = tuple(layout(rows, columns, slots) for rows, slots in (steps, keys) for columns in (self.d, self.dv))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
         box_k, box_v = (ROWS, self.d), (ROWS, self.dv)
@@ -249,21 +255,21 @@ class BackwardSm90:
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
         tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, self.output_layout(SLAB, self.d), (SLAB, self.d))
         tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, self.output_layout(SLAB, self.dv), (SLAB, self.dv))
-        num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
-        group, element = mQ.shape[2] // mK.shape[2], self.dtype.width // 8
-        head_bytes = Int64(mQ.shape[0]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
-        section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, kv_heads)
+        unit = (SLAB, self.half)
+        tma_dq, mdQ = cpasync.make_tiled_tma_atom(store, mdQ, self.output_layout(*unit), unit)
+        mCounter, num_ctas, section, ahead = launch
         self.kernel(
-            (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv),
-            (mQ, mdO, mK, mV, mdK, mdV),
+            (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, tma_dq),
+            (mQ, mdO, mK, mV, mdK, mdV, mdQ),
             mRows,
             mScratch,
             scales,
-            draws[0],
+            mCounter,
             section,
+            ahead.heads,
             layouts,
         ).launch(
-            grid=(cutlass.min(num_n_blocks * kv_heads, draws[1]), 1, 1),
+            grid=(cutlass.min(ahead.portions * mK.shape[2] * mK.shape[3], num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -285,13 +291,14 @@ class BackwardSm90:
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,  # TMA of q, do, k, v, dk, dv
+        atoms: tuple,  # TMA of q, do, k, v, dk, dv, dq
         tensors: tuple,  # their TMA coordinates
         mRows: cute.Tensor,
         mScratch: cute.Tensor,
         scales: tuple,  # scale * log2(e), scale
         mCounter: cute.Tensor,
         section: Int32,
+        heads_ahead: Int32,
         layouts: tuple,  # shared memory of q, do, k, v
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -306,6 +313,10 @@ class BackwardSm90:
         )
         ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
         mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
+        unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
+        slots = SLOT_BYTES // (unit * 4)
+        ring_back = sm90.Ring.create(smem, slots * TENDERS, unit * 4)
+        ring_added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
         ds_layout = hopper.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
@@ -314,38 +325,60 @@ class BackwardSm90:
         row_layout = cute.make_layout((self.tile_m, self.stages))
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)  # (floats, warp)
+        sBack = smem.allocate_tensor(Float32, cute.make_layout((unit, slots * TENDERS)), 128)
+        unit_rows = self.output_layout(SLAB * TENDERS, self.half)
+        sUnits = smem.allocate_tensor(self.dtype, unit_rows.outer, 1024, unit_rows.inner)
 
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for shared in (rings.q, rings.do, rings.k, rings.v, rings.ds):
+                for shared in (rings.q, rings.do, rings.k, rings.v, rings.ds, ring_added):
                     shared.init(4 * WARPGROUPS)
-                ring_mail.init(4 * WARPGROUPS + 1)
+                ring_mail.init(4 * WARPGROUPS + 1 + TENDERS)
+                ring_back.init(1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        mQ, mdO, mK, mV, mdK, mdV = tensors
+        mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
         order = TileOrder(self.mask == "causal", num_n_blocks, mK.shape[2], kv_heads, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
         work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m)
+        tender = warp_idx % TENDERS
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        backstage = Backstage(
+            scratch=mScratch.iterator,
+            facts=mRows,
+            ahead=Ahead(heads_ahead, work.group, num_n_blocks),
+            kv_heads=kv_heads,
+            num_m_blocks=mRows.shape[3] // self.tile_m,
+            scale=scales[1],
+            dQ=sm90.Operand(atoms[6], mdQ, cute.local_tile(sUnits, (SLAB, self.half), (tender, 0))),
+            matrices=cute.make_tiled_copy_C(matrices, self.make_mma(self.half, "rows", "columns")),
+            pack=sm90.PACKS[self.dtype],
+            ring=ring_back.part(tender, slots),
+            slots=cute.local_tile(sBack, (unit, slots), (0, tender)),
+            added=ring_added,
+        )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms[0], mQ, sQ), sm90.Operand(atoms[1], mdO, sdO)
-                self.load_queries(q, do, (mRows, sLse, sDelta), work)
+                self.load_queries(q, do, (mRows, sLse, sDelta), work, backstage)
             elif warp_idx == 1:
                 self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
+            else:
+                backstage.tend(queue, work.tile, tender)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
-            self.consume(buffers, outputs, mScratch, work, scales, mRows.shape[3] // self.tile_m)
+            self.consume(buffers, outputs, backstage, work, scales)
 
     @cute.jit
-    def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work):
+    def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work, backstage: Backstage):
         """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
         mRows, sLse, sDelta = rows
         ring_q, ring_do = work.rings.q, work.rings.do
@@ -353,6 +386,7 @@ class BackwardSm90:
         while number < work.order.total:
             n_block, head, batch = work.tile(number)
             steps = work.steps(n_block)
+            backstage.wait_cleared(batch * work.order.heads + head)
             for g in cutlass.range(work.group, unroll=1):
                 q_head = head * work.group + g
                 tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
@@ -414,12 +448,10 @@ class BackwardSm90:
         return Share(wg, rings, products, (K, V), fetches, rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
 
     @cute.jit
-    def consume(
-        self, buffers: tuple, outputs: tuple, mScratch: cute.Tensor, work: Work, scales: tuple, m_blocks: Int32
-    ):
+    def consume(self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple):
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         rings = work.rings
-        my = self.hold(buffers, rings, mScratch.iterator)
+        my = self.hold(buffers, rings, backstage.scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
 
@@ -437,7 +469,7 @@ class BackwardSm90:
             before, part = done, Int64(0)
             for g in cutlass.range(work.group, unroll=1):
                 q_head = head * work.group + g
-                out_block = (Int64(batch) * (work.group * work.order.heads) + q_head) * m_blocks
+                out_block = (Int64(batch) * (work.group * work.order.heads) + q_head) * backstage.num_m_blocks
                 for masked in cutlass.range_constexpr(1, -1, -1):
                     begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                     for step in cutlass.range(begin, end, unroll=1):
@@ -460,6 +492,9 @@ class BackwardSm90:
             slab = n_block * (self.tile_n // SLAB) + wg * 4 + warp_idx
             self.store(my.dV, Float32(1.0), outputs[1].head(head, batch), slab, my.products[1].add)
             self.store(my.dK, scales[1], outputs[0].head(head, batch), slab, my.products[2].add)
+            cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
+            cute.arch.sync_warp()
+            backstage.added.release(nth)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP
 from . import sm90
+from .backstage import CLEARED, TENDERS, Ahead, clear, vector_at
 from .sm90 import WARPGROUP
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
@@ -35,26 +36,32 @@ class PrepareBackward:
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
-        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mRows: cute.Tensor,  # (B, Hq, 3, blocks * TILE_M) fp32
         mdQ: cute.Tensor,  # fp32 scratch of the main kernel, a multiple of 4 elements for every block of rows
+        ahead: Ahead,
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
-        self.kernel(mO, mdO, mLSE, mRows, mdQ).launch(
+        self.kernel(mO, mdO, mLSE, mRows, mdQ, ahead.heads, ahead.group, ahead.portions).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mdQ: cute.Tensor):
+    def kernel(
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mdQ: cute.Tensor,
+        heads_ahead: Int32, group: Int32, portions: Int32,
+    ):  # fmt: skip
         block, head, batch = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
         thread = cute.arch.thread_idx()[0]
         floats = cute.size(mdQ) // (blocks * heads * cute.arch.grid_dim()[2])  # of this block's dQ
         start = ((Int64(batch) * heads + head) * blocks + block) * floats
-        zeros = cute.make_rmem_tensor((4,), Float32)
-        zeros.fill(0.0)
-        for i in cutlass.range(thread, floats // 4, WARPGROUP, unroll=1):
-            cute.autovec_copy(zeros, vector_at(mdQ.iterator + (start + i * 4), Float32, 4))
+        early = (batch * heads + head) // group < heads_ahead  # the others are cleared by the main kernel
+        if early:
+            clear(mdQ.iterator + start, floats, thread, WARPGROUP)
+        if block == 0 and thread < 2:
+            count = portions * TENDERS if early and thread == CLEARED else Int32(0)
+            mRows[batch, head, 2, thread] = count.bitcast(Float32)
 
         Sq, Dv = mO.shape[2], mO.shape[3]
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
@@ -75,7 +82,7 @@ class PrepareBackward:
 
 
 class FinishBackward:
-    """dQ = scale * scratch, from register order into rows.
+    """dQ = scale * scratch, from register order into rows, of the last heads.
 
     Scratch holds, for each step, warpgroup and warp, eight columns at a time, what the 32 threads hold of them: two
     columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes on end.
@@ -85,18 +92,20 @@ class FinishBackward:
         self.pack, self.chunks = sm90.PACKS[dtype], d // WARPGROUPS // VECTOR
 
     @cute.jit
-    def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+    def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, ahead: Ahead, stream: cuda.CUstream):
         B, Hq, Sq, _ = mdQ.shape
-        self.kernel(mScratch, mdQ, scale).launch(
-            grid=(cute.ceil_div(Sq, TILE_M), Hq, B), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+        heads = ahead.heads * ahead.group
+        self.kernel(mScratch, mdQ, scale, B * Hq - heads).launch(
+            grid=(cute.ceil_div(Sq, TILE_M) * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32):
-        block, head, batch = cute.arch.block_idx()
-        blocks, heads, _ = cute.arch.grid_dim()
-        start = ((Int64(batch) * heads + head) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
+    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, first_head: Int32):
         Sq, D = mdQ.shape[2], mdQ.shape[3]
+        number, blocks = cute.arch.block_idx()[0], cute.ceil_div(Sq, TILE_M)
+        block, linear = number % blocks, number // blocks + first_head
+        batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
+        start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
         # A task is a quad's eight columns of two rows; neighbouring threads take neighbouring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(self.chunks // 4):
@@ -112,9 +121,3 @@ class FinishBackward:
                     pairs[i] = sm90.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
                 if row + 8 * r < Sq and column < D:
                     cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
-
-
-def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
-    """`size` elements from a 16-byte aligned address."""
-    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(aligned, cute.make_layout(size))

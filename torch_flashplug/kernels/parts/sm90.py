@@ -40,6 +40,10 @@ class Ring:
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         return cls(barriers, barriers + stages, stages, slot_bytes)
 
+    def part(self, index: Int32, stages: int) -> Ring:
+        """One of several rings made as one."""
+        return Ring(self.full + index * stages, self.empty + index * stages, stages, self.slot_bytes)
+
     def init(self, consumer_warps: int):
         """One thread, before anybody waits."""
         for slot in range(self.stages):

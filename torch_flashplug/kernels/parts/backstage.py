@@ -1,0 +1,208 @@
+"""What idle warps of the backward's main kernel do with dQ's scratch: clear it before the steps that add to it, turn it
+into dQ after them. Both happen while it is in L2, and under other warps' tensor work; kernels of their own would move
+all of it through device memory (a third of the time at 512 keys, tools/results/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from . import sm90
+
+TENDERS = 2  # warps of a CTA
+SLOT_BYTES = 12 * 1024  # of scratch that each of them has under way
+CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
+UNITS = 8  # of a block of rows: one for each consumer warp
+QUAD = 4  # consecutive floats of a lane
+ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
+
+CLEARED, ADDED = 0, 1  # counters of a KV head, in the third row of the row facts
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How far tenders run ahead of the steps, clearing, and behind them, writing, in KV heads.
+
+    Tile number c is of KV head c // portions, about: tiles are ordered within sections of heads. Its tenders clear one
+    portion of what head c // portions + heads adds to, and write the same portion of head c // portions - heads. So
+    scratch stays in L2, and every tile waits only for tiles drawn before it. The first heads are cleared and the last
+    ones written by kernels of their own (backward_rows.py).
+    """
+
+    heads: Int32
+    group: Int32  # query heads of a KV head
+    portions: Int32  # tiles of a KV head
+
+    @classmethod
+    def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> Ahead:
+        return cls(cutlass.min(section + cute.ceil_div(CTAS_AHEAD, portions), kv_heads), group, portions)
+
+
+@dataclass(frozen=True)
+class Units:
+    """A tender's share of a portion of scratch: every TENDERS-th unit, counted from `first`."""
+
+    first: Int64
+    begin: Int32
+    end: Int32
+    fetched: Int32  # slots that this tender has filled before
+
+
+@dataclass(frozen=True)
+class Backstage:
+    """One tender's view, or that of a warp which waits for tenders.
+
+    Scratch holds, for each block of rows, UNITS of 16 rows and half of the columns, in the order of wgmma's
+    accumulator: eight columns at a time, what 32 lanes have of them.
+    """
+
+    scratch: cute.Pointer
+    facts: cute.Tensor  # (B, Hq, 3, padded rows)
+    ahead: Ahead
+    kv_heads: Int32  # over the whole batch
+    num_m_blocks: Int32
+    scale: Float32
+    dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each tender
+    matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
+    pack: str  # one of sm90.PACKS
+    ring: sm90.Ring  # of slots, for one tender
+    slots: cute.Tensor  # (floats of a unit, slot)
+    added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
+
+    @property
+    def unit_floats(self) -> int:
+        return cute.size(self.slots, mode=[0])
+
+    def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
+        row = Int64(kv_head * self.ahead.group) * 3 + 2
+        return cute.recast_ptr(self.facts.iterator + row * self.facts.shape[3], dtype=Int32) + which
+
+    @cute.jit
+    def arrive(self, kv_head: Int32, which: int):
+        """One warp: what it has written, or has waited for, is there for everyone."""
+        with cute.arch.elect_one():
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.atomic_add(self.counter(kv_head, which), Int32(1), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def wait(self, kv_head: Int32, which: int, expected: Int32):
+        """One warp."""
+        counter = self.counter(kv_head, which)
+        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        while seen < expected:
+            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        cute.arch.fence_proxy("async")  # what was seen is handed on to TMA
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def wait_cleared(self, kv_head: Int32):
+        """Before anything is added to that head's scratch."""
+        self.wait(kv_head, CLEARED, self.ahead.portions * TENDERS)
+
+    @cute.jit
+    def tend(self, queue: sm90.TileQueue, place: Callable, tender: Int32):
+        """One of TENDERS warps; place: (tile number) -> (n_block, KV head, batch)."""
+        blocks = self.num_m_blocks * self.ahead.group  # of a KV head
+        nth, fetched, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < queue.total:
+            mine, portion = number // self.ahead.portions, number % self.ahead.portions
+            begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
+            behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
+            units = Units(Int64(before + begin) * UNITS, tender, (end - begin) * UNITS, fetched)
+            if behind:
+                self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
+                self.fetch_first(units)
+            if mine + self.ahead.heads < self.kv_heads:  # under the latency of these loads
+                head = mine + self.ahead.heads
+                start = (Int64(head) * blocks + begin) * (UNITS * self.unit_floats)
+                thread = tender * sm90.WARP + cute.arch.lane_idx()
+                clear(self.scratch + start, (end - begin) * (UNITS * self.unit_floats), thread, TENDERS * sm90.WARP)
+                cute.arch.fence_proxy("async")
+                cute.arch.sync_warp()
+                self.arrive(head, CLEARED)
+            if behind:
+                fetched = self.write(units, before + begin)
+            self.added.wait_free(nth + ADDED_SLOTS)  # this tile's consumers
+            if tender == 0:
+                _, head, batch = place(number)
+                self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
+            number = queue.take(nth)
+            nth += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def fetch_first(self, units: Units):
+        """As many as there are slots."""
+        for n in cutlass.range_constexpr(self.ring.stages):
+            self.fetch(units, units.begin + n * TENDERS, units.fetched + n)
+
+    @cute.jit
+    def fetch(self, units: Units, unit: Int32, count: Int32):
+        """A unit of scratch, if there is one, into the slot of that count."""
+        if unit < units.end:
+            self.ring.acquire(count)
+            with cute.arch.elect_one():
+                source = vector_at(self.scratch + (units.first + unit) * self.unit_floats, Float32, self.unit_floats)
+                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+                cute.copy(atom, source, self.slots[None, self.ring.slot(count)], mbar_ptr=self.ring.arrival(count))
+
+    @cute.jit
+    def write(self, units: Units, first_block: Int32) -> Int32:
+        """dQ of these units; the count of slots filled so far."""
+        count = units.fetched
+        for unit in cutlass.range(units.begin, units.end, TENDERS, unroll=1):
+            self.ring.wait(count)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the unit before has left
+            cute.arch.sync_warp()
+            self.convert(self.slots[None, self.ring.slot(count)])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            self.ring.release(count)
+            self.fetch(units, unit + self.ring.stages * TENDERS, count + self.ring.stages)
+            block = first_block + unit // UNITS
+            head, slab = block // self.num_m_blocks, block % self.num_m_blocks * (UNITS // 2) + unit % (UNITS // 2)
+            out = self.dQ.head(head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
+            tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
+            cute.copy(out.atom, tQsQ, tQgQ[None, slab, unit % UNITS // (UNITS // 2)])
+            cute.arch.cp_async_bulk_commit_group()
+            count += 1
+        return count
+
+    @cute.jit
+    def convert(self, unit: cute.Tensor):
+        """fp32 in register order to 16-bit rows in shared memory, sixteen columns at a time."""
+        lane = cute.arch.lane_idx()
+        copy = self.matrices.get_slice(lane)
+        rows = copy.partition_D(self.dQ.s)  # ((matrices, sixteen columns), 1, 1)
+        for i in cutlass.range_constexpr(cute.size(rows, mode=[0, 1])):
+            pairs = cute.make_rmem_tensor((QUAD,), Int32)
+            for half in cutlass.range_constexpr(2):
+                four = cute.make_rmem_tensor((QUAD,), Float32)
+                at = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
+                for r in cutlass.range_constexpr(2):
+                    low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
+                    pairs[2 * half + r] = sm90.pack_pair(self.pack, low, high)
+            halves = cute.recast_ptr(pairs.iterator, dtype=self.dQ.s.element_type)
+            cute.copy(copy, cute.make_tensor(halves, cute.make_layout((2 * QUAD, 1, 1))), rows[(None, i), None, None])
+
+
+@cute.jit
+def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
+    """fp32 zeros, a multiple of four, by that many threads."""
+    zeros = cute.make_rmem_tensor((QUAD,), Float32)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread, count // QUAD, threads, unroll=1):
+        cute.autovec_copy(zeros, vector_at(floats + i * QUAD, Float32, QUAD))
+
+
+def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
+    """`size` elements from a 16-byte aligned address."""
+    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(aligned, cute.make_layout(size))
