@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
-KINDS = ("fwd", "bwd")
+KINDS = ("fwd", "bwd", "detbwd")  # detbwd: a backward that adds in the same order in every run
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
 
@@ -60,13 +60,17 @@ class KernelSpec:
         return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile))
 
     @property
+    def is_backward(self) -> bool:
+        return self.kind != "fwd"
+
+    @property
     def warpgroups(self) -> int:
         """Consumer warpgroups: each owns 64 of the CTA's rows."""
         return self._cta_rows // ROWS_PER_WARPGROUP
 
     @property
     def _cta_rows(self) -> int:
-        return self.tile_n if self.kind == "bwd" else self.tile_m
+        return self.tile_n if self.is_backward else self.tile_m
 
     @property
     def threads(self) -> int:
@@ -102,7 +106,7 @@ class KernelSpec:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
         way out. Barriers.
         """
-        if self.kind == "bwd":
+        if self.is_backward:
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
             keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
             return self.stages * step + keys + self.tile_m * self.d * FP32_BYTES + BARRIER_BYTES
@@ -112,7 +116,7 @@ class KernelSpec:
         """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
         their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
-        if self.kind == "bwd":
+        if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             return keys + self.roomy * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
@@ -121,7 +125,7 @@ class KernelSpec:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
         if self._cta_rows % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
-        if self.kind == "bwd" and (self.tile_m, self.tile_n) != BACKWARD_TILE:
+        if self.is_backward and (self.tile_m, self.tile_n) != BACKWARD_TILE:
             return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward has {BACKWARD_TILE}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"

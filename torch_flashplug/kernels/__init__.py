@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 
 # (kind, arch) -> module.class; the one place that knows which file builds which spec.
-BUILDERS = {("fwd", 90): ("fwd_sm90", "ForwardSm90"), ("bwd", 90): ("bwd_sm90", "BackwardSm90")}
+BUILDERS = {
+    ("fwd", 90): ("fwd_sm90", "ForwardSm90"),
+    ("bwd", 90): ("bwd_sm90", "BackwardSm90"),
+    ("detbwd", 90): ("bwd_sm90", "BackwardSm90"),
+}
 
 
 def builder(spec):

@@ -26,7 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, TENDERS, Ahead, Backstage
+from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, TENDERS, UNITS, Ahead, Backstage, Scratch, count_up, wait_for_count
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask, column_of
@@ -34,6 +34,7 @@ from .parts.scheduler import TileOrder
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
 SLAB = 16  # keys of one warp
+STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
 
 
@@ -62,8 +63,7 @@ class Work:
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, KV head, batch) of a launch-order number."""
         n_block, head, batch = self.order.tile(number)
-        # Longest first: the first keys are seen by most queries.
-        return self.order.num_m_blocks - 1 - n_block if self.order.longest_first else n_block, head, batch
+        return self.order.num_m_blocks - 1 - n_block, head, batch  # the first keys are seen by most queries
 
     def steps(self, n_block: Int32) -> Steps:
         return self.geo.steps(n_block, self.tile_m)
@@ -78,8 +78,9 @@ class QueryGradient:
     right: cute.Tensor  # K: (MMA, 1, 64/16, keys of a warpgroup)
     ring: sm90.Ring  # of dS
     acc: cute.Tensor
-    staging: cute.Tensor  # (floats,) of this warp in shared memory
-    scratch: cute.Pointer  # parts of that size, one for each warp of a step
+    staging: cute.Tensor  # (floats of a unit,) of this warp in shared memory
+    scratch: Scratch
+    courier: sm90.Ring | None  # of the staging, where another warp does the adding: released when it is written
 
     @cute.jit
     def multiply(self, nth: Int32):
@@ -95,23 +96,32 @@ class QueryGradient:
         warpgroup.commit_group()
 
     @cute.jit
-    def send(self, part: Int64, count: Int32):
-        """Add it to a part of scratch, unless nothing of this tile has been multiplied yet (count 0)."""
+    def send(self, unit: Int32, nth: Int32, count: Int32):
+        """Add it, the nth of all, to a unit of scratch, unless nothing of this tile has been multiplied yet (count
+        0).
+        """
         if count > 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
+            self.make_room(nth)
             quarters = cute.size(self.acc) // 4
             mine = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
             lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, mine)
             cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
-                floats = cute.size(self.staging)
-                target = (self.scratch + part * floats).toint()
-                cute.arch.inline_ptx(text, read_only_args=[target, self.staging.iterator.toint(), Int32(floats * 4)])
-                cute.arch.cp_async_bulk_commit_group()
+            if cutlass.const_expr(self.courier is not None):
+                self.courier.release(nth)
+            else:
+                with cute.arch.elect_one():
+                    self.scratch.add(unit, self.staging)
+
+    @cute.jit
+    def make_room(self, nth: Int32):
+        """Until what was in the staging before has left it."""
+        if cutlass.const_expr(self.courier is not None):
+            if nth > 0:
+                self.courier.wait(nth - 1)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,11 @@ class BackwardSm90:
         self.dtype, self.d, self.dv, self.mask = sm90.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
+        self.in_order = spec.kind == "detbwd"  # every run adds to dQ in the same order, key block after key block
         # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
         self.roomy = spec.roomy
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype), FinishBackward(self.dtype, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.dtype, spec.d), FinishBackward(self.dtype, spec.d)
 
     def fake_arguments(self) -> tuple:
         operand = functools.partial(sm90.fake_operand, self.dtype)
@@ -191,7 +202,7 @@ class BackwardSm90:
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         fp32 = cute.runtime.make_fake_tensor
         lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        rows = fp32(Float32, (B, Hq, 3, padded), strides, assumed_align=16)
+        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
         counter = fp32(Int32, (1,), (1,), assumed_align=4)
         scratch = fp32(Float32, (size,), (1,), assumed_align=16)
         q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
@@ -224,9 +235,15 @@ class BackwardSm90:
         B, Hkv, Sk, _ = mK.shape
         num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), mQ.shape[1] // Hkv, self.dtype.width // 8
         head_bytes = Int64(mQ.shape[2]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
-        section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
-        mixed = section if self.mask == "causal" else Int32(1)  # heads whose tiles come in any order
-        ahead = Ahead.create(mixed, num_n_blocks, B * Hkv, group)
+        section = Int32(1)  # heads whose tiles take turns
+        if cutlass.const_expr(self.mask == "causal"):
+            section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
+        if cutlass.const_expr(self.in_order):
+            # A block may add to rows some steps after the one before it. So that nobody waits for it, as many heads
+            # take turns as are needed to start all CTAs, one after the other, in the time of one tile.
+            steps = cute.ceil_div(mQ.shape[2], self.tile_m) * group
+            section = cutlass.max(section, cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), B * Hkv))
+        ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
         self.prepare(mO, mdO, mLSE, mRows, mScratch, ahead, stream)
         tensors, launch = (mQ, mK, mV, mdO, mdQ, mdK, mdV), (mCounter, num_ctas, section, ahead)
         self.step_over_keys(tensors, mRows, mScratch, (scale_log2, scale), launch, stream)
@@ -317,6 +334,7 @@ class BackwardSm90:
         slots = SLOT_BYTES // (unit * 4)
         ring_back = sm90.Ring.create(smem, slots * TENDERS, unit * 4)
         ring_added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
+        couriers = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None
         sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
         ds_layout = hopper.make_smem_layout_a(
             LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
@@ -337,23 +355,23 @@ class BackwardSm90:
                     shared.init(4 * WARPGROUPS)
                 ring_mail.init(4 * WARPGROUPS + 1 + TENDERS)
                 ring_back.init(1)
+                if cutlass.const_expr(self.in_order):
+                    couriers.init(4)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
-        order = TileOrder(self.mask == "causal", num_n_blocks, mK.shape[2], kv_heads, section)
+        order = TileOrder(True, num_n_blocks, mK.shape[2], kv_heads, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
         work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m)
         tender = warp_idx % TENDERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         backstage = Backstage(
-            scratch=mScratch.iterator,
-            facts=mRows,
+            scratch=Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, mQ.shape[2] * mQ.shape[3], unit),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
             kv_heads=kv_heads,
-            num_m_blocks=mRows.shape[3] // self.tile_m,
             scale=scales[1],
             dQ=sm90.Operand(atoms[6], mdQ, cute.local_tile(sUnits, (SLAB, self.half), (tender, 0))),
             matrices=cute.make_tiled_copy_C(matrices, self.make_mma(self.half, "rows", "columns")),
@@ -370,12 +388,15 @@ class BackwardSm90:
             elif warp_idx == 1:
                 self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
             else:
-                backstage.tend(queue, work.tile, tender)
+                if cutlass.const_expr(self.in_order):
+                    self.carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
+                else:
+                    backstage.tend(queue, work.tile, tender)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
             buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
-            self.consume(buffers, outputs, backstage, work, scales)
+            self.consume(buffers, outputs, backstage, work, scales, couriers)
 
     @cute.jit
     def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work, backstage: Backstage):
@@ -386,7 +407,8 @@ class BackwardSm90:
         while number < work.order.total:
             n_block, head, batch = work.tile(number)
             steps = work.steps(n_block)
-            backstage.wait_cleared(batch * work.order.heads + head)
+            if cutlass.const_expr(not self.in_order):
+                backstage.wait_cleared(batch * work.order.heads + head)
             for g in cutlass.range(work.group, unroll=1):
                 q_head = head * work.group + g
                 tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
@@ -416,7 +438,40 @@ class BackwardSm90:
             number = work.queue.take(nth)
             nth += 1
 
-    def hold(self, buffers: tuple, rings: Rings, scratch: cute.Pointer) -> Share:
+    @cute.jit
+    def carry(self, scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work: Work, wg: Int32):
+        """Where the order is asked for, one warp for each consumer warpgroup: adds a step's four units when all key
+        blocks before have added to them, and lets the next one do so a step later, when they have arrived.
+        """
+        lane = cute.arch.lane_idx()
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.order.total:
+            n_block, head, batch = work.tile(number)
+            steps = work.steps(n_block)
+            before, unit = done, Int32(0)
+            for g in cutlass.range(work.group, unroll=1):
+                first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
+                for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                    staged.wait_free(done + 1)  # it has been written
+                    last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
+                    if lane < 4:
+                        wait_for_count(scratch.turn(unit), n_block)
+                        scratch.add(unit, sdQ[None, wg * 4 + lane])
+                        if done > before:
+                            cute.arch.cp_async_bulk_wait_group(1)
+                            count_up(scratch.turn(last))
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(staged.arrival(done))
+                    done += 1
+            if lane < 4 and done > before:
+                cute.arch.cp_async_bulk_wait_group(0)
+                count_up(scratch.turn(unit))
+            number = work.queue.take(nth)
+            nth += 1
+
+    def hold(self, buffers: tuple, rings: Rings, scratch: Scratch, couriers: sm90.Ring | None) -> Share:
         """Consumer warpgroup: its operands and registers, once K and V are there."""
         sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
@@ -439,7 +494,8 @@ class BackwardSm90:
         my_columns = cute.local_tile(transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tQrK, tQrS = mma_q.make_fragment_B(mma_q.partition_B(my_columns)), mma_q.make_fragment_A(mma_q.partition_A(sdS))
         staging = sdQ[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
-        dQ = QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch)
+        courier = None if couriers is None else couriers.part(wg, 1)
+        dQ = QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, courier)
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         to_dS = cute.make_tiled_copy_C(matrices, scores.add).get_slice(thread)
         rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), S.layout))
@@ -448,10 +504,12 @@ class BackwardSm90:
         return Share(wg, rings, products, (K, V), fetches, rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
 
     @cute.jit
-    def consume(self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple):
+    def consume(
+        self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple, couriers: sm90.Ring | None
+    ):
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         rings = work.rings
-        my = self.hold(buffers, rings, backstage.scratch)
+        my = self.hold(buffers, rings, backstage.scratch, couriers)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
 
@@ -466,21 +524,21 @@ class BackwardSm90:
             my.fetch_keys()
             my.dK.fill(0.0)
             my.dV.fill(0.0)
-            before, part = done, Int64(0)
+            before, unit = done, Int32(0)
             for g in cutlass.range(work.group, unroll=1):
                 q_head = head * work.group + g
-                out_block = (Int64(batch) * (work.group * work.order.heads) + q_head) * backstage.num_m_blocks
+                first_block = (batch * (work.group * work.order.heads) + q_head) * backstage.num_m_blocks
                 for masked in cutlass.range_constexpr(1, -1, -1):
                     begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
                     for step in cutlass.range(begin, end, unroll=1):
                         hidden = (mask, step) if masked else None
                         if cutlass.const_expr(self.roomy):
-                            self.step_at_once(my, done, (part, done - before), hidden, scales[0])
+                            self.step_at_once(my, done, (unit, done - 1, done - before), hidden, scales[0])
                         else:
-                            self.step_in_turn(my, done, (part, done - before), hidden, scales[0])
+                            self.step_in_turn(my, done, (unit, done - 1, done - before), hidden, scales[0])
                         rings.do.release(done)
                         rings.q.release(done)
-                        part = ((out_block + step) * WARPGROUPS + wg) * 4 + warp_idx
+                        unit = (first_block + step) * UNITS + wg * 4 + warp_idx
                         done += 1
             warpgroup.wait_group(0)
             rings.v.release(nth)
@@ -488,13 +546,15 @@ class BackwardSm90:
             my.dQ.multiply(done - 1)
             warpgroup.wait_group(0)
             rings.k.release(nth)
-            my.dQ.send(part, done - before)
+            my.dQ.send(unit, done - 1, done - before)
+            my.dQ.make_room(done)
             slab = n_block * (self.tile_n // SLAB) + wg * 4 + warp_idx
             self.store(my.dV, Float32(1.0), outputs[1].head(head, batch), slab, my.products[1].add)
             self.store(my.dK, scales[1], outputs[0].head(head, batch), slab, my.products[2].add)
-            cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
-            cute.arch.sync_warp()
-            backstage.added.release(nth)
+            if cutlass.const_expr(not self.in_order):
+                cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
+                cute.arch.sync_warp()
+                backstage.added.release(nth)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer

@@ -22,7 +22,7 @@ UNITS = 8  # of a block of rows: one for each consumer warp
 QUAD = 4  # consecutive floats of a lane
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
 
-CLEARED, ADDED = 0, 1  # counters of a KV head, in the third row of the row facts
+CLEARED, ADDED = 0, 1  # counters of a KV head
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,56 @@ class Ahead:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """fp32 dQ, units of it in the order of wgmma's accumulator: eight columns at a time, what 32 lanes have of them.
+    A unit is 16 rows and half of the columns: what a consumer warp adds at once. Then Int32 counters: how many key
+    blocks have added to each unit, where their order is asked for; two for each KV head.
+    """
+
+    start: cute.Pointer
+    num_m_blocks: Int32
+    heads: Int32  # query heads over the whole batch
+    unit_floats: int
+
+    @property
+    def units(self) -> Int32:
+        return self.heads * self.num_m_blocks * UNITS
+
+    def unit(self, number: Int32 | Int64) -> cute.Pointer:
+        return self.start + Int64(number) * self.unit_floats
+
+    def add(self, unit: Int32, floats: cute.Tensor) -> None:
+        """One thread: shared memory to a unit, as one group."""
+        text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
+        size, target = Int32(self.unit_floats * 4), self.unit(unit).toint()
+        cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
+        cute.arch.cp_async_bulk_commit_group()
+
+    def turn(self, unit: Int32 | Int64) -> cute.Pointer:
+        """Counter of a unit."""
+        return cute.recast_ptr(self.unit(self.units), dtype=Int32) + unit
+
+    def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
+        return self.turn(self.units) + (2 * kv_head + which)
+
+
+@cute.jit
+def wait_for_count(counter: cute.Pointer, expected: Int32):
+    """Until others have counted that far, with all that they had written before; it may be handed on to TMA."""
+    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while seen < expected:
+        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    cute.arch.fence_proxy("async")
+
+
+@cute.jit
+def count_up(counter: cute.Pointer):
+    """One thread: what it has written, or has waited for, is there for everyone."""
+    cute.arch.fence_acq_rel_gpu()
+    cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+
+
+@dataclass(frozen=True)
 class Units:
     """A tender's share of a portion of scratch: every TENDERS-th unit, counted from `first`."""
 
@@ -56,17 +106,11 @@ class Units:
 
 @dataclass(frozen=True)
 class Backstage:
-    """One tender's view, or that of a warp which waits for tenders.
+    """One tender's view, or that of a warp which waits for tenders."""
 
-    Scratch holds, for each block of rows, UNITS of 16 rows and half of the columns, in the order of wgmma's
-    accumulator: eight columns at a time, what 32 lanes have of them.
-    """
-
-    scratch: cute.Pointer
-    facts: cute.Tensor  # (B, Hq, 3, padded rows)
+    scratch: Scratch
     ahead: Ahead
     kv_heads: Int32  # over the whole batch
-    num_m_blocks: Int32
     scale: Float32
     dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each tender
     matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
@@ -76,28 +120,19 @@ class Backstage:
     added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
 
     @property
-    def unit_floats(self) -> int:
-        return cute.size(self.slots, mode=[0])
-
-    def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
-        row = Int64(kv_head * self.ahead.group) * 3 + 2
-        return cute.recast_ptr(self.facts.iterator + row * self.facts.shape[3], dtype=Int32) + which
+    def num_m_blocks(self) -> Int32:
+        return self.scratch.num_m_blocks
 
     @cute.jit
     def arrive(self, kv_head: Int32, which: int):
-        """One warp: what it has written, or has waited for, is there for everyone."""
+        """One warp."""
         with cute.arch.elect_one():
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.atomic_add(self.counter(kv_head, which), Int32(1), sem="relaxed", scope="gpu")
+            count_up(self.scratch.counter(kv_head, which))
 
     @cute.jit
     def wait(self, kv_head: Int32, which: int, expected: Int32):
         """One warp."""
-        counter = self.counter(kv_head, which)
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        while seen < expected:
-            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-        cute.arch.fence_proxy("async")  # what was seen is handed on to TMA
+        wait_for_count(self.scratch.counter(kv_head, which), expected)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -120,9 +155,10 @@ class Backstage:
                 self.fetch_first(units)
             if mine + self.ahead.heads < self.kv_heads:  # under the latency of these loads
                 head = mine + self.ahead.heads
-                start = (Int64(head) * blocks + begin) * (UNITS * self.unit_floats)
+                start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
                 thread = tender * sm90.WARP + cute.arch.lane_idx()
-                clear(self.scratch + start, (end - begin) * (UNITS * self.unit_floats), thread, TENDERS * sm90.WARP)
+                floats = (end - begin) * (UNITS * self.scratch.unit_floats)
+                clear(start, floats, thread, TENDERS * sm90.WARP)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 self.arrive(head, CLEARED)
@@ -148,7 +184,7 @@ class Backstage:
         if unit < units.end:
             self.ring.acquire(count)
             with cute.arch.elect_one():
-                source = vector_at(self.scratch + (units.first + unit) * self.unit_floats, Float32, self.unit_floats)
+                source = vector_at(self.scratch.unit(units.first + unit), Float32, self.scratch.unit_floats)
                 atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 cute.copy(atom, source, self.slots[None, self.ring.slot(count)], mbar_ptr=self.ring.arrival(count))
 

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP
 from . import sm90
-from .backstage import CLEARED, TENDERS, Ahead, clear, vector_at
+from .backstage import ADDED, CLEARED, TENDERS, UNITS, Ahead, Scratch, clear, vector_at
 from .sm90 import WARPGROUP
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
@@ -27,8 +27,8 @@ LOG2_E = math.log2(math.e)
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
 
-    def __init__(self, dtype: type[cutlass.Numeric]):
-        self.dtype = dtype
+    def __init__(self, dtype: type[cutlass.Numeric], d: int):
+        self.dtype, self.unit_floats = dtype, TILE_M * d // UNITS
 
     @cute.jit
     def __call__(
@@ -36,32 +36,36 @@ class PrepareBackward:
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
-        mRows: cute.Tensor,  # (B, Hq, 3, blocks * TILE_M) fp32
-        mdQ: cute.Tensor,  # fp32 scratch of the main kernel, a multiple of 4 elements for every block of rows
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mScratch: cute.Tensor,  # of the main kernel (backstage.Scratch)
         ahead: Ahead,
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
-        self.kernel(mO, mdO, mLSE, mRows, mdQ, ahead.heads, ahead.group, ahead.portions).launch(
+        self.kernel(mO, mdO, mLSE, mRows, mScratch, ahead.heads, ahead.group, ahead.portions).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mdQ: cute.Tensor,
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mScratch: cute.Tensor,
         heads_ahead: Int32, group: Int32, portions: Int32,
     ):  # fmt: skip
         block, head, batch = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
         thread = cute.arch.thread_idx()[0]
-        floats = cute.size(mdQ) // (blocks * heads * cute.arch.grid_dim()[2])  # of this block's dQ
-        start = ((Int64(batch) * heads + head) * blocks + block) * floats
-        early = (batch * heads + head) // group < heads_ahead  # the others are cleared by the main kernel
+        scratch = Scratch(mScratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
+        linear = batch * heads + head
+        first = (linear * blocks + block) * UNITS
+        kv_head, early = linear // group, linear // group < heads_ahead  # the others are cleared by the main kernel
         if early:
-            clear(mdQ.iterator + start, floats, thread, WARPGROUP)
-        if block == 0 and thread < 2:
-            count = portions * TENDERS if early and thread == CLEARED else Int32(0)
-            mRows[batch, head, 2, thread] = count.bitcast(Float32)
+            clear(scratch.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
+        if thread < UNITS:
+            cute.arch.store(scratch.turn(first + thread), Int32(0))
+        if linear % group == 0 and block == 0 and thread == 0:
+            cleared = portions * TENDERS if early else Int32(0)
+            cute.arch.store(scratch.counter(kv_head, CLEARED), cleared)
+            cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
 
         Sq, Dv = mO.shape[2], mO.shape[3]
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
