@@ -55,7 +55,7 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
 
 // ---- backward.cpp: our gradients ----
 
-// False where another backward must follow: no measured row, no kernel, deterministic algorithms asked for.
+// False where another backward must follow: no measured row, no kernel.
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
                   BackwardResult* result);
 

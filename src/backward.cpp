@@ -7,6 +7,7 @@ namespace flashplug {
 
 namespace {
 
+constexpr int64_t kUnits = 8;          // of 64 rows of dQ: backstage.py
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
 // grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded
@@ -51,8 +52,10 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
   if (kernel == nullptr) return false;
   const int64_t tile_m = tables().kernels[row].tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
-  const int64_t row_size[4] = {p.B, p.Hq, 3, padded}, row_stride[4] = {p.Hq * 3 * padded, 3 * padded, padded, 1};
-  const int64_t floats = p.B * p.Hq * padded * tables().kernels[row].d_max, one = 1;
+  const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
+  // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
+  const int64_t counters = padded / tile_m * kUnits + 2;
+  const int64_t floats = p.B * p.Hq * (padded * tables().kernels[row].d_max + counters), one = 1;
   if (floats > std::numeric_limits<int32_t>::max()) return false;  // the kernel counts them in 32 bits
   const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
   const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);

@@ -96,8 +96,8 @@ struct ChoiceRow {
 };
 
 constexpr int kMaxRows = 128;
-constexpr int kKindFwd = 0, kKindBwd = 1;
-constexpr const char* kKindNames[] = {"fwd", "bwd"};
+constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2;
+constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd"};
 
 struct Tables {
   KernelRow kernels[kMaxRows];

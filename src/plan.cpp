@@ -161,7 +161,9 @@ Reason slower_by_row(int choice_row, const Tables& tables) {
 }
 
 Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tables& tables, Plan* plan) {
-  if (p.grad && p.deterministic) return Reason{Why::kDeterministic};
+  // Stock's backward after our forward is not deterministic.
+  if (p.grad && p.deterministic && plan_backward(p, device, Mode{}, tables).kernel_row < 0)
+    return Reason{Why::kDeterministic};
   plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kKindFwd, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
@@ -242,11 +244,11 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const auto refused = [](Reason why) { return BackwardPlan{-1, -1, why}; };
-  if (p.deterministic) return refused(Reason{Why::kDeterministic});
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   Reason why;
   if (fa3_unsupported(p, device, tables, &why, 1) != 0) return refused(why);
-  const int row = find_kernel_row(p, kKindBwd, kHopper, device.sm_count, tables);
+  const int kind = p.deterministic ? kKindDetBwd : kKindBwd;
+  const int row = find_kernel_row(p, kind, kHopper, device.sm_count, tables);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
   if (p.D != p.Dv) return refused(Reason{Why::kNoRow});
@@ -259,7 +261,7 @@ BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mod
 
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
-      !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || (p.grad && p.deterministic)) {
+      !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) {
     return false;
   }
   for (int i = 0; i < tables.num_choices; ++i) {

@@ -77,8 +77,8 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
              " needed to fill the SMs; splitting the keys comes with a later release; stock is faster";
     default:
-      return "torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use torch.no_grad() "
-             "or the stock backend";
+      return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
+             "torch.no_grad() or the stock backend";
   }
 }
 

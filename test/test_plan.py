@@ -330,8 +330,8 @@ two_devices
 deterministic_grad
   h100
     stock
-      fa3: torch.use_deterministic_algorithms is on and cuDNN's backward is not deterministic; use
-        torch.no_grad() or the stock backend
+      fa3: torch.use_deterministic_algorithms is on and our deterministic backward does not take
+        this call; use torch.no_grad() or the stock backend
 three_reasons
   h100
     stock

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend
 import torch_flashplug
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
 
+ONE_ORDER = "_det"  # suffix of the names of deterministic variants
 Attend = Callable[..., torch.Tensor]  # (q, k, v, **F.sdpa keywords) in (B, H, S, D) -> (B, H, S, Dv)
 
 
@@ -66,6 +68,20 @@ def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
     return None, "; ".join(reasons)
 
 
+@contextmanager
+def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """`scope` under torch.use_deterministic_algorithms; new tensors are not filled, as users who care switch it off."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with scope():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
     """All that can run here, and for the others the reason why not. `wanted` limits both."""
     found: dict[str, Provider] = {}
@@ -74,6 +90,10 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
     for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3")):
         found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
     found["stock"] = Provider("stock", "F.sdpa without the plugin", sdpa, plugin_off)
+    for name in ("ours_fa3", "stock"):  # gradients only: both again, the same bits in every run
+        again = found[name]
+        scope = functools.partial(in_one_order, again.scope)
+        found[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
     for name, (label, backend) in STOCK.items():
         found[name] = Provider(name, label, sdpa, lambda backend=backend: stock_backend(backend))
     for name, (label, modules) in WHEELS.items():

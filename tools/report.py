@@ -93,12 +93,15 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
     table = Table(title=f"{document['suite']} on {document['gpu']}, torch {document['torch']}; times in ms")
     table.add_column("case", no_wrap=True)
-    for column in ("ours", "auto", *peers, "ratio", "% of bound", "auto/stock", "auto plan"):
+    one_order = list(dict.fromkeys(name for row in rows for name in row.get("one_order_ms", ())))
+    timed = ("ours", "auto", *peers, *(f"{name}, one order" for name in one_order))
+    for column in (*timed, "ratio", "% of bound", "auto/stock", "auto plan"):
         table.add_column(column, justify="right")
     for row in rows:
         auto_cost = row.get("auto_over_stock")
         cells = [_milliseconds(row.get("ours_ms")), _milliseconds(row.get("auto_ms"))]
         cells += [_milliseconds(row["peers_ms"].get(peer)) for peer in peers]
+        cells += [_milliseconds(row["one_order_ms"].get(name)) for name in one_order]
         cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
         bound = row.get("bound_ms")
         cells.append("-" if not bound or not row.get("ours_ms") else f"{100 * bound / row['ours_ms']:.0f}")

@@ -124,6 +124,10 @@ KERNEL_ROWS = (
     KernelRow("bwd", 90, 64, 64, "causal", 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, "full", 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, "causal", 64, 128, 2),
+    KernelRow("detbwd", 90, 64, 64, "full", 64, 128, 4),
+    KernelRow("detbwd", 90, 64, 64, "causal", 64, 128, 4),
+    KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
+    KernelRow("detbwd", 90, 128, 128, "causal", 64, 128, 2),
 )
 
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"

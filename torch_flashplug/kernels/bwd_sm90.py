@@ -26,7 +26,17 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, TENDERS, UNITS, Ahead, Backstage, Scratch, count_up, wait_for_count
+from .parts.backstage import (
+    ADDED_SLOTS,
+    SLOT_BYTES,
+    TENDERS,
+    UNITS,
+    Ahead,
+    Backstage,
+    Scratch,
+    count_up,
+    wait_for_count,
+)
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask, column_of
@@ -59,11 +69,18 @@ class Work:
     geo: Geometry
     group: Int32  # query heads of a KV head
     tile_m: int
+    last_first: bool  # key blocks from the last to the first; else the longest first: most queries see the first keys
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, KV head, batch) of a launch-order number."""
         n_block, head, batch = self.order.tile(number)
-        return self.order.num_m_blocks - 1 - n_block, head, batch  # the first keys are seen by most queries
+        return n_block if self.last_first else self.order.num_m_blocks - 1 - n_block, head, batch
+
+    def turn(self, n_block: Int32, step: Int32) -> Int32:
+        """How many key blocks add to the queries of a step before this one, where all do so in launch order."""
+        if self.last_first:
+            return cutlass.min(step * self.tile_m // self.geo.tile_n, self.order.num_m_blocks - 1) - n_block
+        return n_block
 
     def steps(self, n_block: Int32) -> Steps:
         return self.geo.steps(n_block, self.tile_m)
@@ -238,11 +255,11 @@ class BackwardSm90:
         section = Int32(1)  # heads whose tiles take turns
         if cutlass.const_expr(self.mask == "causal"):
             section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
-        if cutlass.const_expr(self.in_order):
+        elif cutlass.const_expr(self.in_order):
             # A block may add to rows some steps after the one before it. So that nobody waits for it, as many heads
             # take turns as are needed to start all CTAs, one after the other, in the time of one tile.
             steps = cute.ceil_div(mQ.shape[2], self.tile_m) * group
-            section = cutlass.max(section, cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), B * Hkv))
+            section = cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), B * Hkv)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
         self.prepare(mO, mdO, mLSE, mRows, mScratch, ahead, stream)
         tensors, launch = (mQ, mK, mV, mdO, mdQ, mdK, mdV), (mCounter, num_ctas, section, ahead)
@@ -365,7 +382,8 @@ class BackwardSm90:
         order = TileOrder(True, num_n_blocks, mK.shape[2], kv_heads, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
-        work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m)
+        last_first = self.in_order and self.mask == "causal"  # so that each block is two steps behind the one before it
+        work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m, last_first)
         tender = warp_idx % TENDERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         backstage = Backstage(
@@ -387,11 +405,10 @@ class BackwardSm90:
                 self.load_queries(q, do, (mRows, sLse, sDelta), work, backstage)
             elif warp_idx == 1:
                 self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
+            elif cutlass.const_expr(self.in_order):
+                self.carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
             else:
-                if cutlass.const_expr(self.in_order):
-                    self.carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
-                else:
-                    backstage.tend(queue, work.tile, tender)
+                backstage.tend(queue, work.tile, tender)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
@@ -452,18 +469,20 @@ class BackwardSm90:
             for g in cutlass.range(work.group, unroll=1):
                 first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
                 for step in cutlass.range(steps.begin, steps.end, unroll=1):
-                    staged.wait_free(done + 1)  # it has been written
                     last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                     if lane < 4:
-                        wait_for_count(scratch.turn(unit), n_block)
+                        wait_for_count(scratch.turn(unit), work.turn(n_block, step))
+                    cute.arch.sync_warp()
+                    staged.wait_free(done + 1)  # it has been written
+                    if lane < 4:
                         scratch.add(unit, sdQ[None, wg * 4 + lane])
-                        if done > before:
-                            cute.arch.cp_async_bulk_wait_group(1)
-                            count_up(scratch.turn(last))
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(staged.arrival(done))
+                    if lane < 4 and done > before:
+                        cute.arch.cp_async_bulk_wait_group(1)
+                        count_up(scratch.turn(last))
                     done += 1
             if lane < 4 and done > before:
                 cute.arch.cp_async_bulk_wait_group(0)
@@ -505,8 +524,9 @@ class BackwardSm90:
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple, couriers: sm90.Ring | None
-    ):
+        self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple,
+        couriers: sm90.Ring | None,
+    ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
         rings = work.rings
         my = self.hold(buffers, rings, backstage.scratch, couriers)

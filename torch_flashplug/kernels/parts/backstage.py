@@ -90,8 +90,7 @@ def wait_for_count(counter: cute.Pointer, expected: Int32):
 @cute.jit
 def count_up(counter: cute.Pointer):
     """One thread: what it has written, or has waited for, is there for everyone."""
-    cute.arch.fence_acq_rel_gpu()
-    cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,158 @@
+"""Gradients: every fourth case of testing.CASES through unmodified F.sdpa with fa3 forced, against fp64 math, added up
+in any order or, under torch.use_deterministic_algorithms, in one; repeatability, races, memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import native
+from torch_flashplug.spec import DTYPES
+from torch_flashplug.testing import (
+    CASES,
+    Case,
+    Inputs,
+    assert_within_budget,
+    case_named,
+    make_inputs,
+    new_case,
+    oracle_grads,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR
+
+SEED = 20261121
+RUNS = 1000
+OURS_TO = 128  # head dims beyond are stock's backward, which promises nothing about order
+NAMES = ("dq", "dk", "dv")
+# All whose heads or layouts are unusual, too.
+GRAD_CASES = [case for i, case in enumerate(CASES) if i % 4 == 0 or case.gqa or case.layout != "bshd"]
+GRAD_CASES = [case for case in GRAD_CASES if not case.tags & {"large", "many"}]
+OUR_CASES = [case for case in GRAD_CASES if max(case.D, case.Dv) <= OURS_TO]
+# More heads than idle warps run ahead, so that these clear and write dQ; few and long ones, where many blocks add.
+MANY_HEADS = (
+    new_case("heads_640_sq256_d64", (40, 16, 16), (256, 256), (64, 64)),
+    new_case("heads_640_sq256_d64_causal", (40, 16, 16), (256, 256), (64, 64), "causal"),
+    new_case("heads_640_gqa2_sq300x200_d128", (80, 8, 4), (300, 200), (128, 128)),
+    new_case("heads_900_sq100x77_d64", (900, 1, 1), (100, 77), (64, 64)),
+    new_case("heads_48_sq2048_d128", (3, 16, 16), (2048, 2048), (128, 128)),
+    new_case("heads_48_sq2048_d64_causal", (3, 16, 16), (2048, 2048), (64, 64), "causal"),
+)
+REPEATED = (
+    case_named("gqa4_d64_causal"),
+    case_named("odd_tail_sq4099_d128_causal"),
+    case_named("rect_799x3_d128"),
+    MANY_HEADS[0],
+    MANY_HEADS[2],
+    MANY_HEADS[5],
+)
+
+
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
+
+
+def forward(case: Case) -> tuple[Tensor, Inputs]:
+    inputs = make_inputs(case, "cuda", SEED, requires_grad=True)
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
+    assert native.counters(reset=True)["ours_fwd"] == 1
+    return out, inputs
+
+
+def gradients(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.grad_out, retain_graph=True)
+
+
+def check(case: Case) -> None:
+    """Three gradients within the budget of plain math's errors."""
+    out, inputs = forward(case)
+    got = gradients(out, inputs)
+    if max(case.D, case.Dv) <= OURS_TO:
+        assert native.counters()["ours_bwd"] == 1
+    exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
+    # dq = scale * dS K and dk = scale * dS^T Q, where dS is a difference of two sums that |dO| |V| bounds.
+    norms = [float(tensor.detach().float().norm(dim=-1).max()) for tensor in (inputs.grad_out, inputs.v)]
+    sums = norms[0] * norms[1] * (case.scale if case.scale is not None else case.D**-0.5)
+    # Roundings of n terms add up like sqrt(n).
+    terms = {
+        "dq": case.Sk**0.5 * float(inputs.k.detach().abs().max()),
+        "dk": (case.Sq * case.Hq / case.Hkv) ** 0.5 * float(inputs.q.detach().abs().max()),
+    }
+    cancelled = {name: sums * terms.get(name, 0.0) for name in NAMES}
+    for name, ours, fp64, yardstick in zip(NAMES, got, exact, low, strict=True):
+        budget = {"factor": GRAD_FACTOR, "cancelled": cancelled[name]}
+        assert_within_budget(f"{case.name} {case.dtype} {name}", ours, fp64, yardstick, **budget, seed=SEED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
+def test_gradients(case: Case, dtype: str) -> None:
+    check(case.with_dtype(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*OUR_CASES, *MANY_HEADS], ids=lambda case: case.name)
+def test_gradients_in_one_order(case: Case) -> None:
+    with in_order():
+        check(case)
+
+
+@pytest.mark.gpu
+@ORDERS
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
+def test_the_same_in_1000_runs(case: Case, order) -> None:
+    """dK and dV, and dQ where an order is asked for, bit for bit; dQ in any order to a rounding of its sums. A second
+    stream keeps the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows.
+    """
+    out, inputs = forward(case)
+    noise, side = torch.randn(1 << 20, device="cuda"), torch.cuda.Stream()
+    wrong = torch.zeros(len(NAMES), dtype=torch.int64, device="cuda")
+    with order():
+        first = gradients(out, inputs)
+        slack = 0.0 if order is in_order else 2**-7 * float(first[0].abs().max())
+        torch.cuda.synchronize()
+        for i in range(RUNS):
+            if i % 3 == 0:
+                with torch.cuda.stream(side):
+                    noise.sin_()
+            again = gradients(out, inputs)
+            for n, (a, b) in enumerate(zip(again, first, strict=True)):
+                wrong[n] += ((a - b).abs() > (slack if n == 0 else 0.0)).sum() + (a.isnan() != b.isnan()).sum()
+    torch.cuda.synchronize()
+    assert native.counters()["ours_bwd"] == RUNS + 1
+    assert wrong.tolist() == [0] * len(NAMES)
+
+
+@pytest.mark.gpu
+@ORDERS
+def test_memory_is_linear_in_32k_keys(order) -> None:
+    case = new_case("long_32k_d128_causal", (1, 2, 2), (32768, 32768), (128, 128), "causal")
+    out, inputs = forward(case)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with order():
+        gradients(out, inputs)
+    torch.cuda.synchronize()
+    assert native.counters()["ours_bwd"] == 1
+    rows, elements = case.B * case.Hq * case.Sq, out.numel()
+    # Three gradients; dQ in fp32 with its counters, LSE and delta.
+    assert torch.cuda.max_memory_allocated() - before <= 3 * 2 * elements + 4 * elements + 12 * rows + (1 << 20)
