@@ -66,7 +66,7 @@ def backward_products(spec: KernelSpec) -> tuple[int, int]:
     return 2 * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, 2 * 10 + 3
 
 
-PRODUCTS = {"fwd": forward_products, "bwd": backward_products}
+PRODUCTS = {"fwd": forward_products, "bwd": backward_products, "detbwd": backward_products}
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)

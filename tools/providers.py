@@ -72,7 +72,7 @@ def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
 def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
     """`scope` under torch.use_deterministic_algorithms; new tensors are not filled, as users who care switch it off."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         with scope():

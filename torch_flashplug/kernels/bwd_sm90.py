@@ -26,21 +26,12 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.backstage import (
-    ADDED_SLOTS,
-    SLOT_BYTES,
-    TENDERS,
-    UNITS,
-    Ahead,
-    Backstage,
-    Scratch,
-    count_up,
-    wait_for_count,
-)
+from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, Backstage, carry
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask, column_of
 from .parts.scheduler import TileOrder
+from .parts.scratch import TENDERS, UNITS, Ahead, Scratch
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
 SLAB = 16  # keys of one warp
@@ -406,7 +397,7 @@ class BackwardSm90:
             elif warp_idx == 1:
                 self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
             elif cutlass.const_expr(self.in_order):
-                self.carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
+                carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
             else:
                 backstage.tend(queue, work.tile, tender)
         else:
@@ -452,41 +443,6 @@ class BackwardSm90:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     block = n_block * WARPGROUPS + w
                     cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
-            number = work.queue.take(nth)
-            nth += 1
-
-    @cute.jit
-    def carry(self, scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work: Work, wg: Int32):
-        """Where the order is asked for, one warp for each consumer warpgroup: adds a step's four units when all key
-        blocks before have added to them, and lets the next one do so a step later, when they have arrived.
-        """
-        lane = cute.arch.lane_idx()
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.order.total:
-            n_block, head, batch = work.tile(number)
-            steps = work.steps(n_block)
-            before, unit = done, Int32(0)
-            for g in cutlass.range(work.group, unroll=1):
-                first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
-                for step in cutlass.range(steps.begin, steps.end, unroll=1):
-                    last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
-                    if lane < 4:
-                        wait_for_count(scratch.turn(unit), work.turn(n_block, step))
-                    cute.arch.sync_warp()
-                    staged.wait_free(done + 1)  # it has been written
-                    if lane < 4:
-                        scratch.add(unit, sdQ[None, wg * 4 + lane])
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(staged.arrival(done))
-                    if lane < 4 and done > before:
-                        cute.arch.cp_async_bulk_wait_group(1)
-                        count_up(scratch.turn(last))
-                    done += 1
-            if lane < 4 and done > before:
-                cute.arch.cp_async_bulk_wait_group(0)
-                count_up(scratch.turn(unit))
             number = work.queue.take(nth)
             nth += 1
 

@@ -1,5 +1,7 @@
-"""What idle warps of the backward's main kernel do with dQ's scratch: clear it before the steps that add to it, turn it
-into dQ after them. Both happen while it is in L2, and under other warps' tensor work; kernels of their own would move
+"""What idle warps of the backward's main kernel do with dQ's scratch. Tenders clear it before the steps that add to it
+and turn it into dQ after them; where sums must have one order, couriers add instead of the consumers.
+
+What tenders do happens while it is in L2, and under other warps' tensor work; kernels of their own would move
 all of it through device memory (a third of the time at 512 keys, tools/results/LOG.md).
 """
 
@@ -14,83 +16,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from . import sm90
+from .scratch import ADDED, CLEARED, QUAD, TENDERS, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
 
-TENDERS = 2  # warps of a CTA
-SLOT_BYTES = 12 * 1024  # of scratch that each of them has under way
-CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
-UNITS = 8  # of a block of rows: one for each consumer warp
-QUAD = 4  # consecutive floats of a lane
+SLOT_BYTES = 12 * 1024  # of scratch that a tender has under way
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
-
-CLEARED, ADDED = 0, 1  # counters of a KV head
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """How far tenders run ahead of the steps, clearing, and behind them, writing, in KV heads.
-
-    Tile number c is of KV head c // portions, about: tiles are ordered within sections of heads. Its tenders clear one
-    portion of what head c // portions + heads adds to, and write the same portion of head c // portions - heads. So
-    scratch stays in L2, and every tile waits only for tiles drawn before it. The first heads are cleared and the last
-    ones written by kernels of their own (backward_rows.py).
-    """
-
-    heads: Int32
-    group: Int32  # query heads of a KV head
-    portions: Int32  # tiles of a KV head
-
-    @classmethod
-    def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> Ahead:
-        return cls(cutlass.min(section + cute.ceil_div(CTAS_AHEAD, portions), kv_heads), group, portions)
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """fp32 dQ, units of it in the order of wgmma's accumulator: eight columns at a time, what 32 lanes have of them.
-    A unit is 16 rows and half of the columns: what a consumer warp adds at once. Then Int32 counters: how many key
-    blocks have added to each unit, where their order is asked for; two for each KV head.
-    """
-
-    start: cute.Pointer
-    num_m_blocks: Int32
-    heads: Int32  # query heads over the whole batch
-    unit_floats: int
-
-    @property
-    def units(self) -> Int32:
-        return self.heads * self.num_m_blocks * UNITS
-
-    def unit(self, number: Int32 | Int64) -> cute.Pointer:
-        return self.start + Int64(number) * self.unit_floats
-
-    def add(self, unit: Int32, floats: cute.Tensor) -> None:
-        """One thread: shared memory to a unit, as one group."""
-        text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
-        size, target = Int32(self.unit_floats * 4), self.unit(unit).toint()
-        cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
-        cute.arch.cp_async_bulk_commit_group()
-
-    def turn(self, unit: Int32 | Int64) -> cute.Pointer:
-        """Counter of a unit."""
-        return cute.recast_ptr(self.unit(self.units), dtype=Int32) + unit
-
-    def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
-        return self.turn(self.units) + (2 * kv_head + which)
-
-
-@cute.jit
-def wait_for_count(counter: cute.Pointer, expected: Int32):
-    """Until others have counted that far, with all that they had written before; it may be handed on to TMA."""
-    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    while seen < expected:
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    cute.arch.fence_proxy("async")
-
-
-@cute.jit
-def count_up(counter: cute.Pointer):
-    """One thread: what it has written, or has waited for, is there for everyone."""
-    cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
 
 @dataclass(frozen=True)
@@ -229,15 +158,36 @@ class Backstage:
 
 
 @cute.jit
-def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
-    """fp32 zeros, a multiple of four, by that many threads."""
-    zeros = cute.make_rmem_tensor((QUAD,), Float32)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread, count // QUAD, threads, unroll=1):
-        cute.autovec_copy(zeros, vector_at(floats + i * QUAD, Float32, QUAD))
-
-
-def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
-    """`size` elements from a 16-byte aligned address."""
-    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(aligned, cute.make_layout(size))
+def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32):
+    """Where the order is asked for, one warp for each consumer warpgroup: adds a step's four units when all key
+    blocks before have added to them, and lets the next one do so a step later, when they have arrived.
+    """
+    lane = cute.arch.lane_idx()
+    nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+    while number < work.order.total:
+        n_block, head, batch = work.tile(number)
+        steps = work.steps(n_block)
+        before, unit = done, Int32(0)
+        for g in cutlass.range(work.group, unroll=1):
+            first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
+            for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
+                if lane < 4:
+                    wait_for_count(scratch.turn(unit), work.turn(n_block, step))
+                cute.arch.sync_warp()
+                staged.wait_free(done + 1)  # it has been written
+                if lane < 4:
+                    scratch.add(unit, sdQ[None, wg * 4 + lane])
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(staged.arrival(done))
+                if lane < 4 and done > before:
+                    cute.arch.cp_async_bulk_wait_group(1)
+                    count_up(scratch.turn(last))
+                done += 1
+        if lane < 4 and done > before:
+            cute.arch.cp_async_bulk_wait_group(0)
+            count_up(scratch.turn(unit))
+        number = work.queue.take(nth)
+        nth += 1
