@@ -143,6 +143,24 @@ def test_the_same_in_1000_runs(case: Case, order) -> None:
 
 @pytest.mark.gpu
 @ORDERS
+def test_streams_side_by_side(order) -> None:
+    """CTAs of one launch wait for each other: never for one that another launch keeps from running."""
+    cases = (MANY_HEADS[4], MANY_HEADS[5], MANY_HEADS[0])
+    streams, calls = [torch.cuda.Stream() for _ in cases], [forward(case) for case in cases]
+    wrong = torch.zeros(len(cases), dtype=torch.int64, device="cuda")
+    with order():
+        first = [gradients(*call) for call in calls]
+        torch.cuda.synchronize()
+        for _ in range(100):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    wrong[i] += sum((a != b).sum() for a, b in zip(gradients(*calls[i])[1:], first[i][1:], strict=True))
+        torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * len(cases)
+
+
+@pytest.mark.gpu
+@ORDERS
 def test_memory_is_linear_in_32k_keys(order) -> None:
     case = new_case("long_32k_d128_causal", (1, 2, 2), (32768, 32768), (128, 128), "causal")
     out, inputs = forward(case)

@@ -371,7 +371,7 @@ class BackwardSm90:
         mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
         order = TileOrder(True, num_n_blocks, mK.shape[2], kv_heads, section)
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
         last_first = self.in_order and self.mask == "causal"  # so that each block is two steps behind the one before it
         work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m, last_first)
@@ -411,7 +411,7 @@ class BackwardSm90:
         """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
         mRows, sLse, sDelta = rows
         ring_q, ring_do = work.rings.q, work.rings.do
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
         while number < work.order.total:
             n_block, head, batch = work.tile(number)
             steps = work.steps(n_block)
@@ -428,13 +428,13 @@ class BackwardSm90:
                     sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
                     load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
                     done += 1
-            number = work.queue.post(nth, work.queue.draw())
             nth += 1
+            number = work.queue.post(nth, work.queue.draw())
 
     @cute.jit
     def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
         """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
-        nth, number = Int32(0), cute.arch.block_idx()[0]
+        nth, number = Int32(0), work.queue.take(Int32(0))
         while number < work.order.total:
             n_block, head, batch = work.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
@@ -443,8 +443,8 @@ class BackwardSm90:
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     block = n_block * WARPGROUPS + w
                     cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
-            number = work.queue.take(nth)
             nth += 1
+            number = work.queue.take(nth)
 
     def hold(self, buffers: tuple, rings: Rings, scratch: Scratch, couriers: sm90.Ring | None) -> Share:
         """Consumer warpgroup: its operands and registers, once K and V are there."""
@@ -489,7 +489,7 @@ class BackwardSm90:
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
 
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
         while number < work.order.total:
             n_block, head, batch = work.tile(number)
             steps = work.steps(n_block)
@@ -531,8 +531,8 @@ class BackwardSm90:
                 cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
                 cute.arch.sync_warp()
                 backstage.added.release(nth)
-            number = work.queue.take(nth)
             nth += 1
+            number = work.queue.take(nth)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
 
     @cute.jit

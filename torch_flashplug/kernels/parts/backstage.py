@@ -72,7 +72,7 @@ class Backstage:
     def tend(self, queue: sm90.TileQueue, place: Callable, tender: Int32):
         """One of TENDERS warps; place: (tile number) -> (n_block, KV head, batch)."""
         blocks = self.num_m_blocks * self.ahead.group  # of a KV head
-        nth, fetched, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        nth, fetched, number = Int32(0), Int32(0), queue.take(Int32(0))
         while number < queue.total:
             mine, portion = number // self.ahead.portions, number % self.ahead.portions
             begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
@@ -96,8 +96,8 @@ class Backstage:
             if tender == 0:
                 _, head, batch = place(number)
                 self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
-            number = queue.take(nth)
             nth += 1
+            number = queue.take(nth)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
@@ -163,7 +163,7 @@ def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32
     blocks before have added to them, and lets the next one do so a step later, when they have arrived.
     """
     lane = cute.arch.lane_idx()
-    nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+    nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
     while number < work.order.total:
         n_block, head, batch = work.tile(number)
         steps = work.steps(n_block)
@@ -189,5 +189,5 @@ def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32
         if lane < 4 and done > before:
             cute.arch.cp_async_bulk_wait_group(0)
             count_up(scratch.turn(unit))
-        number = work.queue.take(nth)
         nth += 1
+        number = work.queue.take(nth)

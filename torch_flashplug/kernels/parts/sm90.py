@@ -134,12 +134,16 @@ class TileQueue:
 
     Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the
     counter back to zero: a launch leaves the counter as it found it, and no host ever clears it.
+
+    Where tiles wait for earlier ones, a CTA draws its first tile, too. Then every tile before a drawn one is in the
+    hands of a CTA that runs; with the first tiles dealt out it could be a CTA's that waits for an SM, for ever.
     """
 
     counter: cute.Pointer  # global Int32
     mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
     ring: Ring  # of the mail's slots
     total: Int32
+    first_drawn: bool = False
 
     @cute.jit
     def draw(self) -> Int32:
@@ -151,12 +155,17 @@ class TileQueue:
 
     @cute.jit
     def post(self, nth: Int32, ticket: Int32) -> Int32:
-        """Producer warp: the ticket's tile follows this CTA's nth; its number, `total` or more when there is none."""
+        """Producer warp: the ticket's tile as this CTA's nth mail; its number, `total` or more when there is none."""
         ticket = cute.arch.shuffle_sync(ticket, 0)
+        last = self.total - 1
+        if cutlass.const_expr(self.first_drawn):
+            last += cute.arch.grid_dim()[0]
         # All lanes store: a branch of one lane here makes ptxas lay out every wait of the kernel worse (-2 %).
-        if ticket == self.total - 1:
+        if ticket == last:
             cute.arch.store(self.counter, Int32(0))
-        number = cute.arch.grid_dim()[0] + ticket
+        number = ticket
+        if cutlass.const_expr(not self.first_drawn):
+            number = cute.arch.grid_dim()[0] + ticket
         self.ring.wait_free(nth)
         with cute.arch.elect_one():
             self.mail[self.ring.slot(nth)] = number
@@ -165,7 +174,7 @@ class TileQueue:
 
     @cute.jit
     def take(self, nth: Int32) -> Int32:
-        """Consumer warp: what follows this CTA's nth tile."""
+        """Consumer warp: the tile of this CTA's nth mail."""
         self.ring.wait(nth)
         number = self.mail[self.ring.slot(nth)]
         cute.arch.sync_warp()
