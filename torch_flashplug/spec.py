@@ -28,6 +28,10 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
+TENDERS, TENDER_BYTES = (
+    2,
+    12 * 1024,
+)  # a backward's idle warps that write dQ, and what each has of its scratch under way
 ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
@@ -104,12 +108,15 @@ class KernelSpec:
 
     def smem_bytes(self) -> int:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
-        way out. Barriers.
+        way to scratch and from there to global memory. Barriers.
         """
         if self.is_backward:
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
             keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
-            return self.stages * step + keys + self.tile_m * self.d * FP32_BYTES + BARRIER_BYTES
+            scratch = self.tile_m * self.d * FP32_BYTES + TENDERS * (
+                TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES
+            )
+            return self.stages * step + keys + scratch + BARRIER_BYTES
         return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
 
     def accumulator_registers(self) -> int:

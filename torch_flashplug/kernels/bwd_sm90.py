@@ -24,14 +24,14 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, KernelSpec
 from .parts import sm90
-from .parts.backstage import ADDED_SLOTS, SLOT_BYTES, Backstage, carry
+from .parts.backstage import ADDED_SLOTS, Backstage, carry
 from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask, column_of
 from .parts.scheduler import TileOrder
-from .parts.scratch import TENDERS, UNITS, Ahead, Scratch
+from .parts.scratch import UNITS, Ahead, Scratch
 
 ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
 SLAB = 16  # keys of one warp
@@ -339,7 +339,7 @@ class BackwardSm90:
         ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
         mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
         unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
-        slots = SLOT_BYTES // (unit * 4)
+        slots = TENDER_BYTES // (unit * 4)
         ring_back = sm90.Ring.create(smem, slots * TENDERS, unit * 4)
         ring_added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
         couriers = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None

@@ -15,10 +15,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ...spec import TENDERS
 from . import sm90
-from .scratch import ADDED, CLEARED, QUAD, TENDERS, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
+from .scratch import ADDED, CLEARED, QUAD, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
 
-SLOT_BYTES = 12 * 1024  # of scratch that a tender has under way
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
 
 

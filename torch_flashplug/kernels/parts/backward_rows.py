@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP
+from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS
 from . import sm90
-from .scratch import ADDED, CLEARED, TENDERS, UNITS, Ahead, Scratch, clear, vector_at
+from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .sm90 import WARPGROUP
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs

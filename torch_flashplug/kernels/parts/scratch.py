@@ -8,7 +8,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-TENDERS = 2  # warps of a CTA that clear scratch and write dQ
 CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
 UNITS = 8  # of a block of rows: one for each consumer warp
 QUAD = 4  # consecutive floats of a lane
