@@ -7,7 +7,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kUnits = 8;          // of 64 rows of dQ: backstage.py
+constexpr int64_t kUnits = 8;          // of a block of rows: UNITS of kernels/parts/scratch.py
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
 // grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded

@@ -28,10 +28,8 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
-TENDERS, TENDER_BYTES = (
-    2,
-    12 * 1024,
-)  # a backward's idle warps that write dQ, and what each has of its scratch under way
+TENDERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
+TENDER_BYTES = 12 * 1024  # of scratch that each of them has under way
 ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 

@@ -2,12 +2,11 @@
 
 A CTA stays on its SM and draws blocks of tile_n keys of one KV head until none is left. It keeps their dK and dV in
 registers while it walks over the query rows that see them, of every query head of the group. Each of its two consumer
-warpgroups owns 64 of the keys. Scores are computed
-transposed (keys x queries), so that P^T and dS^T are already the left operands of dV += P^T dO and dK += dS^T Q
-(FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K needs the
-keys of both warpgroups: dS crosses shared memory once, each warpgroup multiplies it with half of K's columns, one step
-later, so that neither waits for the other; the products are added to fp32 scratch in global memory, in the order in
-which registers hold them.
+warpgroups owns 64 of the keys. Scores are computed transposed (keys x queries), so that P^T and dS^T are already the
+left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv
+2307.08691, algorithm 2). dQ = dS K needs the keys of both warpgroups: dS crosses shared memory once, each warpgroup
+multiplies it with half of K's columns, one step later, so that neither waits for the other; the products are added to
+fp32 scratch in global memory, in the order in which registers hold them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from .parts.mask import TransposedMask, column_of
 from .parts.scheduler import TileOrder
 from .parts.scratch import UNITS, Ahead, Scratch
 
-ROWS = ROWS_PER_WARPGROUP  # keys of one warpgroup
-SLAB = 16  # keys of one warp
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
 STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
 
@@ -104,10 +102,8 @@ class QueryGradient:
         warpgroup.commit_group()
 
     @cute.jit
-    def send(self, unit: Int32, nth: Int32, count: Int32):
-        """Add it, the nth of all, to a unit of scratch, unless nothing of this tile has been multiplied yet (count
-        0).
-        """
+    def send(self, unit: Int32, count: Int32, nth: Int32):
+        """Add it, the nth of all, to a unit of scratch; count 0: nothing of this tile has been multiplied yet."""
         if count > 0:
             self.make_room(nth)
             quarters = cute.size(self.acc) // 4
@@ -233,7 +229,7 @@ class BackwardSm90:
         mdK: cute.Tensor,  # (B, Hkv, Sk, D)
         mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mScratch: cute.Tensor,  # fp32 dQ: B * Hq * blocks of tile_m rows * tile_m * d, in register order
+        mScratch: cute.Tensor,  # fp32 dQ in register order, and counters: parts/scratch.py
         scale_log2: Float32,
         scale: Float32,
         mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
@@ -278,10 +274,14 @@ class BackwardSm90:
         tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], (self.tile_m, self.dv))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one[2], box_k)
         tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
-        tma_dk, mdK = cpasync.make_tiled_tma_atom(store, mdK, self.output_layout(SLAB, self.d), (SLAB, self.d))
-        tma_dv, mdV = cpasync.make_tiled_tma_atom(store, mdV, self.output_layout(SLAB, self.dv), (SLAB, self.dv))
+        tma_dk, mdK = cpasync.make_tiled_tma_atom(
+            store, mdK, sm90.slab_layout(self.dtype, SLAB, self.d), (SLAB, self.d)
+        )
+        tma_dv, mdV = cpasync.make_tiled_tma_atom(
+            store, mdV, sm90.slab_layout(self.dtype, SLAB, self.dv), (SLAB, self.dv)
+        )
         unit = (SLAB, self.half)
-        tma_dq, mdQ = cpasync.make_tiled_tma_atom(store, mdQ, self.output_layout(*unit), unit)
+        tma_dq, mdQ = cpasync.make_tiled_tma_atom(store, mdQ, sm90.slab_layout(self.dtype, *unit), unit)
         mCounter, num_ctas, section, ahead = launch
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, tma_dq),
@@ -299,11 +299,6 @@ class BackwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def output_layout(self, rows: int, columns: int) -> cute.ComposedLayout:
-        """dK or dV in shared memory: each warp's 16 rows are contiguous, so that a warp stores them on its own."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns)
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, columns), order=(1, 0))
 
     def make_mma(self, columns: int, left: str, right: str) -> cute.TiledMma:
         """64 x columns, operands from "rows" (K-major in shared memory), "columns" (MN-major) or "registers"."""
@@ -352,7 +347,7 @@ class BackwardSm90:
         sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)  # (floats, warp)
         sBack = smem.allocate_tensor(Float32, cute.make_layout((unit, slots * TENDERS)), 128)
-        unit_rows = self.output_layout(SLAB * TENDERS, self.half)
+        unit_rows = sm90.slab_layout(self.dtype, SLAB * TENDERS, self.half)
         sUnits = smem.allocate_tensor(self.dtype, unit_rows.outer, 1024, unit_rows.inner)
 
         if warp_idx == 0:
@@ -370,7 +365,9 @@ class BackwardSm90:
 
         mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
-        order = TileOrder(True, num_n_blocks, mK.shape[2], kv_heads, section)
+        order = TileOrder(
+            longest_first=True, num_m_blocks=num_n_blocks, heads=mK.shape[2], total_heads=kv_heads, section=section
+        )
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
         last_first = self.in_order and self.mask == "causal"  # so that each block is two steps behind the one before it
@@ -447,7 +444,7 @@ class BackwardSm90:
             number = work.queue.take(nth)
 
     def hold(self, buffers: tuple, rings: Rings, scratch: Scratch, couriers: sm90.Ring | None) -> Share:
-        """Consumer warpgroup: its operands and registers, once K and V are there."""
+        """Consumer warpgroup: its operands and registers."""
         sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
@@ -509,9 +506,9 @@ class BackwardSm90:
                     for step in cutlass.range(begin, end, unroll=1):
                         hidden = (mask, step) if masked else None
                         if cutlass.const_expr(self.roomy):
-                            self.step_at_once(my, done, (unit, done - 1, done - before), hidden, scales[0])
+                            self.step_at_once(my, done, (unit, done - before), hidden, scales[0])
                         else:
-                            self.step_in_turn(my, done, (unit, done - 1, done - before), hidden, scales[0])
+                            self.step_in_turn(my, done, (unit, done - before), hidden, scales[0])
                         rings.do.release(done)
                         rings.q.release(done)
                         unit = (first_block + step) * UNITS + wg * 4 + warp_idx
@@ -522,9 +519,9 @@ class BackwardSm90:
             my.dQ.multiply(done - 1)
             warpgroup.wait_group(0)
             rings.k.release(nth)
-            my.dQ.send(unit, done - 1, done - before)
+            my.dQ.send(unit, done - before, done - 1)
             my.dQ.make_room(done)
-            slab = n_block * (self.tile_n // SLAB) + wg * 4 + warp_idx
+            slab = n_block * (self.tile_n // SLAB) + wg * 4
             self.store(my.dV, Float32(1.0), outputs[1].head(head, batch), slab, my.products[1].add)
             self.store(my.dK, scales[1], outputs[0].head(head, batch), slab, my.products[2].add)
             if cutlass.const_expr(not self.in_order):
@@ -558,7 +555,7 @@ class BackwardSm90:
         my.share_dS(done)
         warpgroup.fence()
         my.issue_dK(slot)
-        my.dQ.send(*last)
+        my.dQ.send(*last, done - 1)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -574,7 +571,7 @@ class BackwardSm90:
         self.weigh(my, lse, hidden, scale_log2)
         my.P.take(my.S)
         warpgroup.wait_group(0)  # dQ
-        my.dQ.send(*last)
+        my.dQ.send(*last, done - 1)
         my.rings.do.wait(done)
         warpgroup.fence()
         my.issue_dP(slot)
@@ -616,25 +613,14 @@ class BackwardSm90:
     def store(self, acc: cute.Tensor, factor: Float32, out: sm90.Operand, slab: Int32, mma: cute.TiledMma):
         """An accumulator in 16 bits through its warps' staging to global memory; each warp sends its 16 rows."""
         columns = cute.size(acc) * 2  # of 64 rows, by 128 threads
-        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
-        warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
         rX = cute.make_rmem_tensor_like(acc, self.dtype)
         rX.store((acc.load() * factor).to(self.dtype))
-        layout = self.output_layout(ROWS, columns)
+        layout = sm90.slab_layout(self.dtype, ROWS, columns)
         start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.dtype)
-        sX = cute.make_tensor(start, layout.outer)
-        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        to_smem = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
         cute.arch.sync_warp()
-        cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        mine = sm90.Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
-        tXsX, tXgX = mine.tiles((SLAB, columns), (None, 0))
-        cute.copy(out.atom, tXsX, tXgX[None, slab])
-        cute.arch.cp_async_bulk_commit_group()
+        sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma)
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:

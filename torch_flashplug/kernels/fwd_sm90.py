@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
@@ -29,8 +29,7 @@ from .parts.mask import Mask
 from .parts.scheduler import TileOrder
 from .parts.softmax import OnlineSoftmax
 
-ROWS = ROWS_PER_WARPGROUP
-SLAB = 16  # rows of one warp's part of O, stored by one TMA instruction per 64 columns
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 
 
 class Barrier(enum.IntEnum):
@@ -152,7 +151,7 @@ class ForwardSm90:
         tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one_slot[0], (ROWS, self.q_columns))
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one_slot[1], (self.tile_n, self.d))
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, one_slot[2], (self.dv, self.tile_n))
-        tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, self.output_layout(SLAB), (SLAB, self.dv))
+        tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, sm90.slab_layout(self.dtype, SLAB, self.dv), (SLAB, self.dv))
 
         B, Hq, Sq = mLSE.shape
         num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
@@ -166,11 +165,6 @@ class ForwardSm90:
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may drop the register split
         )
-
-    def output_layout(self, rows: int) -> cute.ComposedLayout:
-        """O in shared memory, (rows, Dv): each warp's 16 rows are contiguous, so that a warp stores them on its own."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, self.dv)
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, self.dv), order=(1, 0))
 
     def make_qk(self, columns: int) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
@@ -386,24 +380,13 @@ class ForwardSm90:
         """O in 16 bits through its Q's slot of shared memory to global memory; each warp sends its 16 rows when it has
         them.
         """
-        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
-        warp_in_group = cute.arch.make_warp_uniform(thread // sm90.WARP)
         rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
         rO.store(acc_O.load().to(self.dtype))
         slot_start = cute.slice_(out.s, (None, None, slot)).iterator
-        sO = cute.make_tensor(slot_start, self.output_layout(ROWS).outer)  # (64, Dv)
-        to_smem = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_pv
-        ).get_slice(thread)
+        sO = cute.make_tensor(slot_start, sm90.slab_layout(self.dtype, ROWS, self.dv).outer)  # (64, Dv)
         sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
-        cute.copy(to_smem, to_smem.retile(rO), to_smem.partition_D(sO))
-        cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
-        cute.arch.sync_warp()
-        slab = sm90.Operand(out.atom, out.m, cute.local_tile(sO, (SLAB, self.dv), (warp_in_group, 0)))
-        tOsO, tOgO = slab.tiles((SLAB, self.dv), (None, 0))
-        cute.copy(out.atom, tOsO, tOgO[None, wg_tile * (ROWS // SLAB) + warp_in_group])
-        cute.arch.cp_async_bulk_commit_group()
+        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 
 
 @cute.jit

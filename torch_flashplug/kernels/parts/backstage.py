@@ -180,8 +180,7 @@ def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32
                     scratch.add(unit, sdQ[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(staged.arrival(done))
+                staged.fill(done)
                 if lane < 4 and done > before:
                     cute.arch.cp_async_bulk_wait_group(1)
                     count_up(scratch.turn(last))

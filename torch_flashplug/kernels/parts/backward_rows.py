@@ -25,7 +25,7 @@ LOG2_E = math.log2(math.e)
 
 
 class PrepareBackward:
-    """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks, and dQ's scratch set to zero. Any head dim."""
+    """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks; scratch's counters and first heads cleared."""
 
     def __init__(self, dtype: type[cutlass.Numeric], d: int):
         self.dtype, self.unit_floats = dtype, TILE_M * d // UNITS
@@ -37,7 +37,7 @@ class PrepareBackward:
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor,  # of the main kernel (backstage.Scratch)
+        mScratch: cute.Tensor,  # of the main kernel (scratch.Scratch)
         ahead: Ahead,
         stream: cuda.CUstream,
     ):
@@ -88,8 +88,7 @@ class PrepareBackward:
 class FinishBackward:
     """dQ = scale * scratch, from register order into rows, of the last heads.
 
-    Scratch holds, for each step, warpgroup and warp, eight columns at a time, what the 32 threads hold of them: two
-    columns of two rows each (wgmma's accumulator). The four threads of a quad have all eight columns: 64 bytes on end.
+    In a unit of scratch (scratch.Scratch) the four lanes of a quad have all eight columns of two rows: 64 bytes on end.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], d: int):

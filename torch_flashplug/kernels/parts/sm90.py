@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 WARP = 32
 WARPGROUP = 128
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
+SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
@@ -89,6 +92,12 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(count))
 
+    @cute.jit
+    def fill(self, count: Int32):
+        """Producer warp: the slot holds its block, where no bytes are announced."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.arrival(count))
+
 
 def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
     """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
@@ -125,6 +134,30 @@ def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: 
     """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
     ring.acquire(count)
     cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))
+
+
+def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.ComposedLayout:
+    """An output in shared memory: each warp's SLAB rows are contiguous, so that a warp stores them on its own."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns), order=(1, 0))
+
+
+@cute.jit
+def store_slabs(rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mma: cute.TiledMma):
+    """A warpgroup's accumulator in 16 bits through sX (64, columns) to global memory, from slab `first` on; each warp
+    sends its rows when it has them.
+    """
+    columns, thread = cute.size(sX, mode=[1]), cute.arch.thread_idx()[0] % WARPGROUP
+    warp_in_group = cute.arch.make_warp_uniform(thread // WARP)
+    matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), rX.element_type)
+    to_smem = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+    cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
+    cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
+    cute.arch.sync_warp()
+    slab = Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
+    tXsX, tXgX = slab.tiles((SLAB, columns), (None, 0))
+    cute.copy(out.atom, tXsX, tXgX[None, first + warp_in_group])
+    cute.arch.cp_async_bulk_commit_group()
 
 
 @dataclass(frozen=True)
