@@ -146,17 +146,23 @@ def test_the_same_in_1000_runs(case: Case, order) -> None:
 def test_streams_side_by_side(order) -> None:
     """CTAs of one launch wait for each other: never for one that another launch keeps from running."""
     cases = (MANY_HEADS[4], MANY_HEADS[5], MANY_HEADS[0])
-    streams, calls = [torch.cuda.Stream() for _ in cases], [forward(case) for case in cases]
-    wrong = torch.zeros(len(cases), dtype=torch.int64, device="cuda")
+    streams = [torch.cuda.Stream() for _ in cases]
+    calls, first = [], []
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in cases]
+    torch.cuda.synchronize()
     with order():
-        first = [gradients(*call) for call in calls]
-        torch.cuda.synchronize()
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward
+                calls.append(forward(case))
+                first.append(gradients(*calls[-1]))
+            torch.cuda.synchronize()
         for _ in range(100):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
-                    wrong[i] += sum((a != b).sum() for a, b in zip(gradients(*calls[i])[1:], first[i][1:], strict=True))
+                    for a, b in zip(gradients(*calls[i])[1:], first[i][1:], strict=True):
+                        wrong[i] += (a != b).sum()
         torch.cuda.synchronize()
-    assert wrong.tolist() == [0] * len(cases)
+    assert [int(w) for w in wrong] == [0] * len(cases)
 
 
 @pytest.mark.gpu

@@ -28,6 +28,8 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
+WIDE_BACKWARD_TILE = (64, 64)  # of a backward whose dQ has a kernel of its own
+BACKWARD_WARPGROUPS = 2
 TENDERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 TENDER_BYTES = 12 * 1024  # of scratch that each of them has under way
 ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
@@ -67,12 +69,13 @@ class KernelSpec:
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups: each owns 64 of the CTA's rows."""
-        return self._cta_rows // ROWS_PER_WARPGROUP
+        """Consumer warpgroups: each owns 64 of the CTA's rows, or half of the columns."""
+        return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
 
     @property
-    def _cta_rows(self) -> int:
-        return self.tile_n if self.is_backward else self.tile_m
+    def is_wide(self) -> bool:
+        """bwd: dQ has a kernel of its own, and dK and dV of 64 keys are split by columns."""
+        return self.is_backward and (self.tile_m, self.tile_n) == WIDE_BACKWARD_TILE
 
     @property
     def threads(self) -> int:
@@ -108,6 +111,8 @@ class KernelSpec:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
         way to scratch and from there to global memory. Barriers.
         """
+        if self.is_wide:
+            return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
             keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
@@ -117,10 +122,27 @@ class KernelSpec:
             return self.stages * step + keys + scratch + BARRIER_BYTES
         return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
 
+    @property
+    def dq_stages_v(self) -> int:
+        """Wide bwd: blocks of V in shared memory of dQ's kernel."""
+        return 2 if self._dq_bytes(2) + BARRIER_BYTES <= SMEM_BYTES[self.arch] else 1
+
+    def _dq_bytes(self, stages_v: int) -> int:
+        """Q and dO of every warpgroup, two blocks of K, V."""
+        return ROWS_PER_WARPGROUP * ((2 + 2) * self.d + (2 + stages_v) * self.dv) * ELEMENT_BYTES
+
+    def _dkdv_bytes(self) -> int:
+        """The Q and dO rings with LSE and delta, K and V, P and dS."""
+        step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
+        return self.stages * step + self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
+
     def accumulator_registers(self) -> int:
         """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
         their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
+        if self.is_wide:
+            weights = self.tile_m // 4
+            return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             return keys + self.roomy * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
@@ -128,10 +150,11 @@ class KernelSpec:
 
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
-        if self._cta_rows % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
+        if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
-        if self.is_backward and (self.tile_m, self.tile_n) != BACKWARD_TILE:
-            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward has {BACKWARD_TILE}"
+        if self.is_backward and (self.tile_m, self.tile_n) not in (BACKWARD_TILE, WIDE_BACKWARD_TILE):
+            allowed = f"{BACKWARD_TILE} or {WIDE_BACKWARD_TILE}"
+            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward has {allowed}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):

@@ -11,8 +11,10 @@ BUILDERS = {
     ("detbwd", 90): ("bwd_sm90", "BackwardSm90"),
 }
 
+WIDE_BACKWARD = ("bwd_wide_sm90", "BackwardWideSm90")  # of every kind: its sums always have one order
+
 
 def builder(spec):
     """The kernel object for a spec: callable by cute.compile, with `fake_arguments()` beside it."""
-    module, name = BUILDERS[spec.kind, spec.arch]
+    module, name = WIDE_BACKWARD if spec.is_wide else BUILDERS[spec.kind, spec.arch]
     return getattr(importlib.import_module(f".{module}", __name__), name)(spec)

@@ -26,9 +26,17 @@ from cutlass.tensor_utils import LayoutEnum
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, KernelSpec
 from .parts import sm90
 from .parts.backstage import ADDED_SLOTS, Backstage, carry
-from .parts.backward_rows import WARPGROUPS, FinishBackward, PrepareBackward
+from .parts.backward_rows import (
+    WARPGROUPS,
+    FinishBackward,
+    PrepareBackward,
+    exponentiate,
+    fake_arguments,
+    load_rows,
+    row_values,
+)
 from .parts.geometry import Geometry, Steps
-from .parts.mask import TransposedMask, column_of
+from .parts.mask import TransposedMask
 from .parts.scheduler import TileOrder
 from .parts.scratch import UNITS, Ahead, Scratch
 
@@ -165,14 +173,6 @@ class Share:
     def issue_dK(self, slot: Int32) -> None:
         self.products[2].issue(self.dK, self.dS.fragment, self.columns[0][None, None, None, slot], accumulate=True)
 
-    def row_values(self, which: int, slot: Int32) -> cute.Tensor:
-        """LSE (0) or delta (1) of the queries of this thread's columns, in registers."""
-        row, lane = self.facts[which][None, slot], cute.arch.lane_idx()
-        mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
-        for c in range(cute.size(mine)):
-            mine[c] = row[column_of(c) + lane % 4 * 2]
-        return mine
-
     @cute.jit
     def share_dS(self, count: Int32):
         """This warpgroup's half of dS into shared memory, for both."""
@@ -197,24 +197,10 @@ class BackwardSm90:
         # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
         self.roomy = spec.roomy
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype, spec.d), FinishBackward(self.dtype, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.dtype, clears=spec.d), FinishBackward(self.dtype, spec.d)
 
     def fake_arguments(self) -> tuple:
-        operand = functools.partial(sm90.fake_operand, self.dtype)
-        B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
-        D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-        fp32 = cute.runtime.make_fake_tensor
-        lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
-        counter = fp32(Int32, (1,), (1,), assumed_align=4)
-        scratch = fp32(Float32, (size,), (1,), assumed_align=16)
-        q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
-        out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
-        gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
-        scales = (Float32(1.0), Float32(1.0))
-        tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
-        return (*tensors, *scales, counter, Int32(1), cute.runtime.make_fake_stream())
+        return fake_arguments(self.dtype)
 
     @cute.jit
     def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
@@ -456,14 +442,14 @@ class BackwardSm90:
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
         (K, V), fetches = self.my_keys((sK[None, None, wg], sV[None, None, wg]), scores.add, thread)
         rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (sQ, sdO))
-        columns = tuple(m.make_fragment_B(m.partition_B(transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
+        columns = tuple(m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
         S, dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
         dK, dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
         P = dS = sm90.OperandA.create(S, self.dtype)
         acc_dQ = cute.make_tensor(dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
         if self.roomy:
             dS, acc_dQ = sm90.OperandA.create(S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
-        my_columns = cute.local_tile(transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
+        my_columns = cute.local_tile(sm90.transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tQrK, tQrS = mma_q.make_fragment_B(mma_q.partition_B(my_columns)), mma_q.make_fragment_A(mma_q.partition_A(sdS))
         staging = sdQ[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
         courier = None if couriers is None else couriers.part(wg, 1)
@@ -471,7 +457,7 @@ class BackwardSm90:
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
         to_dS = cute.make_tiled_copy_C(matrices, scores.add).get_slice(thread)
         rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), S.layout))
-        crossing = (to_dS, rdS, to_dS.partition_D(transposed(sdS)))
+        crossing = (to_dS, rdS, to_dS.partition_D(sm90.transposed(sdS)))
         products, facts = (scores, for_dV, for_dK), (sLse, sDelta)
         return Share(wg, rings, products, (K, V), fetches, rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
 
@@ -541,14 +527,14 @@ class BackwardSm90:
         my.issue_S(slot)
         my.rings.do.wait(done)
         my.issue_dP(slot)
-        lse = my.row_values(0, slot)  # before more products: behind them it costs 10 %
+        lse = row_values(my.facts[0], slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(2)  # S
         self.weigh(my, lse, hidden, scale_log2)
         my.P.take(my.S)
         warpgroup.fence()
         my.issue_dV(slot)
-        delta = my.row_values(1, slot)
+        delta = row_values(my.facts[1], slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
         differentiate(my.S, my.dP, delta)
         my.dS.take(my.dP)
@@ -565,7 +551,7 @@ class BackwardSm90:
         my.rings.q.wait(done)
         warpgroup.fence()
         my.issue_S(slot)
-        lse = my.row_values(0, slot)  # here, as above
+        lse = row_values(my.facts[0], slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S
         self.weigh(my, lse, hidden, scale_log2)
@@ -577,7 +563,7 @@ class BackwardSm90:
         my.issue_dP(slot)
         my.issue_dV(slot)
         warpgroup.wait_group(1)  # dP
-        differentiate(my.S, my.dP, my.row_values(1, slot))
+        differentiate(my.S, my.dP, row_values(my.facts[1], slot))
         warpgroup.wait_group(0)
         my.dS.take(my.dP)
         my.share_dS(done)
@@ -621,27 +607,6 @@ class BackwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
         cute.arch.sync_warp()
         sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma)
-
-
-def transposed(s: cute.Tensor) -> cute.Tensor:
-    """(columns, rows, slot) view of (rows, columns, slot): the same bytes, as the other major mode reads them."""
-    return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
-
-
-@cute.jit
-def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
-    """Producer warp: one fp32 per query row, counted in the slot's bytes."""
-    with cute.arch.elect_one():
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
-
-
-@cute.jit
-def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
-    """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
-    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse_log2[c], fastmath=True)
 
 
 @cute.jit

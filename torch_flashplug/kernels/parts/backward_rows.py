@@ -5,15 +5,18 @@ Both work on blocks of TILE_M query rows of one head, as the main kernel steps o
 
 from __future__ import annotations
 
+import functools
 import math
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS
 from . import sm90
+from .mask import column_of
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .sm90 import WARPGROUP
 
@@ -27,8 +30,9 @@ LOG2_E = math.log2(math.e)
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks; scratch's counters and first heads cleared."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], d: int):
-        self.dtype, self.unit_floats = dtype, TILE_M * d // UNITS
+    def __init__(self, dtype: type[cutlass.Numeric], clears: int = 0):
+        """clears: columns of dQ in scratch; 0: there is none."""
+        self.dtype, self.unit_floats = dtype, TILE_M * clears // UNITS
 
     @cute.jit
     def __call__(
@@ -37,35 +41,24 @@ class PrepareBackward:
         mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor,  # of the main kernel (scratch.Scratch)
-        ahead: Ahead,
+        mScratch: cute.Tensor | None,  # of the main kernel (scratch.Scratch)
+        ahead: Ahead | None,
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
-        self.kernel(mO, mdO, mLSE, mRows, mScratch, ahead.heads, ahead.group, ahead.portions).launch(
+        clearing = None if ahead is None else (mScratch, ahead.heads, ahead.group, ahead.portions)
+        self.kernel(mO, mdO, mLSE, mRows, clearing).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, mScratch: cute.Tensor,
-        heads_ahead: Int32, group: Int32, portions: Int32,
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: tuple | None
     ):  # fmt: skip
         block, head, batch = cute.arch.block_idx()
-        blocks, heads, _ = cute.arch.grid_dim()
         thread = cute.arch.thread_idx()[0]
-        scratch = Scratch(mScratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
-        linear = batch * heads + head
-        first = (linear * blocks + block) * UNITS
-        kv_head, early = linear // group, linear // group < heads_ahead  # the others are cleared by the main kernel
-        if early:
-            clear(scratch.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
-        if thread < UNITS:
-            cute.arch.store(scratch.turn(first + thread), Int32(0))
-        if linear % group == 0 and block == 0 and thread == 0:
-            cleared = portions * TENDERS if early else Int32(0)
-            cute.arch.store(scratch.counter(kv_head, CLEARED), cleared)
-            cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
+        if cutlass.const_expr(clearing is not None):
+            self.clear(clearing)
 
         Sq, Dv = mO.shape[2], mO.shape[3]
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
@@ -83,6 +76,26 @@ class PrepareBackward:
             if thread % LANES == 0:
                 mRows[batch, head, 0, row] = lse
                 mRows[batch, head, 1, row] = delta
+
+    @cute.jit
+    def clear(self, clearing: tuple):
+        """Scratch's counters, and the scratch of the first heads."""
+        mScratch, heads_ahead, group, portions = clearing
+        block, head, batch = cute.arch.block_idx()
+        blocks, heads, _ = cute.arch.grid_dim()
+        thread = cute.arch.thread_idx()[0]
+        scratch = Scratch(mScratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
+        linear = batch * heads + head
+        first = (linear * blocks + block) * UNITS
+        kv_head, early = linear // group, linear // group < heads_ahead  # the others are cleared by the main kernel
+        if early:
+            clear(scratch.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
+        if thread < UNITS:
+            cute.arch.store(scratch.turn(first + thread), Int32(0))
+        if linear % group == 0 and block == 0 and thread == 0:
+            cleared = portions * TENDERS if early else Int32(0)
+            cute.arch.store(scratch.counter(kv_head, CLEARED), cleared)
+            cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
 
 
 class FinishBackward:
@@ -124,3 +137,47 @@ class FinishBackward:
                     pairs[i] = sm90.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
                 if row + 8 * r < Sq and column < D:
                     cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
+
+
+def fake_arguments(dtype: type[cutlass.Numeric]) -> tuple:
+    """Arguments of a backward's call for cute.compile, sizes symbolic."""
+    operand = functools.partial(sm90.fake_operand, dtype)
+    B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
+    D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
+    strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+    fp32 = cute.runtime.make_fake_tensor
+    lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+    rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+    counter = fp32(Int32, (1,), (1,), assumed_align=4)
+    scratch = fp32(Float32, (size,), (1,), assumed_align=16)
+    q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
+    out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
+    gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
+    scales = (Float32(1.0), Float32(1.0))
+    tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
+    return (*tensors, *scales, counter, Int32(1), cute.runtime.make_fake_stream())
+
+
+@cute.jit
+def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
+    """Producer warp: one fp32 per query row, counted in the slot's bytes."""
+    with cute.arch.elect_one():
+        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+        cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
+
+
+@cute.jit
+def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
+    """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
+    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for r in cutlass.range_constexpr(2):
+            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse_log2[c], fastmath=True)
+
+
+def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:
+    """LSE or delta of the queries of this thread's columns, in registers."""
+    row, lane = sRow[None, slot], cute.arch.lane_idx()
+    mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
+    for c in range(cute.size(mine)):
+        mine[c] = row[column_of(c) + lane % 4 * 2]
+    return mine

@@ -47,10 +47,10 @@ class Ring:
         """One of several rings made as one."""
         return Ring(self.full + index * stages, self.empty + index * stages, stages, self.slot_bytes)
 
-    def init(self, consumer_warps: int):
+    def init(self, consumer_warps: int, producer_warps: int = 1):
         """One thread, before anybody waits."""
         for slot in range(self.stages):
-            cute.arch.mbarrier_init(self.full + slot, 1)
+            cute.arch.mbarrier_init(self.full + slot, producer_warps)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
     @property
@@ -129,6 +129,11 @@ class Operand:
         )
 
 
+def transposed(s: cute.Tensor) -> cute.Tensor:
+    """(columns, rows, slot) view of (rows, columns, slot): the same bytes, as the other major mode reads them."""
+    return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
+
+
 @cute.jit
 def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: Ring, block: Int32, count: Int32):
     """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
@@ -143,9 +148,11 @@ def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.C
 
 
 @cute.jit
-def store_slabs(rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mma: cute.TiledMma):
-    """A warpgroup's accumulator in 16 bits through sX (64, columns) to global memory, from slab `first` on; each warp
-    sends its rows when it has them.
+def store_slabs(
+    rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mma: cute.TiledMma, column_block: int = 0
+):
+    """A warpgroup's accumulator in 16 bits through sX (64, columns) to global memory, from slab `first` on, into that
+    block of as many columns; each warp sends its rows when it has them.
     """
     columns, thread = cute.size(sX, mode=[1]), cute.arch.thread_idx()[0] % WARPGROUP
     warp_in_group = cute.arch.make_warp_uniform(thread // WARP)
@@ -155,7 +162,7 @@ def store_slabs(rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mm
     cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
     cute.arch.sync_warp()
     slab = Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
-    tXsX, tXgX = slab.tiles((SLAB, columns), (None, 0))
+    tXsX, tXgX = slab.tiles((SLAB, columns), (None, column_block))
     cute.copy(out.atom, tXsX, tXgX[None, first + warp_in_group])
     cute.arch.cp_async_bulk_commit_group()
 
