@@ -96,7 +96,7 @@ struct ChoiceRow {
 };
 
 constexpr int kMaxRows = 128;
-constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2;
+constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3;
 constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd"};
 
 struct Tables {
@@ -190,7 +190,9 @@ struct BackwardPlan {
   int choice_row = -1;
   Reason why;
 };
-BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// whole: all three gradients are wanted.
+BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
+                           bool whole = true);
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string call_text(const Problem& p);
@@ -228,7 +230,9 @@ void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
+  int64_t wanted;  // kWantDq, kWantDkDv or their sum; kernels of another kind than kKindPartBwd write all three anyway
 };
+constexpr int64_t kWantDq = 1, kWantDkDv = 2;  // kernels/partbwd_sm90.py
 void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index);
 
 // ---- state.cpp ----

@@ -193,7 +193,7 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
       {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
   constexpr int kTensors = std::size(operands);
   Argument described[kTensors];
-  constexpr int kScalars = 5;
+  constexpr int kScalars = 6;
   TVMFFIAny args[kTensors + kScalars];
   for (int i = 0; i < kTensors; ++i) {
     const Operand& x = operands[i];
@@ -206,7 +206,8 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
   args[kTensors + 1] = pack_float(scale);
   args[kTensors + 2] = pack_tensor(&counter);
   args[kTensors + 3] = pack_int(device_facts(device_index).sm_count);
-  args[kTensors + 4] = pack_pointer(stream);
+  args[kTensors + 4] = pack_int(tensors.wanted);
+  args[kTensors + 5] = pack_pointer(stream);
   run_on(kernel, device_index, args, kTensors + kScalars);
 }
 

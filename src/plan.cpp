@@ -242,13 +242,23 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+// In parts where no other kernel is, where that was measured to be faster, and where not all gradients are wanted.
+int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, bool whole) {
+  const int kind = p.deterministic ? kKindDetBwd : kKindBwd;
+  const int fused = whole ? find_kernel_row(p, kind, kHopper, device.sm_count, tables) : -1;
+  if (fused >= 0) {
+    const int faster = find_choice_row(p, kKindPartBwd, kHopper, tables.kernels[fused], 0, tables);
+    if (faster < 0 || !tables.choices[faster].serve) return fused;
+  }
+  return find_kernel_row(p, kKindPartBwd, kHopper, device.sm_count, tables);
+}
+
+BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, bool whole) {
   const auto refused = [](Reason why) { return BackwardPlan{-1, -1, why}; };
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   Reason why;
   if (fa3_unsupported(p, device, tables, &why, 1) != 0) return refused(why);
-  const int kind = p.deterministic ? kKindDetBwd : kKindBwd;
-  const int row = find_kernel_row(p, kind, kHopper, device.sm_count, tables);
+  const int row = find_backward_row(p, device, tables, whole);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
   if (p.D != p.Dv) return refused(Reason{Why::kNoRow});

@@ -219,7 +219,7 @@ def suite_latency(bench: Bench) -> None:
 
 
 def _suite_against_stock(bench: Bench, grad: bool) -> None:
-    ours_to = max(row.d_max for row in KERNEL_ROWS if row.kind == ("bwd" if grad else "fwd"))
+    ours_to = max(row.d_max for row in KERNEL_ROWS if (row.kind == "fwd") != grad)
     for case in workloads.choice_lattice():
         if max(case.D, case.Dv) > ours_to or not bench.take(case.name):
             continue

@@ -39,7 +39,9 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
-    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv)."""
+    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
+    "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
+    """
 
     kind: str
     arch: int
@@ -128,12 +130,23 @@ KERNEL_ROWS = (
     KernelRow("detbwd", 90, 64, 64, "causal", 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
     KernelRow("detbwd", 90, 128, 128, "causal", 64, 128, 2),
+    KernelRow("partbwd", 90, 64, 64, "full", 64, 64, 4),
+    KernelRow("partbwd", 90, 64, 64, "causal", 64, 64, 4),
+    KernelRow("partbwd", 90, 128, 128, "full", 64, 64, 2),
+    KernelRow("partbwd", 90, 128, 128, "causal", 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 128, "full", 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 128, "causal", 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 192, "full", 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 192, "causal", 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, "full", 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, "causal", 64, 64, 2),
 )
 
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
+_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 # Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
 _MIN_SQ = 16
 # ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with).
@@ -155,6 +168,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
     # Our backward after any forward, both together (280 shapes); tiles are blocks of 128 keys. Few steps of queries do
     # not pay for loading K and V, and few tiles do not fill the GPU.
+    # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
+    ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
+    ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
+    ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1, 256, 1025, ANY, 0, 0.890, _BACKWARD),
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _BACKWARD),
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _BACKWARD),

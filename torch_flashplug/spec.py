@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
-KINDS = ("fwd", "bwd", "detbwd")  # detbwd: a backward that adds in the same order in every run
+# detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
+# of which may be left out; its order is always the same.
+KINDS = ("fwd", "bwd", "detbwd", "partbwd")
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
 
@@ -28,7 +30,7 @@ SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
-WIDE_BACKWARD_TILE = (64, 64)  # of a backward whose dQ has a kernel of its own
+PARTS_TILE = (64, 64)  # of a backward in parts
 BACKWARD_WARPGROUPS = 2
 TENDERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 TENDER_BYTES = 12 * 1024  # of scratch that each of them has under way
@@ -73,9 +75,12 @@ class KernelSpec:
         return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
 
     @property
-    def is_wide(self) -> bool:
-        """bwd: dQ has a kernel of its own, and dK and dV of 64 keys are split by columns."""
-        return self.is_backward and (self.tile_m, self.tile_n) == WIDE_BACKWARD_TILE
+    def in_parts(self) -> bool:
+        return self.kind == "partbwd"
+
+    @property
+    def _backward_tile(self) -> tuple[int, int]:
+        return PARTS_TILE if self.in_parts else BACKWARD_TILE
 
     @property
     def threads(self) -> int:
@@ -111,7 +116,7 @@ class KernelSpec:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
         way to scratch and from there to global memory. Barriers.
         """
-        if self.is_wide:
+        if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
@@ -124,7 +129,7 @@ class KernelSpec:
 
     @property
     def dq_stages_v(self) -> int:
-        """Wide bwd: blocks of V in shared memory of dQ's kernel."""
+        """partbwd: blocks of V in shared memory of dQ's kernel."""
         return 2 if self._dq_bytes(2) + BARRIER_BYTES <= SMEM_BYTES[self.arch] else 1
 
     def _dq_bytes(self, stages_v: int) -> int:
@@ -140,7 +145,7 @@ class KernelSpec:
         """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
         their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
-        if self.is_wide:
+        if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
         if self.is_backward:
@@ -152,9 +157,8 @@ class KernelSpec:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
-        if self.is_backward and (self.tile_m, self.tile_n) not in (BACKWARD_TILE, WIDE_BACKWARD_TILE):
-            allowed = f"{BACKWARD_TILE} or {WIDE_BACKWARD_TILE}"
-            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward has {allowed}"
+        if self.is_backward and (self.tile_m, self.tile_n) != self._backward_tile:
+            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a {self.kind} has {self._backward_tile}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):

@@ -9,12 +9,11 @@ BUILDERS = {
     ("fwd", 90): ("fwd_sm90", "ForwardSm90"),
     ("bwd", 90): ("bwd_sm90", "BackwardSm90"),
     ("detbwd", 90): ("bwd_sm90", "BackwardSm90"),
+    ("partbwd", 90): ("partbwd_sm90", "BackwardInPartsSm90"),
 }
-
-WIDE_BACKWARD = ("bwd_wide_sm90", "BackwardWideSm90")  # of every kind: its sums always have one order
 
 
 def builder(spec):
     """The kernel object for a spec: callable by cute.compile, with `fake_arguments()` beside it."""
-    module, name = WIDE_BACKWARD if spec.is_wide else BUILDERS[spec.kind, spec.arch]
+    module, name = BUILDERS[spec.kind, spec.arch]
     return getattr(importlib.import_module(f".{module}", __name__), name)(spec)

@@ -11,7 +11,6 @@ fp32 scratch in global memory, in the order in which registers hold them.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -220,6 +219,7 @@ class BackwardSm90:
         scale: Float32,
         mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
         num_ctas: Int32,  # CTAs that the device runs at once
+        wanted: Int32,  # all of it, always (partbwd_sm90.py)
         stream: cuda.CUstream,
     ):
         B, Hkv, Sk, _ = mK.shape

@@ -1,4 +1,4 @@
-"""dK and dV on Hopper for head dims above 128, from Q, K, V, dO, LSE and delta.
+"""dK and dV on Hopper as a kernel of their own, from Q, K, V, dO, LSE and delta.
 
 A CTA stays on its SM and draws blocks of 64 keys of one KV head. It keeps their dK and dV in registers while it walks
 over the query rows that see them, of every query head of the group. Each of its two consumer warpgroups owns half of
@@ -321,9 +321,7 @@ class KeyGradientsSm90:
 
         def make_sum(which: int, columns: int, sRight: cute.Tensor) -> Sum:
             own = which == wg
-            product = sm90.Product.create(
-                lambda: self.make_mma(columns, "registers" if own else "columns", "columns")
-            )
+            product = sm90.Product.create(lambda: self.make_mma(columns, "registers" if own else "columns", "columns"))
             part = product.add.get_slice(thread)
             left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
@@ -363,14 +361,13 @@ class KeyGradientsSm90:
             my.issue_next_scores(done, end)
             warpgroup.wait_group(0)
             self.reclaim(my.wg)
+            masked, whole = (steps.begin, steps.middle, mask), (steps.middle, steps.end, None)
+            parts = (masked, whole) if my.wg == 0 else ((steps.begin, steps.end, None),)
             for _ in cutlass.range(work.group, unroll=1):
-                for masked in cutlass.range_constexpr(1, -1, -1):
-                    begin, stop = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
-                    if cutlass.const_expr(my.wg == 1):
-                        begin, stop = (steps.begin, steps.end) if masked else (steps.end, steps.end)
+                for begin, stop, hiding in parts:
                     for step in cutlass.range(begin, stop, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
-                            self.weigh(my, done, (mask, step) if masked else None, scales[0])
+                            self.weigh(my, done, hiding, step, scales[0])
                         else:
                             self.differentiate(my, done)
                         my.hand_over(done)
@@ -386,11 +383,10 @@ class KeyGradientsSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def weigh(self, my: Half, done: Int32, hidden: tuple | None, scale_log2: Float32):
+    def weigh(self, my: Half, done: Int32, mask: TransposedMask | None, step: Int32, scale_log2: Float32):
         """First warpgroup: P."""
         scores, lse_log2 = sm90.rows_and_columns(my.acc), row_values(my.facts, my.rings.q.slot(done))
-        if cutlass.const_expr(hidden is not None):
-            mask, step = hidden
+        if cutlass.const_expr(mask is not None):
             mask.apply(scores, step)
         exponentiate(scores, lse_log2, scale_log2)
         my.weights.take(my.acc)
@@ -420,7 +416,13 @@ class KeyGradientsSm90:
         parts = cute.size(acc) * 2 // columns
         mma = self.make_mma(columns, "rows", "columns")
         layout = sm90.slab_layout(self.dtype, ROWS, columns)
-        start = cute.recast_ptr(out.s[None, None, my.wg].iterator, layout.inner, dtype=self.dtype)
+        start = out.s[None, None, my.wg].iterator
+        if cutlass.const_expr(columns < STAGED_COLUMNS):
+            # Each warp has the same place for dV and for dK, whose slabs may be smaller.
+            spare = SLAB * (STAGED_COLUMNS - columns)
+            warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+            start = start + cute.assume(warp_in_group * spare, divby=spare)
+        start = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
         for part in cutlass.range_constexpr(parts):
             registers = cute.make_tensor(acc.iterator + part * (columns // 2), mma.partition_shape_C((ROWS, columns)))
             rX = cute.make_rmem_tensor_like(registers, self.dtype)

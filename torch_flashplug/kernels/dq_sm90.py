@@ -1,7 +1,8 @@
-"""dQ on Hopper for head dims above 128, from Q, K, V, dO, LSE and delta: a walk over the keys, as the forward's.
+"""dQ on Hopper as a kernel of its own, from Q, K, V, dO, LSE and delta: a walk over the keys, as the forward's.
 
 A CTA stays on its SM and draws tiles of 128 query rows of one head. Each of its two consumer warpgroups owns 64 of the
-rows and their dQ in registers: block j's scores and dP are multiplied while dQ += dS K is for block j-1.
+rows and their dQ in registers. It multiplies dQ += dS K, the next block's scores and its dP on end, and turns these
+into dS while the other warpgroup multiplies.
 """
 
 from __future__ import annotations
@@ -253,50 +254,52 @@ class QueryGradientSm90:
                     ring.wait(count)
                     ring.release(count)
             done += foreign
-            partial = geo.num_partial(blocks, wg_tile * ROWS)
             my.dQ.fill(0.0)
             rings.q.wait(nth_q)
             rings.do.wait(nth_q)
             warpgroup.fence()
             my.issue_scores(done)
-            self.weigh(my, two, done, (mask, blocks - 1), 0)
-            for masked in cutlass.range_constexpr(1, -1, -1):
-                begin, end = (1, partial) if masked else (partial, blocks)
-                for j in cutlass.range(begin, end, unroll=1):
-                    warpgroup.fence()
-                    my.issue_scores(done + j)
-                    my.issue_dQ(done + j - 1)
-                    self.weigh(my, two, done + j, (mask, blocks - 1 - j) if masked else None, 1)
-            done += blocks
-            rings.do.release(nth_q)
-            warpgroup.fence()
-            my.issue_dQ(done - 1)
             warpgroup.wait_group(0)
-            rings.k.release(done - 1)
+            rings.v.release(done)
+            last = blocks - 1
+            partial = cutlass.min(geo.num_partial(blocks, wg_tile * ROWS), last)
+            for masked in cutlass.range_constexpr(1, -1, -1):
+                begin, end = (0, partial) if masked else (partial, last)
+                for j in cutlass.range(begin, end, unroll=1):
+                    self.weigh(my, two, (mask, last - j) if masked else None)
+                    warpgroup.fence()
+                    my.issue_dQ(done + j)
+                    my.issue_scores(done + j + 1)
+                    warpgroup.wait_group(2)  # dQ
+                    rings.k.release(done + j)
+                    warpgroup.wait_group(0)
+                    rings.v.release(done + j + 1)
+            rings.do.release(nth_q)
+            done += last
+            self.weigh(my, two, (mask, Int32(0)))
+            warpgroup.fence()
+            my.issue_dQ(done)
+            warpgroup.wait_group(0)
+            rings.k.release(done)
+            done += 1
             self.store(my, out.head(head, batch), wg, wg_tile, scales[1])
             rings.q.release(nth_q)
             number = work.queue.take(nth)
             nth += 1
 
     @cute.jit
-    def weigh(self, my: Share, two: Rows, count: Int32, hidden: tuple | None, behind: int):
-        """dS of a block from its two products; behind: 1 if dQ of the block before is under way, too."""
-        warpgroup.wait_group(1 + behind)
+    def weigh(self, my: Share, two: Rows, hidden: tuple | None):
+        """dS of a block from its two products."""
         if cutlass.const_expr(hidden is not None):
             mask, n_block = hidden
             mask.apply(sm90.rows_and_columns(my.S), n_block)
         two.exponentiate(my.S)
-        warpgroup.wait_group(behind)
-        my.rings.v.release(count)
         two.differentiate(my.S, my.dP)
-        warpgroup.wait_group(0)
-        if cutlass.const_expr(behind == 1):
-            my.rings.k.release(count - 1)
         my.dS.take(my.S)
 
     def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
-        """KV blocks of a tile that only the other warpgroup needs, and those that these 64 rows see. Rows beyond the last
-        take part in one block.
+        """KV blocks of a tile that only the other warpgroup needs, and those that these 64 rows see: one, for rows
+        beyond the last.
         """
         blocks = geo.num_blocks((m_block + 1) * TILE_M)
         if geo.mask == "full":

@@ -155,7 +155,7 @@ def fake_arguments(dtype: type[cutlass.Numeric]) -> tuple:
     gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
     scales = (Float32(1.0), Float32(1.0))
     tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
-    return (*tensors, *scales, counter, Int32(1), cute.runtime.make_fake_stream())
+    return (*tensors, *scales, counter, Int32(1), Int32(1), cute.runtime.make_fake_stream())
 
 
 @cute.jit

@@ -1,8 +1,8 @@
-"""Attention backward for Hopper where a fused one is bound by L2: head dims above 128.
+"""Attention backward for Hopper in two parts: dQ has a kernel of its own, which computes scores and dP again.
 
-With 64 keys of a CTA, all that registers hold there, dQ's fp32 sums would cross from the SMs to L2 once for every 64
-keys, and half of the time would go by waiting for that (tools/results/LOG.md). So dQ has a kernel of its own, which
-computes scores and dP again: seven products instead of five, no scratch, and the same bits in every run.
+Seven products instead of five, but no scratch, the same bits in every run, and either part may be left out. It is also
+the faster way for head dims above 128: registers hold dK and dV of 64 keys there, so that a fused kernel would send the
+fp32 sums of dQ from the SMs to L2 once for every 64 keys, and wait for them half of the time (tools/results/LOG.md).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .dq_sm90 import QueryGradientSm90
 from .parts import sm90
 from .parts.backward_rows import PrepareBackward, fake_arguments
 
+WANT_DQ, WANT_DKDV = 1, 2  # src/launch.cpp
 
-class BackwardWideSm90:
+
+class BackwardInPartsSm90:
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: KernelSpec):
@@ -47,9 +49,12 @@ class BackwardWideSm90:
         scale: Float32,
         mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
         num_ctas: Int32,  # CTAs that the device runs at once
+        wanted: Int32,  # the sum of WANT_DQ and WANT_DKDV, or one of them
         stream: cuda.CUstream,
     ):
         scales, launch = (scale_log2, scale), (mCounter, num_ctas)
         self.prepare(mO, mdO, mLSE, mRows, None, None, stream)
-        self.query_gradient((mQ, mK, mV, mdO, mdQ), mRows, scales, launch, stream)
-        self.key_gradients((mQ, mK, mV, mdO, mdK, mdV), mRows, scales, launch, stream)
+        if wanted & WANT_DQ != 0:
+            self.query_gradient((mQ, mK, mV, mdO, mdQ), mRows, scales, launch, stream)
+        if wanted & WANT_DKDV != 0:
+            self.key_gradients((mQ, mK, mV, mdO, mdK, mdV), mRows, scales, launch, stream)
