@@ -59,7 +59,7 @@ def test_long_demo(text_file):
 
 
 def test_demo_has_its_own_text():
-    from torch_flashplug.demo.show import read_text
+    from torch_flashplug.demo.text import read_text
 
     content, origin = read_text(None)
     assert content and origin in {"README.md", "the package's own source"}
