@@ -36,6 +36,7 @@ def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
             taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in ("fa3", "fa2") if backend in plan.reasons]
+            why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
             name = plan.backend + (f"\n{taken}" if taken else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
     console.print(table)
