@@ -30,7 +30,6 @@ SEED = 0
 LEARNING_RATE = 0.1  # over the width: AdamW moves all terms of a sum over the width alike, so their sum moves by this
 BASE = "plugin off"  # what the others are compared with
 GIB = 2**30
-PICTURE = "train_losses.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> str:
     return f"Loss curves: {path}"
 
 
-def run(file: str | None = None, *, rounds: int = 0, picture: str = PICTURE, console: Console | None = None) -> None:
+def run(file: str | None = None, *, picture: str, rounds: int = 0, console: Console | None = None) -> None:
     """The whole training; prints, and writes the loss curves to `picture`. rounds 0: as many as the machine allows."""
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()
