@@ -32,7 +32,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--rounds", type=int, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
     )
-    demo.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
+    instead = demo.add_mutually_exclusive_group()
+    instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
+    instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
+    demo.add_argument("--picture", default="train_losses.png", help="--train: where the loss curves go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
     explain.add_argument("--device", default="", help="h100, h200, a100 or l4 (default: this machine's GPU, else h100)")
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
@@ -65,10 +68,12 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import long, show
+    from .demo import long, show, train
 
     if options.long:
         long.run(options.file)
+    elif options.train:
+        train.run(options.file, rounds=options.rounds, picture=options.picture)
     else:
         show.run(options.file, rounds=options.rounds)
 

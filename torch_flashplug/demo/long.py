@@ -12,15 +12,12 @@ from rich.table import Table
 import torch_flashplug
 
 from . import model as gpt
-from .show import CPU_SHAPE, GPU_SHAPE, read_text
+from .show import CPU_SHAPE, GPU_SHAPE
+from .text import as_tokens, read_text, repeated
 
 GPU_LENGTH, CPU_LENGTH = 131072, 1024
 GIB = 2**30
 LOW, SINGLE = 2, 4  # bytes of a bf16 and of an fp32 number
-
-
-def _repeated(content: bytes, length: int) -> bytes:
-    return (content * -(-length // len(content)))[:length]
 
 
 def _prefill_seconds(model: gpt.ByteGPT, prompt: torch.Tensor, wait) -> tuple[float, bool]:
@@ -57,7 +54,7 @@ def run(file: str | None = None, *, console: Console | None = None) -> None:
     version = f"[bold]torch_flashplug {torch_flashplug.__version__}[/]"
     console.print(f"{version} demo, long prompt, torch {torch.__version__}")
     model = gpt.build(shape, device, torch.bfloat16)
-    prompt = torch.frombuffer(bytearray(_repeated(content, length)), dtype=torch.uint8).long().to(device)[None]
+    prompt = as_tokens(repeated(content, length)).to(device)[None]
     seconds, finite = _prefill_seconds(model, prompt, torch.cuda.synchronize if on_gpu else lambda: None)
     console.print(
         f"prefill of {length} bytes ({origin}, repeated), {shape.layers} layers, {shape.heads} heads over "

@@ -1,5 +1,5 @@
 """A byte-level GPT in plain torch. Its only attention is F.scaled_dot_product_attention; nothing here knows of
-torch_flashplug.
+torch_flashplug. It reads with a cache (prefill, then decode) and trains without one.
 
 Weights are random from a fixed seed: what is shown is arithmetic and speed, not language.
 """
@@ -42,9 +42,18 @@ class Cache:
 
         return cls([blank() for _ in range(shape.layers)], [blank() for _ in range(shape.layers)])
 
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts k and v (1, Hkv, S, D) behind what the layer holds; all that it holds then. Whoever has served every
+        layer moves `length`.
+        """
+        stop = self.length + k.shape[-2]
+        self.keys[layer][:, :, self.length : stop] = k
+        self.values[layer][:, :, self.length : stop] = v
+        return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
+
 
 def _rotate(x: Tensor, start: int) -> Tensor:
-    """Rotary position embedding of x (1, H, S, D) whose first row is at position `start`."""
+    """Rotary position embedding of x (B, H, S, D) whose first row is at position `start`."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * frequency
@@ -66,20 +75,19 @@ class Block(nn.Module):
         self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
         self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        x = x + self._attend(self.norm_attention(x), cache, layer)
+    def forward(self, x: Tensor, layer: int, cache: Cache | None) -> Tensor:
+        x = x + self._attend(self.norm_attention(x), layer, cache)
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
-    def _attend(self, x: Tensor, cache: Cache, layer: int) -> Tensor:
-        shape, rows, start = self.shape, x.shape[1], cache.length
+    def _attend(self, x: Tensor, layer: int, cache: Cache | None) -> Tensor:
+        shape, rows, start = self.shape, x.shape[1], 0 if cache is None else cache.length
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(heads, dim=1)
-        stop = start + rows
-        cache.keys[layer][:, :, start:stop] = _rotate(k, start)
-        cache.values[layer][:, :, start:stop] = v
-        keys, values = cache.keys[layer][:, :, :stop], cache.values[layer][:, :, :stop]
+        q, k = _rotate(q, start), _rotate(k, start)
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)
         grouped = shape.heads != shape.kv_heads
-        out = F.scaled_dot_product_attention(_rotate(q, start), keys, values, is_causal=rows > 1, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=rows > 1, enable_gqa=grouped)
         return self.out(out.transpose(1, 2).flatten(-2))
 
 
@@ -92,13 +100,19 @@ class ByteGPT(nn.Module):
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
 
-    def forward(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Logits (1, 256) of the byte after `tokens` (1, S); a prompt first (empty cache), then one byte at a time."""
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Logits (B, S, 256) of the byte after each of `tokens` (B, S).
+
+        With a cache, of one text: a prompt first (empty cache), then one byte at a time; logits (1, 1, 256) of the
+        byte after the last one.
+        """
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cache, layer)
-        cache.length += tokens.shape[1]
-        return self.head(self.norm(x[:, -1]))
+            x = block(x, layer, cache)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+            x = x[:, -1:]
+        return self.head(self.norm(x))
 
 
 def build(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> ByteGPT:
@@ -122,7 +136,7 @@ def build(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> ByteG
 def prefill(model: ByteGPT, prompt: Tensor, capacity: int) -> tuple[Tensor, Cache]:
     """Runs the prompt (1, S) through the model once: logits after it, and the filled cache."""
     cache = Cache.empty(model.shape, capacity, model.embed.weight)
-    return model(prompt, cache), cache
+    return model(prompt, cache)[:, -1], cache
 
 
 def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Tensor, Tensor]:
@@ -132,5 +146,11 @@ def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Te
         token = logits.argmax(-1)
         chosen.append(token)
         seen.append(logits)
-        logits = model(token[:, None], cache)
+        logits = model(token[:, None], cache)[:, -1]
     return torch.cat(chosen), torch.cat(seen)
+
+
+def next_byte_loss(model: ByteGPT, text: Tensor) -> Tensor:
+    """Mean cross entropy, in nats, of every byte of `text` (B, S + 1) but the first, given those before it."""
+    logits = model(text[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -46,10 +45,11 @@ class Kind:
 
     def label(self) -> str:
         s, keys = self.first.shape, sorted({self.first.shape["Sk"], self.last.shape["Sk"]})
-        phase = "decode" if s["Sq"] == 1 else "prefill"
+        phase = "training" if self.first.q.requires_grad else "decode" if s["Sq"] == 1 else "prefill"
+        texts = f"{s['B']} texts, " if s["B"] > 1 else ""
         seen = "..".join(map(str, keys))
         heads = f"{s['Hq']}/{s['Hkv']} heads" if s["Hq"] != s["Hkv"] else f"{s['Hq']} heads"
-        return f"{phase}: {heads}, {s['Sq']} x {seen}, D {s['D']}" + (", causal" if self.first.causal else "")
+        return f"{phase}: {texts}{heads}, {s['Sq']} x {seen}, D {s['D']}" + (", causal" if self.first.causal else "")
 
 
 class Recorder(TorchFunctionMode):
@@ -70,8 +70,7 @@ def distinct(calls: Iterable[Call], explain) -> list[Kind]:
     """Groups calls by everything but the number of keys, and by the plan that `explain(q, k, v, **kwargs)` gives."""
     kinds: dict[tuple, Kind] = {}
     for call in calls:
-        with torch.no_grad():
-            plan = explain(call.q, call.k, call.v, **call.kwargs)
+        plan = explain(call.q, call.k, call.v, **call.kwargs)
         shape = {name: size for name, size in call.shape.items() if name != "Sk"}
         key = (tuple(shape.values()), call.causal, plan.backend, plan.kernel)
         if key in kinds:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
+
+Scope = Callable[[], AbstractContextManager]
+STOCK = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash (FA2)": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 @contextmanager
@@ -23,5 +32,18 @@ def plugin_off() -> Iterator[None]:
 @contextmanager
 def stock_backend(backend: SDPBackend) -> Iterator[None]:
     """One of stock's own backends, nothing else."""
-    with plugin_off(), sdpa_kernel(backend):
+    with plugin_off(), sdpa_kernel(backend), warnings.catch_warnings():
+        # torch warns once per reason where this backend has no kernel; the tables say so
+        warnings.simplefilter("ignore")
         yield
+
+
+def all_scopes(on_gpu: bool) -> dict[str, Scope]:
+    """Every way the same model can run here, ours first."""
+    ours: dict[str, Scope] = {"auto": nullcontext}
+    if on_gpu:
+        ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")
+    stock: dict[str, Scope] = {"plugin off": plugin_off}
+    for name, backend in STOCK.items():
+        stock[name] = lambda backend=backend: stock_backend(backend)
+    return ours | stock

@@ -2,78 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 import torch_flashplug
 
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from .record import Kind, Recorder, distinct
-from .scopes import plugin_off, stock_backend
+from .scopes import STOCK, Scope, all_scopes, plugin_off
+from .text import as_tokens, read_text
 
-Scope = Callable[[], AbstractContextManager]
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
 GPU_ROUNDS, CPU_ROUNDS = 11, 5
 WHAT_IF = "h100"  # the device a machine without a GPU shows plans for
 SLOWER = 1.03  # auto / stock above this is marked
-STOCK = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "flash (FA2)": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
-@contextmanager
-def _only(backend: SDPBackend) -> Iterator[None]:
-    with stock_backend(backend), warnings.catch_warnings():
-        # torch warns once per reason where this backend has no kernel; the tables say so
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _scopes(on_gpu: bool) -> dict[str, Scope]:
-    """Every way the same model can run here, ours first."""
-    ours: dict[str, Scope] = {"auto": nullcontext}
-    if on_gpu:
-        ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")
-    stock: dict[str, Scope] = {"plugin off": plugin_off}
-    for name, backend in STOCK.items():
-        stock[name] = lambda backend=backend: _only(backend)
-    return ours | stock
-
-
-def read_text(file: str | None) -> tuple[bytes, str]:
-    """The prompt and where it came from: the file given, else README.md of a checkout, else our own source."""
-    if file is not None:
-        path = Path(file)
-        if not path.is_file():
-            raise SystemExit(f"demo: no file {file}; give a text file, or none for the built-in text")
-        content, origin = path.read_bytes(), str(path)
-    else:
-        package = Path(__file__).resolve().parent.parent
-        readme = package.parent / "README.md"
-        if readme.is_file():
-            content, origin = readme.read_bytes(), "README.md"
-        else:
-            sources = sorted(package.glob("*.py"))
-            content, origin = b"".join(source.read_bytes() for source in sources), "the package's own source"
-    if not content:
-        raise SystemExit(f"demo: {origin} is empty; give a file with some text")
-    return content, origin
-
-
-def _calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
+def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
+    """Each kind of call with the plan for this machine; without a GPU also with the plan for an H100."""
     table = Table(title="Attention calls of the model, and how each is planned", show_lines=True)
     for column in ("call", "times", "where", "plan", "why"):
         table.add_column(column, overflow="fold", no_wrap=column in ("times", "where"))
@@ -86,6 +36,7 @@ def _calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
             taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in ("fa3", "fa2") if backend in plan.reasons]
+            why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
             name = plan.backend + (f"\n{taken}" if taken else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
     console.print(table)
@@ -194,13 +145,13 @@ def run(file: str | None = None, *, rounds: int = 0, console: Console | None = N
         f"then {steps} greedy bytes"
     )
     model = gpt.build(shape, device, torch.bfloat16)
-    prompt = torch.frombuffer(bytearray(content), dtype=torch.uint8).long().to(device)[None]
+    prompt = as_tokens(content).to(device)[None]
     with Recorder() as recorder:
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         ours = gpt.decode(model, logits, cache, steps)
-    scopes = _scopes(on_gpu)
+    scopes = all_scopes(on_gpu)
     kinds = distinct(recorder.calls, torch_flashplug.explain)
-    _calls_table(console, kinds, on_gpu)
+    calls_table(console, kinds, on_gpu)
     _errors_table(console, kinds, scopes)
     with plugin_off():
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)

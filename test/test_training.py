@@ -1,0 +1,106 @@
+"""A model nobody wrote for us: Hugging Face's Llama, unmodified, trains with the plugin as it does without."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from standin import Road
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torch_flashplug.demo.text import as_tokens, read_text, repeated
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, LAYERS, BATCH = 20, 2, 2
+LENGTH = {"cpu": 64, "cuda": 512}
+LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding changes a curve beyond comparing
+SPREAD_FACTOR = 3  # as for gradients; a scale that is wrong by 2 % moves the losses by 5 spreads
+OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)  # of stock's, those that know grouped heads
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def new_llama(road: Road) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config).to(road.device, road.dtype)
+
+
+def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
+    """`parts` is "nothing", "layers" (each on its own) or "model"."""
+    torch._dynamo.reset()  # a graph keeps the attention that it was traced with
+    for part in {"nothing": (), "layers": model.model.layers, "model": (model,)}[parts]:
+        part.compile(backend="inductor" if road.device == "cuda" else "aot_eager")
+
+
+def train(road: Road, compiled: str = "nothing") -> Tensor:
+    """Losses (STEPS,) of a new model that sees one batch of text again and again."""
+    model, length = new_llama(road), LENGTH[road.device]
+    compile_parts(road, model, compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    text = as_tokens(repeated(read_text(None)[0], BATCH * length)).view(BATCH, length).to(road.device)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=text, labels=text).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).cpu()
+
+
+@contextlib.contextmanager
+def plugin_off(road: Road) -> Iterator[None]:
+    road.disable()
+    try:
+        yield
+    finally:
+        road.enable()
+
+
+def rms(difference: Tensor) -> float:
+    return difference.square().mean().sqrt().item()
+
+
+@functools.cache
+def spread_of_stock(road: Road) -> float:
+    """How far stock's own backends are apart: roundings differ, and training makes differences grow."""
+    with plugin_off(road):
+        default, others = train(road), []
+        for backend in OTHERS:
+            with sdpa_kernel(backend):
+                others.append(train(road))
+    return max(rms(losses - default) for losses in others)
+
+
+@pytest.mark.parametrize("compiled", ["nothing", "layers", "model"])
+def test_llama_trains_alike(road: Road, compiled: str) -> None:
+    """Every attention is ours, forward and backward. Not so where the whole model is compiled: there transformers
+    gives F.sdpa a mask instead of is_causal (torch before 2.14), which is stock's.
+    """
+    ours = train(road, compiled)
+    took = road.took()
+    with plugin_off(road):
+        stock = train(road, compiled)
+    assert road.took() == {}
+    if compiled != "model":
+        backward = "ours_bwd" if road.device == "cuda" else "math_bwd"  # the stand-in has no kernel
+        ran = {path: count for path, count in took.items() if path.endswith(("_fwd", "_bwd"))}
+        assert ran == dict.fromkeys(("ours_fwd", backward), STEPS * LAYERS)
+    assert ours.isfinite().all() and ours[-1] < 0.6 * ours[0]
+    assert rms(ours - stock) <= SPREAD_FACTOR * spread_of_stock(road)
