@@ -1,5 +1,5 @@
 // Our gradients: scratch, outputs and one launch.
-#include <limits>
+#include <algorithm>
 
 #include "attention.h"
 
@@ -7,7 +7,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kUnits = 8;          // of a block of rows: UNITS of kernels/parts/scratch.py
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
 // grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded
@@ -49,27 +48,23 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   problem.grad = true;
   const bool* wanted = call.wanted;
   const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
-  const bool whole = wanted[0] && wanted[1] && wanted[2];
-  const int row = plan_backward(problem, device, forward.mode, tables(), whole).kernel_row;
+  const int row = plan_backward(problem, device, forward.mode, tables(), parts).kernel_row;
   if (row < 0) return false;
   Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
   if (kernel == nullptr) return false;
   const KernelRow& shape = tables().kernels[row];
   const int64_t tile_m = shape.tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
   const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
-  // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head. In parts: nothing, in a few
-  // bytes, so that there is an address.
-  const int64_t counters = padded / tile_m * kUnits + 2, one = 1;
-  const int64_t floats = shape.kind == kKindPartBwd ? 4 : p.B * p.Hq * (padded * shape.d_max + counters);
-  if (floats > std::numeric_limits<int32_t>::max()) return false;  // the kernel counts them in 32 bits
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, shape), 4), one = 1;  // some, so that there is an address
   const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
   const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
   const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
   const Owned out = readable(call.out), grad_out = readable(call.grad_out);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  const bool written[3] = {wanted[0], wanted[1] || wanted[2], wanted[1] || wanted[2]};
+  const int64_t written = shape.kind == kKindPartBwd ? parts : kWantAll;
+  const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
-    result->grads[i] = written[i] ? gradient_of(operands[i]) : Owned::share(operands[i]);
+    result->grads[i] = writes(i) ? gradient_of(operands[i]) : Owned::share(operands[i]);
   const BackwardTensors tensors{forward.q,
                                 forward.k,
                                 forward.v,
@@ -81,10 +76,10 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
                                 result->grads[2].get(),
                                 rows.get(),
                                 scratch.get(),
-                                parts};
+                                written};
   launch_backward(*kernel, p, tensors, softmax_scale(forward, p), device_index);
   for (int i = 0; i < 3; ++i) {
-    if (written[i]) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+    if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
   }
   count(Path::kOursBackward);
   return true;

@@ -15,10 +15,12 @@
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
+#include <iterator>
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
 
@@ -74,7 +76,7 @@ struct DeviceFacts {
   int l2_bytes = 0;
 };
 
-// ---- the table (torch_flashplug/configs.py, pushed once at import) ----
+// ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
 
 struct KernelRow {
   int kind, arch;
@@ -97,7 +99,8 @@ struct ChoiceRow {
 
 constexpr int kMaxRows = 128;
 constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3;
-constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd"};
+constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd"};
+static_assert(std::size(kKindNames) == kKindPartBwd + 1, "every kind has a name");
 
 struct Tables {
   KernelRow kernels[kMaxRows];
@@ -190,9 +193,11 @@ struct BackwardPlan {
   int choice_row = -1;
   Reason why;
 };
-// whole: all three gradients are wanted.
+// What a call of a backward wants: dQ, dK and dV, or both (kernels/partbwd_sm90.py).
+constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
-                           bool whole = true);
+                           int64_t wanted = kWantAll);
+int64_t scratch_floats(const Problem& p, const KernelRow& row);
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string call_text(const Problem& p);
@@ -230,9 +235,8 @@ void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
-  int64_t wanted;  // kWantDq, kWantDkDv or their sum; kernels of another kind than kKindPartBwd write all three anyway
+  int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape
 };
-constexpr int64_t kWantDq = 1, kWantDkDv = 2;  // kernels/partbwd_sm90.py
 void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index);
 
 // ---- state.cpp ----

@@ -180,6 +180,7 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
   const DLDataType half = half_type(p);
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
+  const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
   struct Operand {
     AtenTensorHandle tensor;
     int dims;
@@ -189,7 +190,7 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
   const Operand operands[] = {
       {tensors.q, 4, half, false},      {tensors.k, 4, half, false},        {tensors.v, 4, half, false},
       {tensors.out, 4, half, false},    {tensors.grad_out, 4, half, false}, {tensors.lse, 3, kSingle, false},
-      {tensors.dq, 4, half, true},      {tensors.dk, 4, half, true},        {tensors.dv, 4, half, true},
+      {tensors.dq, 4, half, writes_dq}, {tensors.dk, 4, half, writes_dkdv}, {tensors.dv, 4, half, writes_dkdv},
       {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
   constexpr int kTensors = std::size(operands);
   Argument described[kTensors];
@@ -206,8 +207,11 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
   args[kTensors + 1] = pack_float(scale);
   args[kTensors + 2] = pack_tensor(&counter);
   args[kTensors + 3] = pack_int(device_facts(device_index).sm_count);
-  args[kTensors + 4] = pack_int(tensors.wanted);
+  args[kTensors + 4] = pack_int(tensors.written);
   args[kTensors + 5] = pack_pointer(stream);
+  // A part that runs for the first time may have to be loaded, whatever ran before.
+  std::optional<RelaxedCapture> relaxed;
+  if (tensors.written != kWantAll) relaxed.emplace();
   run_on(kernel, device_index, args, kTensors + kScalars);
 }
 

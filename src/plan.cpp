@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace flashplug {
@@ -16,12 +17,15 @@ namespace {
 
 constexpr int kHopper = 90;
 constexpr int kAmpere = 80;
-constexpr int64_t kHeadDimStep = 8;  // TMA moves rows of whole 16-byte units
-constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward's row kernels' grids
-constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int kAlignBytes = 16;      // TMA base address and strides
-constexpr int kBoxColumns = 64;      // 128 bytes, the widest box that TMA swizzles
-constexpr int kSectorColumns = 16;   // 32 bytes, what L2 hands out at once
+constexpr int64_t kHeadDimStep = 8;   // TMA moves rows of whole 16-byte units
+constexpr int64_t kMaxGrid = 65535;   // heads and batch are dims of the backward's row kernels' grids
+constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int64_t kNarrow = 64;       // head dims of which half is a small wgmma
+constexpr int64_t kUnits = 8;         // of a block of rows: UNITS of kernels/parts/scratch.py
+constexpr int64_t kKeysOfTile = 128;  // in which choice rows count a backward's tiles
+constexpr int kAlignBytes = 16;       // TMA base address and strides
+constexpr int kBoxColumns = 64;       // 128 bytes, the widest box that TMA swizzles
+constexpr int kSectorColumns = 16;    // 32 bytes, what L2 hands out at once
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -242,28 +246,40 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   return plan;
 }
 
-// In parts where no other kernel is, where that was measured to be faster, and where not all gradients are wanted.
-int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, bool whole) {
-  const int kind = p.deterministic ? kKindDetBwd : kKindBwd;
-  const int fused = whole ? find_kernel_row(p, kind, kHopper, device.sm_count, tables) : -1;
-  if (fused >= 0) {
-    const int faster = find_choice_row(p, kKindPartBwd, kHopper, tables.kernels[fused], 0, tables);
-    if (faster < 0 || !tables.choices[faster].serve) return fused;
-  }
-  return find_kernel_row(p, kKindPartBwd, kHopper, device.sm_count, tables);
+int64_t scratch_floats(const Problem& p, const KernelRow& row) {
+  if (row.kind == kKindPartBwd) return 0;
+  // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
+  const int64_t blocks = ceil_div(p.Sq, row.tile_m), counters = blocks * kUnits + 2;
+  return p.B * p.Hq * (blocks * row.tile_m * row.d_max + counters);
 }
 
-BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, bool whole) {
+// In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
+// bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
+// and dV are four, but narrow ones lose more by their halves of the columns.
+int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int64_t wanted) {
+  const int parts = find_kernel_row(p, kKindPartBwd, kHopper, device.sm_count, tables);
+  const bool narrow = std::max(p.D, p.Dv) <= kNarrow;
+  if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && !narrow))) return parts;
+  const int kind = p.deterministic ? kKindDetBwd : kKindBwd;
+  const int fused = find_kernel_row(p, kind, kHopper, device.sm_count, tables);
+  if (fused < 0 || parts < 0) return std::max(fused, parts);
+  if (scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
+  const int faster = find_choice_row(p, kKindPartBwd, kHopper, tables.kernels[fused], 0, tables);
+  return faster >= 0 && tables.choices[faster].serve ? parts : fused;
+}
+
+BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
+                           int64_t wanted) {
   const auto refused = [](Reason why) { return BackwardPlan{-1, -1, why}; };
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   Reason why;
   if (fa3_unsupported(p, device, tables, &why, 1) != 0) return refused(why);
-  const int row = find_backward_row(p, device, tables, whole);
+  const int row = find_backward_row(p, device, tables, wanted);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
   if (p.D != p.Dv) return refused(Reason{Why::kNoRow});
   const KernelRow& kernel = tables.kernels[row];
-  const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kernel.tile_n);
+  const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kKeysOfTile);
   const int choice = find_choice_row(p, kKindBwd, kHopper, kernel, tiles, tables);
   why = slower_by_row(choice, tables);
   return BackwardPlan{why ? -1 : row, choice, why};

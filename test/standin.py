@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import composite, configs, native
+from torch_flashplug import choices, composite, configs, native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.configs import ANY, ChoiceRow
+from torch_flashplug.choices import ANY, ChoiceRow
 
 SERVE_ALL = tuple(
     ChoiceRow(kind, 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
@@ -85,7 +85,7 @@ def _spend_override_warning() -> None:
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, configs.DECODE_ROWS, OPEN_GATE)
+    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, choices.DECODE_ROWS, OPEN_GATE)
     if device == "cpu":
         _spend_override_warning()
         native.set_facts_override(DEVICES["h100"])
@@ -105,4 +105,4 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
             native.set_facts_override(None)
             native.unregister_ops()
             native.register_ops("CUDA")
-        native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)

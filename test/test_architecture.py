@@ -23,10 +23,11 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "problem"),
-    *("integrations", "tracing", "ops", "native", "compile", "kernels", "cache", "testing", "env", "configs", "spec"),
+    *("integrations", "tracing", "ops", "native", "compile", "kernels", "cache", "testing"),
+    *("env", "choices", "configs", "spec"),
 )
-NO_TORCH = {"env", "spec", "configs", "cache", "native", "compile", "kernels", "__main__"}
-STDLIB_ONLY = {"env", "spec", "configs"}
+NO_TORCH = {"env", "spec", "configs", "choices", "cache", "native", "compile", "kernels", "__main__"}
+STDLIB_ONLY = {"env", "spec", "configs", "choices"}
 CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 

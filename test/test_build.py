@@ -66,7 +66,7 @@ def backward_products(spec: KernelSpec) -> tuple[int, int]:
     return 2 * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, 2 * 10 + 3
 
 
-def wide_backward_products(spec: KernelSpec) -> tuple[int, int]:
+def part_products(spec: KernelSpec) -> tuple[int, int]:
     """dQ's kernel: scores and dP before two loop bodies and in each, dQ in each and after them. dK and dV's: the first
     warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
     """
@@ -76,7 +76,7 @@ def wide_backward_products(spec: KernelSpec) -> tuple[int, int]:
     return dq + dkdv, 40
 
 
-PRODUCTS = {"fwd": forward_products, "bwd": backward_products, "detbwd": backward_products}
+PRODUCTS = {"fwd": forward_products, "bwd": backward_products, "detbwd": backward_products, "partbwd": part_products}
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
@@ -85,8 +85,8 @@ def test_kernel_is_what_its_row_says(spec, report):
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
     # At entry a thread has its share of the register file; the split takes over from there, once up and once down.
     assert row["registers"] <= 65536 // spec.threads, row
-    assert row["usetmaxreg"] == (4 if spec.is_wide else 2), row
-    hgmma, fences = (wide_backward_products if spec.is_wide else PRODUCTS[spec.kind])(spec)
+    assert row["usetmaxreg"] == (4 if spec.in_parts else 2), row
+    hgmma, fences = PRODUCTS[spec.kind](spec)
     assert row["hgmma"] == hgmma, row
     # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
     assert row["warpgroup"] <= fences, row
@@ -109,6 +109,7 @@ def test_pack_exports_the_table_and_nothing_else(report):
         ({"tile_m": 192, "d": 64}, "160"),
         ({"d": 72}, "(72, 128)"),
         ({"kind": "bwd"}, "(64, 128)"),
+        ({"kind": "partbwd", "tile_m": 64, "tile_n": 64, "stages": 1}, "2 or 4 stages"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 import expecttest
 import pytest
 
-from torch_flashplug import configs, native
+from torch_flashplug import choices, configs, native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.configs import ANY, ChoiceRow, KernelRow
+from torch_flashplug.choices import ANY, ChoiceRow
+from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, DTYPES
 
 Call = Mapping[str, int | float]
@@ -69,15 +70,15 @@ CHOICES = (
 )
 
 
-def push(kernels: tuple[KernelRow, ...], choices: tuple[ChoiceRow, ...]) -> None:
-    native.push_rows(kernels, choices, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
+    native.push_rows(kernels, rows, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
 
 
 @pytest.fixture(autouse=True)
 def own_table() -> Iterator[None]:
-    push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+    push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
     yield
-    push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+    push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
 
 
 def wrapped(text: str, indent: str) -> str:
@@ -119,7 +120,7 @@ def table_of(calls: Mapping[str, Call], devices: Mapping[str, dict | None], mode
 
 class TestGolden(expecttest.TestCase):
     def test_todays_table(self) -> None:
-        push(configs.KERNEL_ROWS, configs.CHOICE_ROWS)
+        push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
         self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
 train_4k_d128_causal
   h100

@@ -8,7 +8,7 @@ picture.
     --suite train            the same with the forward
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
-                             torch_flashplug/configs.py are filled from
+                             torch_flashplug/choices.py are filled from
 
 A benchmark is not a test: it ends with an error only when numbers are wrong or an option is.
 """
@@ -71,7 +71,7 @@ class Bench:
 
     def take(self, name: str) -> bool:
         """Whether a case of that name is to be measured; notes the reason when time is up."""
-        if self.wanted not in name:
+        if not any(part in name for part in self.wanted.split(",")):
             return False
         if time.monotonic() > self.deadline:
             self.skipped[name] = "the time given with --budget-seconds is used up"
@@ -353,7 +353,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds per case; at least 7 for results that are kept"
     )
-    parser.add_argument("--filter", default="", help="only cases whose name contains this")
+    parser.add_argument("--filter", default="", help="only cases whose name contains one of these, separated by commas")
     parser.add_argument(
         "--providers", default="", help="only these, separated by commas (default: all that can be imported)"
     )

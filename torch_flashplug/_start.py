@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from . import configs, env, integrations, native, tracing
+from . import choices, configs, env, integrations, native, tracing
 from .spec import BACKENDS
 
 _PACK_ARCH = {"flashplug_sm90a.so": 90}  # kernel packs and the architecture they are for
@@ -32,7 +32,7 @@ def provide(name: str) -> int | str:
 
 
 def _load_core() -> None:
-    native.push_rows(configs.KERNEL_ROWS, configs.CHOICE_ROWS, configs.DECODE_ROWS, configs.DECODE_OCCUPANCY)
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
     native.set_process_backend(_process_backend())
     for pack, arch in _PACK_ARCH.items():
         if path := native.find_built(pack):

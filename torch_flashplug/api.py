@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _start, composite, configs, env, native, problem, tracing
+from . import _start, choices, composite, configs, env, native, problem, tracing
 from .ops import never_a_frame
 from .spec import BACKENDS
 
@@ -40,7 +40,7 @@ def _cache_mark() -> str:
     """What a traced graph depends on besides the program: the table and the settings that the router reads while
     tracing.
     """
-    table = zlib.crc32(repr((configs.KERNEL_ROWS, configs.CHOICE_ROWS)).encode())
+    table = zlib.crc32(repr((configs.KERNEL_ROWS, choices.CHOICE_ROWS)).encode())
     return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{table:08x}"
 
 

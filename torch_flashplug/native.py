@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from .spec import KINDS
 
 if TYPE_CHECKING:
-    from .configs import ChoiceRow, KernelRow
+    from .choices import ChoiceRow
+    from .configs import KernelRow
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/flashplug.h

@@ -34,6 +34,8 @@ WARPGROUPS = 2
 TILE_M, TILE_N = 64, 64
 P, DS = 0, 1  # what crosses shared memory; its writers are the first and the second warpgroup
 JOIN = 1  # named barrier, + warpgroup
+# fp16 has no small numbers: P of a row with many keys would lose bits, or vanish. bf16 has all that fp32 has.
+RAISED = {cutlass.BFloat16: 0, cutlass.Float16: 12}  # exponents by which P is larger on its way to the sums
 STAGED_COLUMNS = 64  # of dK and dV, at most, that a warp stores at once
 
 
@@ -151,7 +153,7 @@ class KeyGradientsSm90:
 
     def __init__(self, spec: KernelSpec):
         self.spec, self.dtype, self.d, self.dv = spec, sm90.DTYPES[spec.dtype], spec.d, spec.dv
-        self.stages = spec.stages
+        self.stages, self.raised = spec.stages, RAISED[self.dtype]
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
 
     @cute.jit
@@ -376,7 +378,7 @@ class KeyGradientsSm90:
             keys.release(nth)
             rings.crossing[my.wg].wait_free(done)  # outputs leave through its place
             slab = n_block * (TILE_N // SLAB)
-            self.store(my, my.dV.acc, Float32(1.0), out[1].head(head, batch), slab)
+            self.store(my, my.dV.acc, Float32(2.0**-self.raised), out[1].head(head, batch), slab)
             self.store(my, my.dK.acc, scales[1], out[0].head(head, batch), slab)
             number = work.queue.take(nth)
             nth += 1
@@ -386,6 +388,8 @@ class KeyGradientsSm90:
     def weigh(self, my: Half, done: Int32, mask: TransposedMask | None, step: Int32, scale_log2: Float32):
         """First warpgroup: P."""
         scores, lse_log2 = sm90.rows_and_columns(my.acc), row_values(my.facts, my.rings.q.slot(done))
+        if cutlass.const_expr(self.raised != 0):
+            lse_log2.store(lse_log2.load() - Float32(self.raised))
         if cutlass.const_expr(mask is not None):
             mask.apply(scores, step)
         exponentiate(scores, lse_log2, scale_log2)
@@ -400,7 +404,8 @@ class KeyGradientsSm90:
         weights, dP = sm90.rows_and_columns(my.values), sm90.rows_and_columns(my.acc)
         for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
             for r in cutlass.range_constexpr(2):
-                dP[r, c] = weights[r, c].to(Float32) * (dP[r, c] - delta[c])
+                P_raised = weights[r, c].to(Float32)
+                dP[r, c] = P_raised * 2.0**-self.raised * (dP[r, c] - delta[c])
         my.weights.take(my.acc)
 
     @cute.jit

@@ -1,0 +1,80 @@
+"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan.cpp) reads these rows. The first match
+wins. A new measurement is a change of rows with its date, machine and ratio; no kernel is compiled for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ANY = 1 << 40  # upper end of an open range
+SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
+DECODE_ROWS = 64  # Sq * (Hq / Hkv) up to here is a decode-shaped call: packed query rows of one tile
+DECODE_OCCUPANCY = 0.8  # share of the SMs that decode tiles must fill; below it the keys must be split
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRow:
+    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
+    "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
+    """
+
+    kind: str
+    arch: int
+    grad: bool
+    mask: str
+    d_min: int
+    d_max: int
+    min_sq: int
+    max_sq: int
+    min_sk: int
+    max_sk: int
+    min_tiles: int
+    ratio: float  # stock default time / our time, the lowest seen in the class
+    measured: str  # date, machine, suite
+    tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
+
+    @property
+    def serve(self) -> bool:
+        return self.ratio >= SERVE_RATIO
+
+
+_NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
+_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
+_BACKWARD = _GRAD + ", with our backward"
+_FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
+_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
+# Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
+_MIN_SQ = 16
+# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with).
+# fmt: off
+CHOICE_ROWS: tuple[ChoiceRow, ...] = (
+    #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),
+    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, tile_m=128),
+    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.049, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.000, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.030, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
+    ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
+    ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
+    # Our forward with cuDNN's backward, both together.
+    ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
+    ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),
+    ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
+    ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
+    # Our backward after any forward, both together (280 shapes); tiles are blocks of 128 keys. Few steps of queries do
+    # not pay for loading K and V, and few tiles do not fill the GPU.
+    # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
+    ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
+    ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
+    ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1, 256, 1025, ANY, 0, 0.890, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 1.047, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "full", 121, 128, 1, ANY, 1, ANY, 0, 1.032, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 1.066, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "causal", 121, 128, 1, ANY, 1, ANY, 0, 0.981, _BACKWARD),
+)
+# fmt: on
