@@ -126,7 +126,7 @@ train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       choice row 12: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 19: 0.981 x stock (2026-11-21 H100,
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 25: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal

@@ -41,6 +41,7 @@ class ChoiceRow:
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"
+_WIDE = _BACKWARD.replace("2026-11-21", "2026-11-22")
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 # Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
@@ -63,12 +64,16 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),
     ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
-    # Our backward after any forward, both together (280 shapes); tiles are blocks of 128 keys. Few steps of queries do
-    # not pay for loading K and V, and few tiles do not fill the GPU.
+    # The same with our backward; the forward alone where that is cuDNN's.
+    ChoiceRow("fwd", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
+    ChoiceRow("fwd", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _WIDE),
+    ChoiceRow("fwd", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
     ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
+    # Our backward after any forward, both together (280 shapes up to 128, 278 above and with D != Dv); tiles are blocks
+    # of 128 keys. Few steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1, 256, 1025, ANY, 0, 0.890, _BACKWARD),
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _BACKWARD),
     ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _BACKWARD),
@@ -76,5 +81,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("bwd", 90, True, "full", 121, 128, 1, ANY, 1, ANY, 0, 1.032, _BACKWARD),
     ChoiceRow("bwd", 90, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 1.066, _BACKWARD),
     ChoiceRow("bwd", 90, True, "causal", 121, 128, 1, ANY, 1, ANY, 0, 0.981, _BACKWARD),
+    ChoiceRow("bwd", 90, True, "full", 129, 256, 1, 256, 1025, ANY, 0, 0.713, _WIDE),
+    ChoiceRow("bwd", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
+    ChoiceRow("bwd", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
+    ChoiceRow("bwd", 90, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.089, _WIDE),
+    ChoiceRow("bwd", 90, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.123, _WIDE),
 )
 # fmt: on
