@@ -78,13 +78,15 @@ def rms(difference: Tensor) -> float:
 
 
 @functools.cache
-def spread_of_stock(road: Road) -> float:
-    """How far stock's own backends are apart: roundings differ, and training makes differences grow."""
+def spread_of_stock(road: Road, compiled: str) -> float:
+    """How far runs of stock are apart, its own backends' and one repeated: roundings differ, a compiled model adds up
+    embeddings' gradients in any order, and training makes differences grow.
+    """
     with plugin_off(road):
-        default, others = train(road), []
+        default, others = train(road, compiled), [train(road, compiled)]
         for backend in OTHERS:
             with sdpa_kernel(backend):
-                others.append(train(road))
+                others.append(train(road, compiled))
     return max(rms(losses - default) for losses in others)
 
 
@@ -103,4 +105,4 @@ def test_llama_trains_alike(road: Road, compiled: str) -> None:
         ran = {path: count for path, count in took.items() if path.endswith(("_fwd", "_bwd"))}
         assert ran == dict.fromkeys(("ours_fwd", backward), STEPS * LAYERS)
     assert ours.isfinite().all() and ours[-1] < 0.6 * ours[0]
-    assert rms(ours - stock) <= SPREAD_FACTOR * spread_of_stock(road)
+    assert rms(ours - stock) <= SPREAD_FACTOR * spread_of_stock(road, compiled)
