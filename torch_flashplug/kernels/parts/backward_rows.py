@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS
 from . import sm90
-from .mask import column_of
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .sm90 import WARPGROUP
 
@@ -179,5 +178,5 @@ def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:
     row, lane = sRow[None, slot], cute.arch.lane_idx()
     mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
     for c in range(cute.size(mine)):
-        mine[c] = row[column_of(c) + lane % 4 * 2]
+        mine[c] = row[sm90.column_of(c) + lane % 4 * 2]
     return mine

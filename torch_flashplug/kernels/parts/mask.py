@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .geometry import Geometry
+from .sm90 import column_of
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,3 @@ class TransposedMask:
             first = cutlass.select_(key < self.geo.Sk, first, self.tile_m)
             for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
                 acc_S[r, c] = cutlass.select_(column_of(c) >= first, acc_S[r, c], -Float32.inf)
-
-
-def column_of(c: int) -> int:
-    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight
-    columns.
-    """
-    return (c // 2) * 8 + c % 2

@@ -301,6 +301,13 @@ def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
 
 
+def column_of(c: int) -> int:
+    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight
+    columns.
+    """
+    return (c // 2) * 8 + c % 2
+
+
 @dataclass(frozen=True)
 class OperandA:
     """Probabilities in 16 bits, in registers, as the left operand of the next product; packed in pairs.
