@@ -82,6 +82,29 @@ def test_graphed_training_step(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.isolated(240)
+def test_a_part_first_runs_under_capture(cuda_road: Road) -> None:
+    """dK and dV alone after dQ alone: the module of their kernels is loaded, but that one has never run."""
+    draw = {"device": "cuda", "dtype": cuda_road.dtype}
+    q, k, v = (torch.randn(2, 256, 4, 128, **draw).transpose(1, 2).requires_grad_() for _ in range(3))
+
+    def gradients(*wanted: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(causal(q, k, v).float().square().sum(), wanted)
+
+    with sdpa_backend("fa3"):
+        gradients(q)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = gradients(k, v)
+    for tensor in got:
+        tensor.fill_(torch.nan)
+    graph.replay()
+    for a, b in zip(got, stock(gradients, k, v)):
+        torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
 def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynamo: None) -> None:
     """Compiled graphs make tangents contiguous, so grad_out and out differ in layout, which stock's cuDNN backward of
     torch 2.11 gets wrong.
