@@ -15,7 +15,6 @@
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
-#include <iterator>
 
 #include <atomic>
 #include <cstddef>
@@ -193,7 +192,7 @@ struct BackwardPlan {
   int choice_row = -1;
   Reason why;
 };
-// What a call of a backward wants: dQ, dK and dV, or both (kernels/partbwd_sm90.py).
+// What a call of a backward wants: dQ, dK and dV, or both (kernels/parts/backward_call.py).
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);

@@ -1,6 +1,6 @@
 // From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
 //
-// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (bwd_sm90.py: see launch_backward):
+// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (backward: parts/backward_call.py):
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
 #include <dlfcn.h>

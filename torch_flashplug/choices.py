@@ -46,7 +46,7 @@ _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 # Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
 _MIN_SQ = 16
-# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with).
+# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with cuDNN's).
 # fmt: off
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles

@@ -19,18 +19,19 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, KernelSpec
 from .parts import sm90
 from .parts.backstage import ADDED_SLOTS, Backstage, carry
+from .parts.backward_call import BackwardCall, Call
 from .parts.backward_rows import (
     WARPGROUPS,
     FinishBackward,
     PrepareBackward,
+    differentiate,
     exponentiate,
-    fake_arguments,
     load_rows,
     row_values,
 )
@@ -182,7 +183,7 @@ class Share:
         self.rings.ds.release(count)
 
 
-class BackwardSm90:
+class BackwardSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
     they are traced.
     """
@@ -198,56 +199,32 @@ class BackwardSm90:
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.prepare, self.finish = PrepareBackward(self.dtype, clears=spec.d), FinishBackward(self.dtype, spec.d)
 
-    def fake_arguments(self) -> tuple:
-        return fake_arguments(self.dtype)
-
     @cute.jit
-    def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
-        self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mdQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mScratch: cute.Tensor,  # fp32 dQ in register order, and counters: parts/scratch.py
-        scale_log2: Float32,
-        scale: Float32,
-        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # CTAs that the device runs at once
-        wanted: Int32,  # all of it, always (partbwd_sm90.py)
-        stream: cuda.CUstream,
-    ):
-        B, Hkv, Sk, _ = mK.shape
-        num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), mQ.shape[1] // Hkv, self.dtype.width // 8
-        head_bytes = Int64(mQ.shape[2]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
+    def launch(self, call: Call, stream: cuda.CUstream):
+        B, Hkv, Sk, _ = call.k.shape
+        num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv, self.dtype.width // 8
+        head_bytes = Int64(call.q.shape[2]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
         section = Int32(1)  # heads whose tiles take turns
         if cutlass.const_expr(self.mask == "causal"):
             section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
         elif cutlass.const_expr(self.in_order):
             # A block may add to rows some steps after the one before it. So that nobody waits for it, as many heads
             # take turns as are needed to start all CTAs, one after the other, in the time of one tile.
-            steps = cute.ceil_div(mQ.shape[2], self.tile_m) * group
-            section = cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), B * Hkv)
+            steps = cute.ceil_div(call.q.shape[2], self.tile_m) * group
+            section = cutlass.min(cute.ceil_div(call.num_ctas * STEPS_BEHIND, steps), B * Hkv)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
-        self.prepare(mO, mdO, mLSE, mRows, mScratch, ahead, stream)
-        tensors, launch = (mQ, mK, mV, mdO, mdQ, mdK, mdV), (mCounter, num_ctas, section, ahead)
-        self.step_over_keys(tensors, mRows, mScratch, (scale_log2, scale), launch, stream)
-        self.finish(mScratch, mdQ, scale, ahead, stream)
+        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, stream)
+        tensors = (call.q, call.k, call.v, call.do, call.dq, call.dk, call.dv)
+        launch = (call.counter, call.num_ctas, section, ahead)
+        self.step_over_keys(tensors, call.rows, call.scratch, call.scales, launch, stream)
+        self.finish(call.scratch, call.dq, call.scales[1], ahead, stream)
 
     @cute.jit
     def step_over_keys(
         self, tensors: tuple, mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, launch: tuple,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        # Rows and columns first, as tiles want them.
-        mQ, mK, mV, mdO, mdQ, mdK, mdV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in tensors
-        )
+        mQ, mK, mV, mdO, mdQ, mdK, mdV = (sm90.rows_first(t) for t in tensors)
         layout = lambda rows, columns, slots: hopper.make_smem_layout_a(  # noqa: E731
             LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, slots
         )
@@ -284,14 +261,6 @@ class BackwardSm90:
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )
-
-    def make_mma(self, columns: int, left: str, right: str) -> cute.TiledMma:
-        """64 x columns, operands from "rows" (K-major in shared memory), "columns" (MN-major) or "registers"."""
-        major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
-        source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major[left], major[right], Float32, (1, 1, 1), (ROWS, columns), source
         )
 
     @cute.kernel
@@ -336,18 +305,14 @@ class BackwardSm90:
         unit_rows = sm90.slab_layout(self.dtype, SLAB * TENDERS, self.half)
         sUnits = smem.allocate_tensor(self.dtype, unit_rows.outer, 1024, unit_rows.inner)
 
-        if warp_idx == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for shared in (rings.q, rings.do, rings.k, rings.v, rings.ds, ring_added):
-                    shared.init(4 * WARPGROUPS)
-                ring_mail.init(4 * WARPGROUPS + 1 + TENDERS)
-                ring_back.init(1)
-                if cutlass.const_expr(self.in_order):
-                    couriers.init(4)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        consumers = 4 * WARPGROUPS
+        shared = (rings.q, rings.do, rings.k, rings.v, rings.ds, ring_added)
+        waited_for = (
+            (ring_mail, consumers + 1 + TENDERS),
+            (ring_back, 1),
+            *(((couriers, 4),) if self.in_order else ()),
+        )
+        sm90.start_cta(warp_idx, atoms, (*((ring, consumers) for ring in shared), *waited_for))
 
         mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
@@ -366,7 +331,7 @@ class BackwardSm90:
             kv_heads=kv_heads,
             scale=scales[1],
             dQ=sm90.Operand(atoms[6], mdQ, cute.local_tile(sUnits, (SLAB, self.half), (tender, 0))),
-            matrices=cute.make_tiled_copy_C(matrices, self.make_mma(self.half, "rows", "columns")),
+            matrices=cute.make_tiled_copy_C(matrices, sm90.make_mma(self.dtype, self.half, "rows", "columns")),
             pack=sm90.PACKS[self.dtype],
             ring=ring_back.part(tender, slots),
             slots=cute.local_tile(sBack, (unit, slots), (0, tender)),
@@ -435,10 +400,10 @@ class BackwardSm90:
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         keys_from = "registers" if self.roomy else "rows"
-        scores = sm90.Product.create(lambda: self.make_mma(self.tile_m, keys_from, "rows"))
-        for_dV = sm90.Product.create(lambda: self.make_mma(self.dv, "registers", "columns"))
-        for_dK = sm90.Product.create(lambda: self.make_mma(self.d, "registers", "columns"))
-        for_dQ = sm90.Product.create(lambda: self.make_mma(self.half, "rows", "columns"))
+        scores = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.tile_m, keys_from, "rows"))
+        for_dV = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.dv, "registers", "columns"))
+        for_dK = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.d, "registers", "columns"))
+        for_dQ = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.half, "rows", "columns"))
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
         (K, V), fetches = self.my_keys((sK[None, None, wg], sV[None, None, wg]), scores.add, thread)
         rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (sQ, sdO))
@@ -536,7 +501,8 @@ class BackwardSm90:
         my.issue_dV(slot)
         delta = row_values(my.facts[1], slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
-        differentiate(my.S, my.dP, delta)
+        dP = sm90.rows_and_columns(my.dP)
+        differentiate(sm90.rows_and_columns(my.S), dP, delta, dP)
         my.dS.take(my.dP)
         my.share_dS(done)
         warpgroup.fence()
@@ -563,7 +529,8 @@ class BackwardSm90:
         my.issue_dP(slot)
         my.issue_dV(slot)
         warpgroup.wait_group(1)  # dP
-        differentiate(my.S, my.dP, row_values(my.facts[1], slot))
+        dP = sm90.rows_and_columns(my.dP)
+        differentiate(sm90.rows_and_columns(my.S), dP, row_values(my.facts[1], slot), dP)
         warpgroup.wait_group(0)
         my.dS.take(my.dP)
         my.share_dS(done)
@@ -607,12 +574,3 @@ class BackwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
         cute.arch.sync_warp()
         sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma)
-
-
-@cute.jit
-def differentiate(acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
-    """dS = P * (dP - delta), (keys, queries), in place of dP; the scale comes with dQ and dK."""
-    P, dP = sm90.rows_and_columns(acc_P), sm90.rows_and_columns(acc_dP)
-    for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            dP[r, c] = P[r, c] * (dP[r, c] - delta[c])

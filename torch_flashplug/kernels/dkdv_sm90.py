@@ -19,19 +19,19 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.backward_rows import exponentiate, load_rows, row_values
+from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.geometry import Geometry
 from .parts.mask import TransposedMask
 from .parts.scheduler import TileOrder
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-WARPGROUPS = 2
-TILE_M, TILE_N = 64, 64
+WARPGROUPS = BACKWARD_WARPGROUPS
+TILE_M, TILE_N = PARTS_TILE
 P, DS = 0, 1  # what crosses shared memory; its writers are the first and the second warpgroup
 JOIN = 1  # named barrier, + warpgroup
 # fp16 has no small numbers: P of a row with many keys would lose bits, or vanish. bf16 has all that fp32 has.
@@ -41,7 +41,7 @@ STAGED_COLUMNS = 64  # of dK and dV, at most, that a warp stores at once
 
 @dataclass(frozen=True)
 class Rings:
-    """From the producer warps to the consumers; `crossing` from each warpgroup to the other, or both."""
+    """From the producer warps to the consumers; `crossing` from each warpgroup to the other."""
 
     q: sm90.Ring
     do: sm90.Ring
@@ -114,7 +114,7 @@ class Half:
 
     @cute.jit
     def hand_over(self, done: Int32):
-        """The weights of this step, to both."""
+        """The weights of this step, to the other warpgroup."""
         ring = self.rings.crossing[self.wg]
         ring.wait_free(done)
         self.store(self.values)
@@ -126,7 +126,7 @@ class Half:
     def add_up(self, done: Int32, end: Int32):
         """dV and dK of a step whose weights of this warpgroup are there, and the next step's scores."""
         p, ds = self.rings.crossing
-        slot = self.rings.q.slot(done)
+        slot = self.rings.q.slot(done)  # dO has as many
         if cutlass.const_expr(self.wg == 0):
             self.rings.do.wait(done)
         warpgroup.fence()
@@ -159,9 +159,7 @@ class KeyGradientsSm90:
     @cute.jit
     def __call__(self, tensors: tuple, mRows: cute.Tensor, scales: tuple, launch: tuple, stream: cuda.CUstream):
         """tensors: q, k, v, do, dk, dv as the forward has them; launch: counter, CTAs at once."""
-        mQ, mK, mV, mdO, mdK, mdV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in tensors
-        )
+        mQ, mK, mV, mdO, mdK, mdV = (sm90.rows_first(t) for t in tensors)
         operands = (
             (mQ, self.d, self.stages),
             (mK, self.d, 1),
@@ -200,14 +198,6 @@ class KeyGradientsSm90:
         atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
         return cute.tile_to_shape(atom, (ROWS, columns, slots), order=(0, 1, 2))
 
-    def make_mma(self, columns: int, left: str, right: str) -> cute.TiledMma:
-        """64 x columns, operands from "rows" (K-major in shared memory), "columns" (MN-major) or "registers"."""
-        major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
-        source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major[left], major[right], Float32, (1, 1, 1), (ROWS, columns), source
-        )
-
     @cute.kernel
     def kernel(
         self,
@@ -242,19 +232,10 @@ class KeyGradientsSm90:
         order = TileOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(rings, queue, order, Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk), mQ.shape[2] // Hkv)
-        if warp_idx == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for ring in (rings.q, rings.do):
-                    ring.init(4 * WARPGROUPS)
-                for ring in (rings.k, rings.v):
-                    ring.init(4)
-                for ring in rings.crossing:
-                    ring.init(4, producer_warps=4)
-                ring_mail.init(4 * WARPGROUPS + 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        consumers = 4 * WARPGROUPS
+        streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
+        crossing = ((ring, 4, 4) for ring in rings.crossing)
+        sm90.start_cta(warp_idx, atoms, (*streams, *keys, *crossing, (ring_mail, consumers + 1)))
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -312,7 +293,7 @@ class KeyGradientsSm90:
         """A consumer warpgroup's operands and registers."""
         sQ, sdO, sX = shared
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
-        scores = sm90.Product.create(lambda: self.make_mma(TILE_M, "rows", "rows"))
+        scores = sm90.Product.create(lambda: sm90.make_mma(self.dtype, TILE_M, "rows", "rows"))
         mma = scores.add.get_slice(thread)
         keys = mma.make_fragment_A(mma.partition_A(sKeys[None, None, 0]))
         rows = mma.make_fragment_B(mma.partition_B(sRows))
@@ -323,7 +304,9 @@ class KeyGradientsSm90:
 
         def make_sum(which: int, columns: int, sRight: cute.Tensor) -> Sum:
             own = which == wg
-            product = sm90.Product.create(lambda: self.make_mma(columns, "registers" if own else "columns", "columns"))
+            product = sm90.Product.create(
+                lambda: sm90.make_mma(self.dtype, columns, "registers" if own else "columns", "columns")
+            )
             part = product.add.get_slice(thread)
             left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
@@ -402,10 +385,7 @@ class KeyGradientsSm90:
         my.rings.crossing[P].wait(done)
         my.load(my.values)
         weights, dP = sm90.rows_and_columns(my.values), sm90.rows_and_columns(my.acc)
-        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                P_raised = weights[r, c].to(Float32)
-                dP[r, c] = P_raised * 2.0**-self.raised * (dP[r, c] - delta[c])
+        differentiate(weights, dP, delta, dP, self.raised)
         my.weights.take(my.acc)
 
     @cute.jit
@@ -419,7 +399,7 @@ class KeyGradientsSm90:
         """This warpgroup's columns of an output through the place of its weights, some columns at a time."""
         columns = staged_columns(cute.size(acc) * 2 * WARPGROUPS)
         parts = cute.size(acc) * 2 // columns
-        mma = self.make_mma(columns, "rows", "columns")
+        mma = sm90.make_mma(self.dtype, columns, "rows", "columns")
         layout = sm90.slab_layout(self.dtype, ROWS, columns)
         start = out.s[None, None, my.wg].iterator
         if cutlass.const_expr(columns < STAGED_COLUMNS):

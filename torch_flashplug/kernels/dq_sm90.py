@@ -15,18 +15,19 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
+from .parts.backward_rows import differentiate, exponentiate
 from .parts.geometry import Geometry
 from .parts.mask import Mask
 from .parts.scheduler import TileOrder
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-WARPGROUPS = 2
-TILE_M, TILE_N = WARPGROUPS * ROWS, 64
+WARPGROUPS = BACKWARD_WARPGROUPS
+TILE_M, TILE_N = WARPGROUPS * ROWS, PARTS_TILE[1]  # query rows of a CTA, keys of a step
 JOIN = 1  # named barrier, + warpgroup
 
 
@@ -87,20 +88,6 @@ class Rows:
     delta: tuple
     scale_log2: Float32
 
-    def exponentiate(self, acc: cute.Tensor) -> None:
-        """P = exp2(S * scale_log2 - LSE * log2 e), in place."""
-        scores = sm90.rows_and_columns(acc)
-        for r in range(2):
-            for c in range(cute.size(scores, mode=[1])):
-                scores[r, c] = cute.math.exp2(scores[r, c] * self.scale_log2 - self.lse_log2[r], fastmath=True)
-
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor) -> None:
-        """dS = P * (dP - delta), in place of P; the scale comes with dQ."""
-        P, dP = sm90.rows_and_columns(acc_P), sm90.rows_and_columns(acc_dP)
-        for r in range(2):
-            for c in range(cute.size(P, mode=[1])):
-                P[r, c] = P[r, c] * (dP[r, c] - self.delta[r])
-
 
 class QueryGradientSm90:
     """Builds the kernel of one spec."""
@@ -113,7 +100,7 @@ class QueryGradientSm90:
     @cute.jit
     def __call__(self, tensors: tuple, mRows: cute.Tensor, scales: tuple, launch: tuple, stream: cuda.CUstream):
         """tensors: q, k, v, do, dq as the forward has them; launch: counter, CTAs at once."""
-        mQ, mK, mV, mdO, mdQ = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in tensors)
+        mQ, mK, mV, mdO, mdQ = (sm90.rows_first(t) for t in tensors)
         slots = (WARPGROUPS, self.stages_k, self.stages_v, WARPGROUPS)
         columns = (self.d, self.d, self.dv, self.dv)
         layouts = tuple(
@@ -139,12 +126,6 @@ class QueryGradientSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def make_mma(self, columns: int, left: warpgroup.OperandSource, right: OperandMajorMode) -> cute.TiledMma:
-        """64 x columns."""
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, right, Float32, (1, 1, 1), (ROWS, columns), left
-        )
 
     @cute.kernel
     def kernel(
@@ -174,16 +155,9 @@ class QueryGradientSm90:
         order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, TILE_M), Hq, Hq * B, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(rings, queue, order, Geometry(self.spec.mask, TILE_N, Sq, mK.shape[0]))
-        if warp_idx == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                for ring in (rings.q, rings.do):
-                    ring.init(4)
-                for ring in (rings.k, rings.v, ring_mail):
-                    ring.init(4 * WARPGROUPS)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        own, shared = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
+        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in shared))
+        sm90.start_cta(warp_idx, atoms, counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -223,9 +197,8 @@ class QueryGradientSm90:
     def hold(self, buffers: tuple, work: Work, wg: Int32, thread: Int32) -> Share:
         """Consumer warpgroup: its operands and registers."""
         sQ, sK, sV, sdO = buffers
-        source, major = warpgroup.OperandSource, OperandMajorMode
-        scores = sm90.Product.create(lambda: self.make_mma(TILE_N, source.SMEM, major.K))
-        sums = sm90.Product.create(lambda: self.make_mma(self.d, source.RMEM, major.MN))
+        scores = sm90.Product.create(lambda: sm90.make_mma(self.dtype, TILE_N, "rows", "rows"))
+        sums = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.d, "registers", "columns"))
         mma_s, mma_q = scores.add.get_slice(thread), sums.add.get_slice(thread)
         rows = tuple(mma_s.make_fragment_A(mma_s.partition_A(s[None, None, wg])) for s in (sQ, sdO))
         keys = tuple(mma_s.make_fragment_B(mma_s.partition_B(s)) for s in (sK, sV))
@@ -293,8 +266,9 @@ class QueryGradientSm90:
         if cutlass.const_expr(hidden is not None):
             mask, n_block = hidden
             mask.apply(sm90.rows_and_columns(my.S), n_block)
-        two.exponentiate(my.S)
-        two.differentiate(my.S, my.dP)
+        S, dP = by_query(my.S), by_query(my.dP)
+        exponentiate(S, two.lse_log2, two.scale_log2)
+        differentiate(S, dP, two.delta, S)
         my.dS.take(my.S)
 
     def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
@@ -331,3 +305,9 @@ class QueryGradientSm90:
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.sums.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
+
+
+def by_query(acc: cute.Tensor) -> cute.Tensor:
+    """(keys, queries) view of a (queries, keys) accumulator."""
+    scores = sm90.rows_and_columns(acc)
+    return cute.make_tensor(scores.iterator, cute.select(scores.layout, mode=[1, 0]))

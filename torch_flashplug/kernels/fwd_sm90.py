@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
@@ -137,8 +137,8 @@ class ForwardSm90:
         num_ctas: Int32,  # CTAs that the device runs at once
         stream: cuda.CUstream,
     ):
-        # Rows and columns first, as tiles want them; V seen as (Dv, Sk), the N x K operand of the second product.
-        mQ, mK, mO = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (mQ, mK, mO))
+        # V seen as (Dv, Sk), the N x K operand of the second product.
+        mQ, mK, mO = (sm90.rows_first(t) for t in (mQ, mK, mO))
         mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
@@ -168,15 +168,11 @@ class ForwardSm90:
 
     def make_qk(self, columns: int) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
-        major = OperandMajorMode.K
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, columns))
+        return sm90.make_mma(self.dtype, columns, "rows", "rows")
 
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
-        major, source = OperandMajorMode, warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, self.dv), source
-        )
+        return sm90.make_mma(self.dtype, self.dv, "registers", "columns")
 
     def make_scores(self, sK: cute.Tensor, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
         """S of the first `columns` keys of a block, kept in the first of `registers`."""
@@ -219,15 +215,8 @@ class ForwardSm90:
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         geo = Geometry(self.spec.mask, self.tile_n, Sq, mK.shape[0])
         work = Work(ring_q, ring_k, ring_v, queue, order, geo)
-        if warp_idx == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-            with cute.arch.elect_one():
-                ring_q.init(4)
-                for shared in (ring_k, ring_v, ring_mail):
-                    shared.init(4 * self.warpgroups)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        shared = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
+        sm90.start_cta(warp_idx, atoms, ((ring_q, 4), *shared))
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
 
 from ..spec import KernelSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
 from .parts import sm90
-from .parts.backward_rows import PrepareBackward, fake_arguments
+from .parts.backward_call import WANT_DKDV, WANT_DQ, BackwardCall, Call
+from .parts.backward_rows import PrepareBackward
 
-WANT_DQ, WANT_DKDV = 1, 2  # src/launch.cpp
 
-
-class BackwardInPartsSm90:
+class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: KernelSpec):
@@ -28,33 +26,13 @@ class BackwardInPartsSm90:
         self.prepare = PrepareBackward(self.dtype)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
-    def fake_arguments(self) -> tuple:
-        return fake_arguments(self.dtype)
-
     @cute.jit
-    def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
-        self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mdQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mScratch: cute.Tensor,  # unused
-        scale_log2: Float32,
-        scale: Float32,
-        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # CTAs that the device runs at once
-        wanted: Int32,  # the sum of WANT_DQ and WANT_DKDV, or one of them
-        stream: cuda.CUstream,
-    ):
-        scales, launch = (scale_log2, scale), (mCounter, num_ctas)
-        self.prepare(mO, mdO, mLSE, mRows, None, None, stream)
-        if wanted & WANT_DQ != 0:
-            self.query_gradient((mQ, mK, mV, mdO, mdQ), mRows, scales, launch, stream)
-        if wanted & WANT_DKDV != 0:
-            self.key_gradients((mQ, mK, mV, mdO, mdK, mdV), mRows, scales, launch, stream)
+    def launch(self, call: Call, stream: cuda.CUstream):
+        self.prepare(call.o, call.do, call.lse, call.rows, None, None, stream)
+        launch = (call.counter, call.num_ctas)
+        if call.wanted & WANT_DQ != 0:
+            operands = (call.q, call.k, call.v, call.do, call.dq)
+            self.query_gradient(operands, call.rows, call.scales, launch, stream)
+        if call.wanted & WANT_DKDV != 0:
+            operands = (call.q, call.k, call.v, call.do, call.dk, call.dv)
+            self.key_gradients(operands, call.rows, call.scales, launch, stream)

@@ -5,7 +5,6 @@ Both work on blocks of TILE_M query rows of one head, as the main kernel steps o
 
 from __future__ import annotations
 
-import functools
 import math
 
 import cuda.bindings.driver as cuda
@@ -138,25 +137,6 @@ class FinishBackward:
                     cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
 
 
-def fake_arguments(dtype: type[cutlass.Numeric]) -> tuple:
-    """Arguments of a backward's call for cute.compile, sizes symbolic."""
-    operand = functools.partial(sm90.fake_operand, dtype)
-    B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
-    D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-    strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-    fp32 = cute.runtime.make_fake_tensor
-    lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-    rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
-    counter = fp32(Int32, (1,), (1,), assumed_align=4)
-    scratch = fp32(Float32, (size,), (1,), assumed_align=16)
-    q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
-    out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
-    gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
-    scales = (Float32(1.0), Float32(1.0))
-    tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
-    return (*tensors, *scales, counter, Int32(1), Int32(1), cute.runtime.make_fake_stream())
-
-
 @cute.jit
 def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
     """Producer warp: one fp32 per query row, counted in the slot's bytes."""
@@ -166,11 +146,23 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
 
 
 @cute.jit
-def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor, scale_log2: Float32):
-    """P = exp2(S * scale_log2 - LSE * log2 e), (keys, queries)."""
-    for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            scores[r, c] = cute.math.exp2(scores[r, c] * scale_log2 - lse_log2[c], fastmath=True)
+def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple, scale_log2: Float32):
+    """P = exp2(S * scale_log2 - LSE * log2 e), in place; scores: (keys, queries), one LSE for each query."""
+    for query in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for key in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            score = scores[key, query] * scale_log2 - lse_log2[query]
+            scores[key, query] = cute.math.exp2(score, fastmath=True)
+
+
+@cute.jit
+def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple, dS: cute.Tensor, raised: int = 0):
+    """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
+    dK. raised: P is larger by that power of two.
+    """
+    for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
+        for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
+            weight = P[key, query].to(Float32) * 2.0**-raised
+            dS[key, query] = weight * (dP[key, query] - delta[query])
 
 
 def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:

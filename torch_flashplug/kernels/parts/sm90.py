@@ -14,8 +14,10 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
+
+from ...spec import ROWS_PER_WARPGROUP
 
 WARP = 32
 WARPGROUP = 128
@@ -127,6 +129,11 @@ class Operand:
         return cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(self.s, 0, 2), cute.group_modes(g, 0, 2)
         )
+
+
+def rows_first(t: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, heads, batch) view of (batch, heads, rows, columns), as tiles want it."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
@@ -263,6 +270,32 @@ class Turns:
 def join_warpgroup(first: int, wg: Int32):
     """Consumer: the four warps of warpgroup wg wait for each other, on named barrier first + wg."""
     cute.arch.barrier(barrier_id=first + wg, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def start_cta(warp_idx: Int32, atoms: tuple, rings: tuple):
+    """Every thread, before roles part: TMA descriptors on their way, barriers ready. rings: (ring, consumer warps), and
+    producer warps where these are not one.
+    """
+    if warp_idx == 0:
+        for atom in atoms:
+            cpasync.prefetch_descriptor(atom)
+        with cute.arch.elect_one():
+            for ring, *warps in rings:
+                ring.init(*warps)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+
+def make_mma(dtype: type[cutlass.Numeric], columns: int, left: str, right: str) -> cute.TiledMma:
+    """64 x columns on one warpgroup, operands from "rows" (K-major in shared memory), "columns" (MN-major) or
+    "registers".
+    """
+    major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
+    source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
+    return hopper.make_trivial_tiled_mma(
+        dtype, dtype, major[left], major[right], Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, columns), source
+    )
 
 
 @dataclass(frozen=True)
