@@ -100,6 +100,7 @@ constexpr int kMaxRows = 128;
 constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3;
 constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd"};
 static_assert(std::size(kKindNames) == kKindPartBwd + 1, "every kind has a name");
+constexpr int kKindMixBwd = 4;  // of choice rows only: a backward where D != Dv
 
 struct Tables {
   KernelRow kernels[kMaxRows];

@@ -277,10 +277,10 @@ BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mod
   const int row = find_backward_row(p, device, tables, wanted);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
-  if (p.D != p.Dv) return refused(Reason{Why::kNoRow});
   const KernelRow& kernel = tables.kernels[row];
   const int64_t tiles = p.B * p.Hkv * ceil_div(p.Sk, kKeysOfTile);
-  const int choice = find_choice_row(p, kKindBwd, kHopper, kernel, tiles, tables);
+  const int kind = p.D == p.Dv ? kKindBwd : kKindMixBwd;
+  const int choice = find_choice_row(p, kind, kHopper, kernel, tiles, tables);
   why = slower_by_row(choice, tables);
   return BackwardPlan{why ? -1 : row, choice, why};
 }

@@ -30,8 +30,8 @@ def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, in
 # Calls that the table decides.
 CALLS = {
     "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
+    "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
     "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
-    "prefill_4k_d128_causal_gqa4": call((4, 32, 8), (4096, 4096), (128, 128), causal=1),
     "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
     "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
     "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
@@ -129,16 +129,19 @@ train_4k_d128_causal
       gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 25: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
+train_4k_d192v128_causal
+  h100
+    fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 15: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+        with our backward)
+      gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
+        serve ratio; stock is faster
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
-prefill_4k_d128_causal_gqa4
-  h100
-    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
-      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
-      gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
     fa3 fwd_sm90_bf16_d64_full_m192n128s2 tiles=576 splits=1
@@ -188,16 +191,15 @@ train_4k_d128_causal
     stock
       fa3: no measured row for this class of calls (compute capability 9.0, with grad); auto takes
         only what was measured; force it with sdpa_backend('fa3')
+train_4k_d192v128_causal
+  h100
+    stock
+      fa3: query has head dim 192, kernels take up to 128; stock attention serves larger ones
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       choice row 2: 1.200 x stock (test row: causal)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
-prefill_4k_d128_causal_gqa4
-  h100
-    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=4096 splits=1
-      choice row 2: 1.200 x stock (test row: causal)
-      gate: Sq*G = 4096*4 = 16384 > 64: not a decode call
 encoder_512_d64
   h100
     fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1

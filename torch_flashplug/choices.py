@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .spec import KINDS
+
+CHOICE_KINDS = (*KINDS, "mixbwd")
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
 DECODE_ROWS = 64  # Sq * (Hq / Hkv) up to here is a decode-shaped call: packed query rows of one tile
@@ -16,9 +19,10 @@ DECODE_OCCUPANCY = 0.8  # share of the SMs that decode tiles must fill; below it
 class ChoiceRow:
     """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
     "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
+    "mixbwd": backward where D != Dv.
     """
 
-    kind: str
+    kind: str  # one of CHOICE_KINDS
     arch: int
     grad: bool
     mask: str
@@ -86,5 +90,12 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("bwd", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
     ChoiceRow("bwd", 90, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("bwd", 90, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.123, _WIDE),
+    # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
+    ChoiceRow("mixbwd", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
+    ChoiceRow("mixbwd", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
+    ChoiceRow("mixbwd", 90, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 0.989, _WIDE),
+    ChoiceRow("mixbwd", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
+    ChoiceRow("mixbwd", 90, True, "causal", 129, 192, 1, 2048, 1, ANY, 0, 1.111, _WIDE),
+    ChoiceRow("mixbwd", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.935, _WIDE),
 )
 # fmt: on

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .spec import KINDS
+from .choices import CHOICE_KINDS
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/flashplug.h
 MASK_IDS = {"full": 0, "causal": 1, "any": 2}
-KIND_IDS = {kind: number for number, kind in enumerate(KINDS)}
+KIND_IDS = {kind: number for number, kind in enumerate(CHOICE_KINDS)}
 OPERANDS = ("query", "key", "value")
 # Names and order of the ints that describe a call; flashplug_plan_text reads them by position.
 PROBLEM_FIELDS = (
