@@ -10,7 +10,7 @@ import pytest
 import torch
 from standin import Road
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
@@ -22,12 +22,13 @@ LENGTH = {"cpu": 64, "cuda": 512}
 LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding changes a curve beyond comparing
 SPREAD_FACTOR = 3  # as for gradients; a scale that is wrong by 2 % moves the losses by 5 spreads
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_compile_caches")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 
 
 @pytest.fixture
-def no_compile_caches() -> Iterator[None]:
-    with inductor_config.patch(force_disable_caches=True):
+def no_autograd_cache() -> Iterator[None]:
+    """Its keys do not tell which of stock's backends a graph was traced with: one served for all."""
+    with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
@@ -49,7 +50,7 @@ def new_llama(road: Road) -> nn.Module:
 
 def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
     """`parts` is "nothing", "layers" (each on its own) or "model"."""
-    torch._dynamo.reset()  # a graph keeps the attention that it was traced with (and caches on disk do not see which)
+    torch._dynamo.reset()  # a graph keeps the attention that it was traced with
     for part in {"nothing": (), "layers": model.model.layers, "model": (model,)}[parts]:
         part.compile(backend="inductor" if road.device == "cuda" else "aot_eager")
 
