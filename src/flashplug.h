@@ -97,17 +97,19 @@ struct ChoiceRow {
 };
 
 constexpr int kMaxRows = 128;
-constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3;
-constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd"};
-static_assert(std::size(kKindNames) == kKindPartBwd + 1, "every kind has a name");
-constexpr int kKindMixBwd = 4;  // of choice rows only: a backward where D != Dv
+constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
+constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
+static_assert(std::size(kKindNames) == kKindDecode + 1, "every kind has a name");
+constexpr int kKindMixBwd = 5;  // of choice rows only: a backward where D != Dv
 
 struct Tables {
   KernelRow kernels[kMaxRows];
   ChoiceRow choices[kMaxRows];
   int num_kernels = 0, num_choices = 0;
   int64_t decode_rows = 64;       // Sq * G up to here is decode
-  double decode_occupancy = 0.8;  // share of the SMs that decode tiles must fill
+  double decode_occupancy = 0.8;  // share of the SMs that tiles must fill where keys cannot be split
+  double combine_ns = 1500;       // what splitting costs: a second kernel,
+  double combine_rate = 1500;     // and partial results, bytes per ns
 };
 
 // ---- the plan ----
@@ -149,7 +151,7 @@ struct Reason {
 struct Gate {
   bool decode = false;  // few enough query rows to be a decode call
   int64_t tiles = 0;    // B * Hkv * ceil(Sq * G / decode_rows)
-  int64_t needed = 0;   // the share of the SMs that they must reach
+  int64_t needed = 0;   // the share of the SMs that they must reach, where keys cannot be split
   bool closed = false;
 };
 
@@ -158,7 +160,7 @@ struct Plan {
   int kernel_row = -1;
   int choice_row = -1;
   int splits = 1;
-  int64_t tiles = 0;  // B * Hq * ceil(Sq / tile_m)
+  int64_t tiles = 0;  // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
   Reason fa3, fa2;  // why not, where not taken
 };
@@ -179,6 +181,8 @@ void unregister_ops();
 
 // ---- 3. plan.cpp (pure) ----
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 constexpr int kMaxReasons = 8;
 // Everything that keeps a backend from running this call at all (speed aside); stops after `limit`. Returns how many.
 int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
@@ -198,6 +202,12 @@ constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);
 int64_t scratch_floats(const Problem& p, const KernelRow& row);
+// decode.cpp: whether a call is one of few query rows, and among how many CTAs the keys of a tile are split.
+Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables);
+int64_t packed_tiles(const Problem& p, const KernelRow& row);
+int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
+int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
+int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string call_text(const Problem& p);
@@ -233,6 +243,9 @@ struct ForwardTensors {
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
+// partials: partial_floats of them, any tensor where splits is 1.
+void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+                   int64_t splits, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
   int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape

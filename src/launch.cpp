@@ -3,6 +3,7 @@
 // Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (backward: parts/backward_call.py):
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
+// decode_sm90.py: 0 to 4 the same, 5 partials (n,) fp32, 6 scale * log2(e), 7 scale, 8 splits, 9 stream
 #include <dlfcn.h>
 #include <tvm/ffi/c_api.h>
 
@@ -173,6 +174,32 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
                             pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
                             pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
                             pack_pointer(stream)};
+  run_on(kernel, device_index, args, std::size(args));
+}
+
+void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+                   int64_t splits, double scale, int device_index) {
+  const DLDataType half = half_type(p);
+  OnDevice on_device(device_index);
+  Argument q, k, v, out, lse, parts;
+  describe(tensors.q, 4, half, device_index, false, &q);
+  describe(tensors.k, 4, half, device_index, false, &k);
+  describe(tensors.v, 4, half, device_index, false, &v);
+  describe(tensors.out, 4, half, device_index, true, &out);
+  describe(tensors.lse, 3, kSingle, device_index, true, &lse);
+  describe(partials, 1, kSingle, device_index, true, &parts);
+  const TVMFFIAny args[] = {pack_tensor(&q),
+                            pack_tensor(&k),
+                            pack_tensor(&v),
+                            pack_tensor(&out),
+                            pack_tensor(&lse),
+                            pack_tensor(&parts),
+                            pack_float(scale * kLog2e),
+                            pack_float(scale),
+                            pack_int(splits),
+                            pack_pointer(current_cuda_stream(device_index))};
+  std::optional<RelaxedCapture> relaxed;  // the combining kernel may run for the first time, whatever ran before
+  if (splits > 1) relaxed.emplace();
   run_on(kernel, device_index, args, std::size(args));
 }
 

@@ -27,8 +27,6 @@ constexpr int kAlignBytes = 16;       // TMA base address and strides
 constexpr int kBoxColumns = 64;       // 128 bytes, the widest box that TMA swizzles
 constexpr int kSectorColumns = 16;    // 32 bytes, what L2 hands out at once
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool is_half(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kFp16; }
 
 bool mask_fits(MaskKind row, Causal causal) {
@@ -132,30 +130,30 @@ void largest_head_dims(int arch, const Tables& tables, int64_t* d_max, int64_t* 
   }
 }
 
-Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  Gate gate;
-  const int64_t packed_rows = p.Sq * p.group();
-  if (packed_rows > tables.decode_rows) return gate;
-  gate.decode = true;
-  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows, tables.decode_rows);
-  gate.needed = static_cast<int64_t>(tables.decode_occupancy * device.sm_count + 0.999999);
-  gate.closed = gate.tiles < gate.needed;
-  return gate;
-}
-
 // What both entry points share: support, kernel row, tiles. Leaves plan.fa3 empty if ours can run.
 void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
   if (fa3_unsupported(p, device, tables, &plan->fa3, 1) != 0) return;
-  if (mode.num_splits() > 1) {
+  plan->gate = decode_gate(p, device, tables);
+  const bool split = mode.num_splits() > 1, packed = plan->gate.decode || split;
+  const int decode = packed ? find_kernel_row(p, kKindDecode, kHopper, device.sm_count, tables) : -1;
+  if (split && decode < 0) {
     plan->fa3 = Reason{Why::kSplits, mode.num_splits(), 1};
     return;
   }
-  plan->kernel_row = find_kernel_row(p, kKindFwd, kHopper, device.sm_count, tables);
+  plan->kernel_row = decode >= 0 ? decode : find_kernel_row(p, kKindFwd, kHopper, device.sm_count, tables);
   if (plan->kernel_row < 0) {
     plan->fa3 = Reason{Why::kNoKernel};
     return;
   }
-  plan->tiles = p.B * p.Hq * ceil_div(p.Sq, tables.kernels[plan->kernel_row].tile_m);
+  const KernelRow& row = tables.kernels[plan->kernel_row];
+  if (row.kind == kKindFwd) {
+    plan->tiles = p.B * p.Hq * ceil_div(p.Sq, row.tile_m);
+    return;
+  }
+  plan->gate.closed = false;
+  plan->tiles = packed_tiles(p, row);
+  plan->splits =
+      mode.num_splits() > 0 ? possible_splits(p, row, mode.num_splits()) : best_splits(p, row, device, tables);
 }
 
 Reason slower_by_row(int choice_row, const Tables& tables) {
@@ -168,9 +166,9 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
   // Stock's backward after our forward is not deterministic.
   if (p.grad && p.deterministic && plan_backward(p, device, Mode{}, tables).kernel_row < 0)
     return Reason{Why::kDeterministic};
-  plan->gate = decode_gate(p, device, tables);
   if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kKindFwd, kHopper, tables.kernels[plan->kernel_row], plan->tiles, tables);
+  const KernelRow& kernel = tables.kernels[plan->kernel_row];
+  plan->choice_row = find_choice_row(p, kernel.kind, kHopper, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, tables);
 }
 

@@ -2,6 +2,7 @@
 // of a call that is served.
 #include "flashplug.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace flashplug {
@@ -75,19 +76,33 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
              " x stock's speed, auto needs the table's serve ratio; stock is faster";
     case Why::kDecodeGate:
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
-             " needed to fill the SMs; splitting the keys comes with a later release; stock is faster";
+             " needed to fill the SMs, and few keys are visible: there is nothing to split; stock is faster";
     default:
       return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
              "torch.no_grad() or the stock backend";
   }
 }
 
-std::string gate_text(const Gate& gate, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+// How the keys of a packed tile are split.
+std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const KernelRow& row = tables.kernels[plan.kernel_row];
+  const int64_t ctas = plan.tiles * plan.splits, sms = std::max(device.sm_count, 1);
+  return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
+         " SMs: splits " + number(plan.splits) + " of " + number(ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits)) +
+         " blocks of " + number(row.tile_n) + " keys, " + number(ctas) + " CTAs (" + number(100 * ctas / sms) +
+         " % of the SMs)";
+}
+
+std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(p.Sq * p.group());
-  if (!gate.decode) return rows + " > " + number(tables.decode_rows) + ": not a decode call";
-  return rows + " <= " + number(tables.decode_rows) + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) +
-         ") = " + number(p.B) + "*" + number(p.Hkv) + "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") +
-         fixed(tables.decode_occupancy) + "*" + number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
+  const std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.decode_rows);
+  if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kKindDecode)
+    return why + ": " + split_text(plan, p, device, tables);
+  if (!gate.decode) return why + ": not a decode call";
+  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
+         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
+         number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {
@@ -126,7 +141,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              "; see torch_flashplug/configs.py";
     case Why::kSplits:
-      return "num_splits=" + number(reason.given) + ", only 1 is built; split kernels come with a later release";
+      return "num_splits=" + number(reason.given) + ", keys are split without is_causal only; use num_splits=1";
     case Why::kLaterRelease:
       return "its kernels (sm_80 and up) come with a later release";
     case Why::kNoRow:
@@ -180,8 +195,8 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
                           ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
                           : not_needed(plan.backend, mode));
   add(Backend::kStock, not_needed(plan.backend, mode));
-  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode);
-  out += "}, \"gate\": " + quoted(measured ? gate_text(plan.gate, p, device, tables) : "") +
+  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode || plan.splits > 1);
+  out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) + ", \"gradients\": " +
          quoted(plan.backend == Backend::kFa3 && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;

@@ -75,7 +75,8 @@ Facts read_facts(const ForwardCall& call) {
 
 bool forces_kernels(Mode mode) { return mode.backend() == Backend::kFa3 || mode.backend() == Backend::kFa2; }
 
-// Ours: two allocations and one launch. False where no kernel could be had (auto mode goes on to stock).
+// Ours: two allocations (three where keys are split) and one call of a kernel. False where no kernel could be had (auto
+// mode goes on to stock).
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
@@ -99,8 +100,14 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const int32_t dtype = p.dtype[0] == DType::kBf16 ? bf16 : fp16;
   result->out = empty_strided(4, out_size, out_stride, dtype, facts.query.device_type, facts.query.device_index);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
-  launch_forward(*kernel, p, ForwardTensors{call.q, call.k, call.v, result->out.get(), result->lse.get()},
-                 softmax_scale(call, p), facts.query.device_index);
+  const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
+  if (tables().kernels[plan.kernel_row].kind == kKindDecode) {
+    const int64_t floats = plan.splits > 1 ? partial_floats(p, plan.splits) : 1, one = 1;  // some: it has an address
+    const Owned partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
+    launch_decode(*kernel, p, tensors, partials.get(), plan.splits, softmax_scale(call, p), facts.query.device_index);
+  } else {
+    launch_forward(*kernel, p, tensors, softmax_scale(call, p), facts.query.device_index);
+  }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
   return true;

@@ -8,6 +8,7 @@ that tests meet the road and not today's table.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
@@ -22,10 +23,17 @@ from torch_flashplug.choices import ANY, ChoiceRow
 
 SERVE_ALL = tuple(
     ChoiceRow(kind, 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
-    for kind, grad in (("fwd", False), ("fwd", True), ("bwd", True))
+    for kind, grad in (
+        ("fwd", False),
+        ("fwd", True),
+        ("decode", False),
+        ("decode", True),
+        ("bwd", True),
+        ("mixbwd", True),
+    )
     for mask in ("full", "causal")
 )
-OPEN_GATE = 0.0  # share of the SMs that decode tiles must fill
+OPEN_GATE = dataclasses.replace(choices.GATE, occupancy=0.0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def _spend_override_warning() -> None:
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, choices.DECODE_ROWS, OPEN_GATE)
+    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE)
     if device == "cpu":
         _spend_override_warning()
         native.set_facts_override(DEVICES["h100"])
@@ -105,4 +113,4 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
             native.set_facts_override(None)
             native.unregister_ops()
             native.register_ops("CUDA")
-        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
+        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)

@@ -86,7 +86,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """The whole road down to a pack's symbol, on CPU memory; the kernel only notes its arguments."""
     (tmp_path / "pack.c").write_text(FAKE_PACK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
-    native.push_rows(KERNELS, (), choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
+    native.push_rows(KERNELS, (), choices.GATE)
     native.set_facts_override(DEVICES["h100"])
     native.set_standin(2)
     native.clear_packs()
@@ -100,7 +100,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     native.clear_packs()
     native.set_standin(0)
     native.set_facts_override(None)
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
 
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable

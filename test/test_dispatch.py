@@ -319,7 +319,7 @@ def test_explain_without_a_gpu() -> None:
     query = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
     plan = torch_flashplug.explain(query, key, key, enable_gqa=True, device="h100")
-    assert plan.backend == "stock" and "tiles" in plan.gate and "decode gate" in plan.reasons["fa3"]
+    assert "tiles" in plan.gate and "splits 16 of 8 blocks" in plan.gate
     assert "8.0" in torch_flashplug.explain(query, key, key, enable_gqa=True, device="a100").reasons["fa3"]
     assert "no CUDA device" in torch_flashplug.explain(query, key, key, enable_gqa=True).reasons["fa3"]
     assert "enable_gqa" in torch_flashplug.explain(query, key, key, device="h100").reasons["fa3"]
@@ -373,7 +373,7 @@ def test_compile_cache_tag_follows_in_every_thread() -> None:
     on = tags()
     assert all("torch_flashplug" in tag for tag in on)
     with sdpa_backend("stock"):
-        assert tags()[0] == on[0] + "|stock"
+        assert tags()[0] == on[0] + f"|{BACKENDS.index('stock')}"
     assert tags() == on
     torch_flashplug.disable()
     try:

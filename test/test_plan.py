@@ -71,7 +71,7 @@ CHOICES = (
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
-    native.push_rows(kernels, rows, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
+    native.push_rows(kernels, rows, choices.GATE)
 
 
 @pytest.fixture(autouse=True)

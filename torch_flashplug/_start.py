@@ -32,7 +32,7 @@ def provide(name: str) -> int | str:
 
 
 def _load_core() -> None:
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.DECODE_ROWS, choices.DECODE_OCCUPANCY)
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
     native.set_process_backend(_process_backend())
     for pack, arch in _PACK_ARCH.items():
         if path := native.find_built(pack):

@@ -76,6 +76,8 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
+SPLITS_SHIFT, MAX_SPLITS = 8, 255  # of a mode word (Mode in src/flashplug.h)
+
 
 class _Entered(threading.local):
     """What this thread's eager sdpa_backend blocks must put back, innermost last: (mode word, compile cache tag)."""
@@ -91,23 +93,28 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
 
     `backend` is "auto", "fa3", "fa2", "math" or "stock". A forced backend that cannot run a call raises an error that
-    lists the reasons. Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it
-    is read by the compiled attention ops when they run, but a graph whose attention went to stock when it was traced
-    stays stock (as with torch.nn.attention.sdpa_kernel).
+    lists the reasons. `num_splits`, with "fa3" alone: among how many CTAs the keys of a tile of query rows are split, 1
+    to 255, never more than it has blocks of 64 keys; 0: as the decode gate says.
+
+    Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
+    compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
+    with torch.nn.attention.sdpa_kernel).
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *, num_splits: int = 0) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
-        self.backend = backend
-        self.mode = BACKENDS.index(backend)
+        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend != "fa3"):
+            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with 'fa3' alone")
+        self.backend, self.num_splits = backend, num_splits
+        self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT
 
     @never_a_frame
     def __enter__(self) -> sdpa_backend:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(self.mode)
         else:
-            _entered.blocks.append((native.set_mode(self.mode), tracing.cache_tag.push(f"|{self.backend}")))
+            _entered.blocks.append((native.set_mode(self.mode), tracing.cache_tag.push(f"|{self.mode}")))
         return self
 
     @never_a_frame
@@ -120,11 +127,13 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             tracing.cache_tag.pop(tag)
 
     def __call__(self, function: Callable) -> Callable:
-        backend = self.backend
+        backend, num_splits = self.backend, self.num_splits
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            with sdpa_backend(backend):  # a new block: Dynamo cannot enter one that was made outside of the graph
+            with sdpa_backend(
+                backend, num_splits=num_splits
+            ):  # a new block: Dynamo cannot enter one that was made outside of the graph
                 return function(*args, **kwargs)
 
         return wrapper

@@ -11,8 +11,16 @@ from .spec import KINDS
 CHOICE_KINDS = (*KINDS, "mixbwd")
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
-DECODE_ROWS = 64  # Sq * (Hq / Hkv) up to here is a decode-shaped call: packed query rows of one tile
-DECODE_OCCUPANCY = 0.8  # share of the SMs that decode tiles must fill; below it the keys must be split
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What is asked of calls of few query rows (src/decode.cpp)."""
+
+    rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile
+    occupancy: float  # share of the SMs that tiles must fill where keys cannot be split (is_causal: few are visible)
+    combine_ns: float  # what splitting costs: a second kernel,
+    combine_rate: float  # and partial results, written and read: bytes per ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,8 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
+# 2026-11-22, H100: 1 x 32 x 8, 16 queries, 4096 keys in 8, 16, 33 splits: 14.6, 19.1, 23.2 us.
+GATE = Gate(rows=64, occupancy=0.8, combine_ns=1500, combine_rate=1500)
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"

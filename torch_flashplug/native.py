@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from .choices import CHOICE_KINDS
 
 if TYPE_CHECKING:
-    from .choices import ChoiceRow
+    from .choices import ChoiceRow, Gate
     from .configs import KernelRow
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
@@ -122,7 +122,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_facts_override.argtypes = [ints]
     library.flashplug_add_kernel_row.argtypes = [ints]
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
-    library.flashplug_set_gate.argtypes = [ctypes.c_int64, ctypes.c_double]
+    library.flashplug_set_gate.argtypes = [ctypes.c_int64, *[ctypes.c_double] * 3]
     for name in ("plan_text", "forced_error"):
         getattr(library, f"flashplug_{name}").argtypes = [
             ints,
@@ -260,16 +260,14 @@ def add_choice_row(row: ChoiceRow) -> None:
         raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
 
 
-def push_rows(
-    kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], decode_rows: int, decode_occupancy: float
-) -> None:
+def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], gate: Gate) -> None:
     """Replaces the table."""
     clear_rows()
     for kernel_row in kernel_rows:
         add_kernel_row(kernel_row)
     for choice_row in choice_rows:
         add_choice_row(choice_row)
-    lib().flashplug_set_gate(decode_rows, decode_occupancy)
+    lib().flashplug_set_gate(gate.rows, gate.occupancy, gate.combine_ns, gate.combine_rate)
 
 
 def kernel_name(row: int, dtype: str) -> str:

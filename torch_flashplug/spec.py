@@ -13,8 +13,8 @@ from dataclasses import dataclass
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
-# of which may be left out; its order is always the same.
-KINDS = ("fwd", "bwd", "detbwd", "partbwd")
+# of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
+KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
 
@@ -25,6 +25,10 @@ FP32_BYTES = 4
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
+SMEM_RESERVED = 1024  # of every CTA beside that
+MAX_REGISTERS = 255  # of a thread
+REGISTER_FILE = 65536
+WARP = 32
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -67,12 +71,16 @@ class KernelSpec:
 
     @property
     def is_backward(self) -> bool:
-        return self.kind != "fwd"
+        return self.kind not in {"fwd", "decode"}
 
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups: each owns 64 of the CTA's rows, or half of the columns."""
         return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
+
+    @property
+    def is_decode(self) -> bool:
+        return self.kind == "decode"
 
     @property
     def in_parts(self) -> bool:
@@ -84,7 +92,7 @@ class KernelSpec:
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (self.warpgroups + 1)
+        return WARPGROUP * self.warpgroups + (WARP if self.is_decode else WARPGROUP)
 
     @property
     def q_columns(self) -> int:
@@ -125,7 +133,18 @@ class KernelSpec:
                 TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES
             )
             return self.stages * step + keys + scratch + BARRIER_BYTES
-        return self.q_slots * self._q_slot_bytes() + self._kv_bytes() + BARRIER_BYTES
+        q_bytes = self.tile_m * self.d * ELEMENT_BYTES if self.is_decode else self.q_slots * self._q_slot_bytes()
+        return q_bytes + self._kv_bytes() + BARRIER_BYTES
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
+        two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
+        return 1 + (two_fit and self.accumulator_registers() + REGISTER_OVERHEAD <= self._decode_registers(2))
+
+    def _decode_registers(self, ctas: int) -> int:
+        """Of each thread, where registers are not split unevenly."""
+        return min(MAX_REGISTERS, REGISTER_FILE // (self.threads * ctas) // 8 * 8)
 
     @property
     def dq_stages_v(self) -> int:
@@ -167,13 +186,13 @@ class KernelSpec:
             return (
                 f"{self.name()}: use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
             )
-        if self.stages not in (1, 2, 4):
+        if self.stages not in (1, 2, 4) and not self.is_decode:
             return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
         if need > limit:
             return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"
         registers = self.accumulator_registers() + REGISTER_OVERHEAD
-        budget = REGISTER_SPLIT[self.warpgroups][1]
+        budget = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]
         if registers > budget:
             return f"{self.name()}: needs about {registers} registers, a consumer has {budget}; lower tile_n or tile_m"
         return None

@@ -1,0 +1,273 @@
+"""Decode for Hopper: few query rows against many keys, at the speed of memory.
+
+The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
+fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023). A producer warp keeps a
+deep ring of K and V blocks under way; consumer warpgroups of 64 rows follow, with time to spare: padding rows are
+harmless. With one split a CTA writes O itself, else fp32 partials for the Combine kernel, which is launched beforehand
+and waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ..spec import ROWS_PER_WARPGROUP, KernelSpec
+from .parts import sm90
+from .parts.combine import Combine, Partials
+from .parts.geometry import Geometry
+from .parts.mask import Mask
+from .parts.scratch import vector_at
+from .parts.softmax import OnlineSoftmax
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+VECTOR = 8  # elements of one 16-byte access
+PAIR = 2  # neighbouring columns of a thread
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; 0 is sync_threads."""
+
+    Q_THERE = 1  # + warpgroup
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow: the rings between them, and this CTA's part of the problem."""
+
+    ring_k: sm90.Ring
+    ring_v: sm90.Ring
+    geo: Geometry
+    kv_head: Int32
+    batch: Int32
+    first_row: Int32  # packed, of the KV head: query head of the group * Sq + query
+    rows: Int32  # packed, of the KV head
+    split: Int32
+    splits: Int32
+
+    def blocks(self) -> tuple[Int32, Int32]:
+        """This split's key blocks, from and to; sizes differ by one at most."""
+        total = self.geo.num_blocks(self.geo.Sq)
+        return total * self.split // self.splits, total * (self.split + 1) // self.splits
+
+    def place(self, row: Int32) -> tuple[Int32, Int32]:
+        """Query head and query of a packed row."""
+        group = self.rows // self.geo.Sq
+        return self.kv_head * group + row // self.geo.Sq, row % self.geo.Sq
+
+
+class DecodeSm90:
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.dtype = sm90.DTYPES[spec.dtype]
+        self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
+        self.warpgroups = spec.warpgroups
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile, sizes symbolic."""
+        operand = functools.partial(sm90.fake_operand, self.dtype)
+        fp32 = functools.partial(cute.runtime.make_fake_tensor, Float32)
+        B, Hq, Hkv, Sq, Sk, size = (cute.sym_int() for _ in range(6))
+        D, Dv = (cute.sym_int(divisibility=VECTOR) for _ in range(2))
+        lse = fp32((B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+        partials = fp32((size,), (1,), assumed_align=16)
+        tensors = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv), lse)
+        return (*tensors, partials, Float32(1.0), Float32(1.0), Int32(1), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > 1
+        scale_log2: Float32,
+        scale: Float32,
+        splits: Int32,  # CTAs that share the keys of a tile of rows
+        stream: cuda.CUstream,
+    ):
+        B, Hq, Sq, Dv = mO.shape
+        Hkv = mK.shape[1]
+        # V seen as (Dv, Sk), the N x K operand of the second product.
+        mK, mVt = sm90.rows_first(mK), cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
+        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        layouts = (
+            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.warpgroups),
+            hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
+            hopper.make_smem_layout_b(col_major, (ROWS, self.dv, self.tile_n), self.dtype, self.stages),
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        k_slot, v_slot = (cute.slice_(layout, (None, None, 0)) for layout in layouts[1:])
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, k_slot, (self.tile_n, self.d))
+        tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, v_slot, (self.dv, self.tile_n))
+        m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
+        partials = Partials(mPartials.iterator, B * Hq * Sq, splits, Dv)
+        scales = (scale_log2, scale)
+        self.kernel((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scales, splits, layouts).launch(
+            grid=(m_tiles * splits * Hkv * B, 1, 1),
+            block=(self.spec.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.spec.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU, and there may be none where this is built
+            use_pdl=True,
+        )
+        if splits > 1:
+            Combine(sm90.PACKS[self.dtype])(mO, mLSE, partials, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: tuple,  # TMA of k, v
+        tensors: tuple,  # their TMA coordinates
+        mQ: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        partials: cute.Pointer,
+        scales: tuple,  # scale * log2(e), scale
+        splits: Int32,
+        layouts: tuple,  # shared memory of q, k, v
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        element = self.dtype.width // 8
+        smem = cutlass.memory.SmemAllocator()
+        ring_k = sm90.Ring.create(smem, self.stages, self.tile_n * self.d * element)
+        ring_v = sm90.Ring.create(smem, self.stages, self.tile_n * self.dv * element)
+        # (64, D, warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
+        sQ, sK, sVt = (smem.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts)
+        mK, mVt = tensors
+        work = self.my_work(ring_k, ring_v, mQ, mK, splits)
+        sm90.start_cta(warp_idx, atoms, tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
+        cute.arch.griddepcontrol_wait()  # launched ahead of the end of the kernel before
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp_idx == 4 * self.warpgroups:
+            self.load(sm90.Operand(atoms[0], mK, sK), sm90.Operand(atoms[1], mVt, sVt), work)
+        else:
+            self.consume((sQ, sK, sVt), work, (mQ, mO, mLSE, partials), scales)
+
+    def my_work(self, ring_k: sm90.Ring, ring_v: sm90.Ring, mQ: cute.Tensor, mK: cute.Tensor, splits: Int32) -> Work:
+        """Tiles of one KV head and split are neighbours: they read the same keys at the same time."""
+        heads, Sq = mK.shape[2], mQ.shape[2]
+        rows = mQ.shape[1] // heads * Sq
+        m_tiles = cute.ceil_div(rows, self.tile_m)
+        number = cute.arch.block_idx()[0]
+        rest, kv = number // m_tiles, number // m_tiles // splits
+        geo = Geometry("full", self.tile_n, Sq, mK.shape[0])
+        first_row = number % m_tiles * self.tile_m
+        return Work(ring_k, ring_v, geo, kv % heads, kv // heads, first_row, rows, rest % splits, splits)
+
+    @cute.jit
+    def load(self, k: sm90.Operand, v: sm90.Operand, work: Work):
+        """Producer warp: K and V of this split's blocks."""
+        tKsK, tKgK = k.head(work.kv_head, work.batch).tiles((self.tile_n, self.d), (None, 0))
+        tVsV, tVgV = v.head(work.kv_head, work.batch).tiles((self.dv, self.tile_n), (0, None))
+        begin, end = work.blocks()
+        for block in cutlass.range(begin, end, unroll=1):
+            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, block - begin)
+            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, block - begin)
+
+    @cute.jit
+    def consume(self, buffers: tuple, work: Work, outside: tuple, scales: tuple):
+        """Consumer warpgroup: its 64 packed rows against this split's keys."""
+        sQ, sK, sVt = buffers
+        mQ, mO, mLSE, partials = outside
+        tidx = cute.arch.thread_idx()[0]
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        times_k = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.tile_n, "rows", "rows"))
+        times_v = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.dv, "registers", "columns"))
+        qk, pv = times_k.add.get_slice(thread), times_v.add.get_slice(thread)
+        my_Q = qk.make_fragment_A(qk.partition_A(sQ))[None, None, None, wg]
+        tSrK = qk.make_fragment_B(qk.partition_B(sK))  # (MMA, 1, D/16, slot)
+        tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
+        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
+        S, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
+        P = sm90.OperandA.create(acc_S, self.dtype)
+        softmax = OnlineSoftmax.create(scales[0])
+        mask = Mask(work.geo, Int32(0), lane % 4 * 2)
+        first_row = work.first_row + wg * ROWS
+
+        self.fetch_queries(mQ, sQ[None, None, wg], work, first_row)
+        cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
+        sm90.join_warpgroup(Barrier.Q_THERE, wg)
+        begin, end = work.blocks()
+        for block in cutlass.range(begin, end, unroll=1):
+            nth = block - begin
+            work.ring_k.wait(nth)
+            warpgroup.fence()
+            times_k.issue(acc_S, my_Q, tSrK[None, None, None, work.ring_k.slot(nth)], accumulate=False)
+            warpgroup.wait_group(0)
+            work.ring_k.release(nth)
+            if (block + 1) * self.tile_n > work.geo.Sk:
+                mask.apply(S, block)
+            softmax.step(S, first=False, masked=False)
+            P.take(acc_S)
+            softmax.rescale(output)
+            work.ring_v.wait(nth)
+            warpgroup.fence()
+            times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(nth)], accumulate=True)
+            warpgroup.wait_group(0)
+            work.ring_v.release(nth)
+        lse = softmax.finish(output, scales[1])
+        row = first_row + thread // sm90.WARP * SLAB + lane // 4
+        parts = Partials(partials, mLSE.shape[0] * mLSE.shape[1] * work.geo.Sq, work.splits, mO.shape[3])
+        for r in cutlass.range_constexpr(2):
+            if row + 8 * r < work.rows:
+                head, query = work.place(row + 8 * r)
+                if work.splits == 1:
+                    self.write_row(mO[work.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True)
+                    if lane % 4 == 0:
+                        mLSE[work.batch, head, query] = lse[r]
+                else:
+                    index = (work.batch * mLSE.shape[1] + head) * work.geo.Sq + query
+                    self.write_row(parts.output(index, work.split), output, r, mO.shape[3], narrow=False)
+                    if lane % 4 == 0:
+                        cute.arch.store(parts.lse(index, work.split), lse[r])
+
+    @cute.jit
+    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, work: Work, first_row: Int32):
+        """Consumer warpgroup: its 64 rows into shared memory, from as many heads as they are of; zeros beyond the last
+        row and column.
+        """
+        thread, D = cute.arch.thread_idx()[0] % sm90.WARPGROUP, mQ.shape[3]
+        vectors = self.d // VECTOR
+        for i in cutlass.range_constexpr(ROWS * vectors // sm90.WARPGROUP):
+            number = i * sm90.WARPGROUP + thread
+            row, column = number // vectors, number % vectors * VECTOR
+            values = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            values.fill(0.0)
+            if first_row + row < work.rows and column < D:
+                head, query = work.place(first_row + row)
+                source = mQ[work.batch, head, query, None].iterator + column
+                cute.autovec_copy(vector_at(source, self.dtype, VECTOR), values)
+            target = cute.local_tile(sQ, (1, VECTOR), (row, column // VECTOR))
+            cute.autovec_copy(values, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
+
+    @cute.jit
+    def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
+        """This thread's columns of its row r, in 16 bits (narrow) or fp32."""
+        column = cute.arch.lane_idx() % 4 * PAIR
+        for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
+            at = column + sm90.column_of(c)
+            if at < Dv:
+                if cutlass.const_expr(narrow):
+                    pair = sm90.pack_pair(sm90.PACKS[self.dtype], output[r, c], output[r, c + 1])
+                    cute.arch.store(cute.recast_ptr(start + at, dtype=Int32), pair)
+                else:
+                    both = cute.make_rmem_tensor((PAIR,), Float32)
+                    both[0], both[1] = output[r, c], output[r, c + 1]
+                    place = cute.make_ptr(Float32, (start + at).toint(), cute.AddressSpace.gmem, assumed_align=8)
+                    cute.autovec_copy(both, cute.make_tensor(place, cute.make_layout(PAIR)))

@@ -1,0 +1,174 @@
+"""Partial results of split keys, and the kernel that adds them up.
+
+A split s of a row has a normalised output O_s and LSE_s over its own keys. With m = max LSE_s and w_s = exp(LSE_s - m):
+O = sum w_s O_s / sum w_s, LSE = m + ln(sum w_s) (FlashDecoding, Dao et al. 2023). A split without keys has LSE -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+
+from .scratch import QUAD, vector_at
+from .sm90 import WARP, pack_pair
+
+LOG2_E = math.log2(math.e)
+COLUMN_LANES = 8  # of a warp; the others are at other splits
+COLUMNS = COLUMN_LANES * QUAD  # of a CTA: 128 bytes of every partial row
+WARPS = 8
+AT_ONCE = 4  # splits that a thread has under way
+MANY = 16  # splits from which on a CTA's warps share a row
+
+
+@dataclass(frozen=True)
+class Partials:
+    """fp32 in global memory: (rows, splits, Dv) outputs, then (rows, splits) LSEs. A row is (batch * Hq + head) * Sq +
+    query.
+    """
+
+    start: cute.Pointer
+    rows: Int32
+    splits: Int32
+    Dv: Int32
+
+    def output(self, row: Int32, split: Int32) -> cute.Pointer:
+        return self.start + (Int64(row) * self.splits + split) * self.Dv
+
+    def lse(self, row: Int32, split: Int32) -> cute.Pointer:
+        return self.start + Int64(self.rows) * self.splits * self.Dv + Int64(row) * self.splits + split
+
+
+class Combine:
+    """O in 16 bits and LSE from Partials; starts while the kernel before it is still running, and waits for it."""
+
+    def __init__(self, pack: str):
+        """pack: one of sm90.PACKS."""
+        self.pack = pack
+
+    @cute.jit
+    def __call__(self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, stream: cuda.CUstream):
+        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32."""
+        rows, many = partials.rows, partials.splits >= MANY
+        rows_of_cta = cutlass.select_(many, Int32(1), Int32(WARPS))
+        self.kernel(mO, mLSE, partials.start, partials.splits).launch(
+            grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, COLUMNS), 1),
+            block=(WARPS * WARP, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32):
+        B, Hq, Sq, Dv = mO.shape
+        partials = Partials(start, B * Hq * Sq, splits, Dv)
+        smem = cutlass.memory.SmemAllocator()
+        layout = cute.make_ordered_layout((2 + QUAD, COLUMN_LANES, WARPS), (2, 1, 0))
+        shared = smem.allocate_tensor(Float32, layout, 16)
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        block, chunk, _ = cute.arch.block_idx()
+        many = splits >= MANY
+        row = cutlass.select_(many, block, block * WARPS + warp)
+        column = chunk * COLUMNS + lane % COLUMN_LANES * QUAD
+        begin = lane // COLUMN_LANES + cutlass.select_(many, warp * (WARP // COLUMN_LANES), Int32(0))
+        step = cutlass.select_(many, Int32(WARPS * WARP // COLUMN_LANES), Int32(WARP // COLUMN_LANES))
+
+        cute.arch.griddepcontrol_wait()
+        part = Share.create()
+        if row < partials.rows:
+            for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
+                part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
+        part.join_lanes()
+        if many:
+            part.join_warps(shared, warp)
+        writes = (lane < COLUMN_LANES) & (row < partials.rows) & ((warp == 0) | (splits < MANY))
+        if writes:
+            index, query = row // Sq, row % Sq
+            batch, head = index // Hq, index % Hq
+            if column < Dv:
+                inverse = 0.0 if part.total[0] == 0.0 else cute.arch.rcp_approx(part.total[0])
+                target = mO[batch, head, query, None].iterator + column
+                pairs = cute.make_tensor(
+                    cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8), cute.make_layout(2)
+                )
+                for i in cutlass.range_constexpr(2):
+                    low, high = part.out[2 * i] * inverse, part.out[2 * i + 1] * inverse
+                    pairs[i] = pack_pair(self.pack, low, high)
+            if column == 0:
+                mLSE[batch, head, query] = part.top[0] + cute.math.log(part.total[0], fastmath=True)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One thread's part of a row: some splits, four columns."""
+
+    top: cute.Tensor  # (1,) the largest LSE
+    total: cute.Tensor  # (1,) sum of the weights, relative to exp(top)
+    out: cute.Tensor  # (4,) weighted sum of outputs
+
+    @classmethod
+    def create(cls) -> Share:
+        top, total, out = (cute.make_rmem_tensor((n,), Float32) for n in (1, 1, QUAD))
+        top.fill(-Float32.inf)
+        total.fill(0.0)
+        out.fill(0.0)
+        return cls(top, total, out)
+
+    @cute.jit
+    def add(self, partials: Partials, row: Int32, first: Int32, step: Int32, column: Int32):
+        """The splits first, first + step, ...: AT_ONCE of them; those beyond the last count for nothing."""
+        lse = cute.make_rmem_tensor((AT_ONCE,), Float32)
+        out = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            split = first + i * step
+            there = cutlass.min(split, partials.splits - 1)
+            value = cute.arch.load(partials.lse(row, there), Float32)
+            lse[i] = cutlass.select_(split < partials.splits, value, -Float32.inf)
+            cute.autovec_copy(vector_at(partials.output(row, there) + column, Float32, QUAD), out[None, i])
+        for i in cutlass.range_constexpr(AT_ONCE):
+            self.merge(lse[i], Float32(1.0), out[None, i])
+
+    @cute.jit
+    def merge(self, top: Float32, total: Float32, out: cute.Tensor):
+        """Another share of the same columns."""
+        highest = cute.arch.fmax(self.top[0], top)
+        base = 0.0 if highest == -Float32.inf else highest
+        mine = cute.math.exp2((self.top[0] - base) * LOG2_E, fastmath=True)
+        theirs = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+        self.top[0] = highest
+        self.total[0] = self.total[0] * mine + total * theirs
+        for i in cutlass.range_constexpr(QUAD):
+            self.out[i] = self.out[i] * mine + out[i] * theirs
+
+    @cute.jit
+    def join_lanes(self):
+        """Lanes at the same columns: afterwards all of them have the sum."""
+        for bits in (COLUMN_LANES, 2 * COLUMN_LANES):
+            other = cute.make_rmem_tensor((QUAD,), Float32)
+            top = cute.arch.shuffle_sync_bfly(self.top[0], offset=bits)
+            total = cute.arch.shuffle_sync_bfly(self.total[0], offset=bits)
+            for i in cutlass.range_constexpr(QUAD):
+                other[i] = cute.arch.shuffle_sync_bfly(self.out[i], offset=bits)
+            self.merge(top, total, other)
+
+    @cute.jit
+    def join_warps(self, shared: cute.Tensor, warp: Int32):
+        """All warps of the CTA, in their order; the first one has the sum. shared: (6, lane, warp)."""
+        lane = cute.arch.lane_idx()
+        if lane < COLUMN_LANES:
+            shared[0, lane, warp], shared[1, lane, warp] = self.top[0], self.total[0]
+            for i in cutlass.range_constexpr(QUAD):
+                shared[2 + i, lane, warp] = self.out[i]
+        cute.arch.sync_threads()
+        if warp == 0 and lane < COLUMN_LANES:
+            for w in cutlass.range_constexpr(1, WARPS):
+                other = cute.make_rmem_tensor((QUAD,), Float32)
+                for i in cutlass.range_constexpr(QUAD):
+                    other[i] = shared[2 + i, lane, w]
+                self.merge(shared[0, lane, w], shared[1, lane, w], other)
