@@ -6,6 +6,7 @@ picture.
     --suite latency          short and small calls, replayed from a CUDA graph
     --suite backward         gradients of one forward, ours and peers over head dim, mask and length
     --suite train            the same with the forward
+    --suite decode           few query rows against many keys, K and V from memory, then from L2
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -18,16 +19,17 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import decode
 import providers as who
 import report
 import torch
 import torch.nn.functional as F
 import workloads
+from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from rich.console import Console
 
 from torch_flashplug import native
@@ -36,90 +38,14 @@ from torch_flashplug.spec import BACKENDS, KernelSpec
 from torch_flashplug.testing import (
     Candidate,
     Case,
-    Inputs,
     Timing,
-    captured,
     make_inputs,
-    measure_error,
-    oracle,
-    paired_ratio,
-    plain,
     time_host,
     time_interleaved,
 )
 
-OURS = ("ours_fa3", "ours_auto")
 GRAPH_CALLS, GRAPH_MS = 10, 2.0  # calls in one CUDA graph: so many, fewer where they would take longer than this
 ROUND_MS = 20.0  # of one candidate in one round, after as much of it untimed: power limits act within some 10 ms
-
-
-@dataclass(slots=True)
-class Bench:
-    """One run: its options, who takes part, and what it has measured so far."""
-
-    device: str
-    rounds: int
-    deadline: float
-    wanted: str
-    check: bool
-    providers: dict[str, who.Provider]
-    absent: dict[str, str]
-    rows: list[dict[str, object]] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    clocks: list[dict[str, str]] = field(default_factory=list)
-    last_clocks: float = 0.0
-
-    def take(self, name: str) -> bool:
-        """Whether a case of that name is to be measured; notes the reason when time is up."""
-        if not any(part in name for part in self.wanted.split(",")):
-            return False
-        if time.monotonic() > self.deadline:
-            self.skipped[name] = "the time given with --budget-seconds is used up"
-            return False
-        return True
-
-    def add(self, row: dict[str, object]) -> None:
-        self.rows.append(row)
-        ratio = row["ratio"]
-        print(f"[{len(self.rows)}] {row['case']}: ratio {'-' if ratio is None else format(ratio, '.3f')}", flush=True)
-        if time.monotonic() - self.last_clocks > 10:  # clocks under load, now and then: the query itself takes time
-            self.clocks.append(report.read_clocks())
-            self.last_clocks = time.monotonic()
-
-
-def _row(name: str, timings: dict[str, object], **more) -> dict[str, object]:
-    """The JSON form of one case: ours, peers, ratio of the best peer to ours (paired over rounds), spreads."""
-    ours = next((n for n in OURS if n in timings), None)
-    one_order = {n.removesuffix(who.ONE_ORDER): t for n, t in timings.items() if n.endswith(who.ONE_ORDER)}
-    peers = {n: t for n, t in timings.items() if n not in OURS and not n.endswith(who.ONE_ORDER)}
-    best = min(peers, key=lambda n: peers[n].ms, default=None)
-    ratio = paired_ratio(timings[best], timings[ours]) if ours and best else None
-    auto = timings.get("ours_auto")
-    return {
-        "case": name,
-        "ours_ms": timings[ours].ms if ours else None,
-        "ours": ours,
-        "peers_ms": {n: t.ms for n, t in peers.items()},
-        "one_order_ms": {n: t.ms for n, t in one_order.items()},
-        "ratio": ratio,
-        "best_peer": best,
-        "spread": {n: round(t.spread, 4) for n, t in timings.items()},
-        "auto_ms": auto.ms if auto else None,
-        "auto_over_stock": paired_ratio(auto, timings["stock"]) if auto and "stock" in timings else None,
-        "all_ms": {n: t.ms for n, t in timings.items()},
-        **more,
-    }
-
-
-def _facts(case: Case) -> dict[str, object]:
-    return {
-        "shape": [case.B, case.Hq, case.Hkv, case.Sq, case.Sk, case.D, case.Dv],
-        "d": max(case.D, case.Dv),
-        "s": case.Sq,
-        "mask": "causal" if case.causal else "full",
-        "dtype": case.dtype,
-        "flop": case.flop,
-    }
 
 
 def _tiles(case: Case, device: str) -> int:
@@ -128,50 +54,6 @@ def _tiles(case: Case, device: str) -> int:
     facts = native.device_facts(torch.device(device).index or 0) if device == "cuda" else native.NO_DEVICE
     kernel = native.plan(sizes | {"causal": int(case.causal)}, facts, BACKENDS.index("fa3"))["kernel"]
     return case.B * case.Hq * -(-case.Sq // KernelSpec.from_name(kernel).tile_m) if kernel else 0
-
-
-def _auto_plan(inputs: Inputs, case: Case) -> str:
-    if who.torch_flashplug is None:
-        return "-"
-    return str(who.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
-
-
-def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[str, float]:
-    """Errors of a provider's first heads against fp64. Ours beyond the budget ends the run; a peer's are only told."""
-    group = case.Hq // case.Hkv
-    few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
-    with provider.scope(), torch.no_grad():
-        got = provider.attend(*inputs, **case.sdpa_kwargs())[:1, :group]
-    exact, low = oracle(case, few), plain(case, few)
-    errors = measure_error(got, exact.out, low.out)
-    if provider.ours and not errors.ok:
-        raise SystemExit(f"{case.name}: {provider.name} is wrong, nothing is timed: {errors}")
-    return {"max": errors.max, "rms": errors.rms}
-
-
-def _try_each(
-    bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable
-) -> tuple[dict, dict, dict]:
-    """Candidates that can run the case (`build(provider)` makes one call), their errors, and why the others cannot."""
-    candidates, errors, refused = {}, {}, {}
-    for name in names:
-        provider = bench.providers.get(name)
-        if provider is None:
-            continue
-        call = build(provider)
-        try:
-            with provider.scope():
-                call()
-            if bench.check:
-                errors[name] = _check_numbers(case, inputs, provider)
-            candidates[name] = Candidate(call, provider.scope)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-            refused[name] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
-            if "CUDA error" in refused[name]:  # the context is gone: nothing measured after it would mean anything
-                raise SystemExit(f"{case.name}: {name}: {error}") from error
-            if provider.ours:
-                print(f"{case.name}: {name} refused: {refused[name]}")
-    return candidates, errors, refused
 
 
 def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
@@ -190,20 +72,15 @@ def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
             # Math and efficient are never near the front; the order of sums matters to gradients only.
             slow = {"math", "efficient"}
             names = [name for name in bench.providers if name not in slow and not name.endswith(who.ONE_ORDER)]
-            candidates, errors, refused = _try_each(bench, case, inputs, names, build)
+            candidates, errors, refused = try_each(bench, case, inputs, names, build)
             calls = 1
             if bench.device == "cuda":
                 calls = max(1, min(GRAPH_CALLS, int(GRAPH_MS / workloads.bound_ms(case))))
-                candidates = {name: _graphed(candidate, calls) for name, candidate in candidates.items()}
+                candidates = {name: graphed(candidate, calls) for name, candidate in candidates.items()}
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
             timings = {name: Timing(tuple(ms / calls for ms in t.rounds)) for name, t in timings.items()}
-        more = {"errors": errors, "refused": refused, "auto_plan": _auto_plan(inputs, case)}
-        bench.add(_row(case.name, timings, **_facts(case), bound_ms=workloads.bound_ms(case), **more))
-
-
-def _graphed(candidate: Candidate, calls: int) -> Candidate:
-    with candidate.scope():
-        return Candidate(captured(candidate.call, calls))
+        more = {"errors": errors, "refused": refused, "auto_plan": auto_plan_of(inputs, case)}
+        bench.add(row_of(case.name, timings, **facts_of(case), bound_ms=workloads.bound_ms(case), **more))
 
 
 def suite_forward(bench: Bench) -> None:
@@ -233,10 +110,10 @@ def _suite_against_stock(bench: Bench, grad: bool) -> None:
             return call
 
         with torch.set_grad_enabled(grad):
-            candidates, errors, refused = _try_each(bench, case, inputs, ("ours_fa3", "stock"), build)
+            candidates, errors, refused = try_each(bench, case, inputs, ("ours_fa3", "stock"), build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=5.0)
         more = {"errors": errors, "refused": refused, "tiles": _tiles(case, bench.device)}
-        bench.add(_row(case.name, timings, **_facts(case), **more))
+        bench.add(row_of(case.name, timings, **facts_of(case), **more))
 
 
 def suite_choice(bench: Bench) -> None:
@@ -270,10 +147,10 @@ def _suite_of_gradients(bench: Bench, what: str) -> None:
             return call
 
         names = [name for name in bench.providers if name not in {"math", "efficient", "fa3"}]  # slow; forward only
-        candidates, errors, refused = _try_each(bench, case, inputs, names, build)
+        candidates, errors, refused = try_each(bench, case, inputs, names, build)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-        facts = _facts(case) | {"flop": _GRADIENT_FLOP[what] * case.flop}
-        bench.add(_row(case.name, timings, **facts, errors=errors, refused=refused))
+        facts = facts_of(case) | {"flop": _GRADIENT_FLOP[what] * case.flop}
+        bench.add(row_of(case.name, timings, **facts, errors=errors, refused=refused))
 
 
 def suite_backward(bench: Bench) -> None:
@@ -314,8 +191,8 @@ def _host_rows(bench: Bench) -> None:
             if name in bench.providers
         }
         timings = time_host(candidates, rounds=max(15, bench.rounds), device=bench.device)
-        plan = _auto_plan(inputs, workloads.TINY)
-        bench.add(_row(f"host_{mode}", timings, **_facts(workloads.TINY), kind="host", auto_plan=plan))
+        plan = auto_plan_of(inputs, workloads.TINY)
+        bench.add(row_of(f"host_{mode}", timings, **facts_of(workloads.TINY), kind="host", auto_plan=plan))
 
 
 def _everyday_rows(bench: Bench) -> None:
@@ -327,7 +204,7 @@ def _everyday_rows(bench: Bench) -> None:
         names = [name for name in ("ours_auto", "stock") if name in bench.providers]
         candidates = {name: Candidate(call, bench.providers[name].scope) for name in names}
         timings = time_interleaved(candidates, rounds=max(15, bench.rounds), device=bench.device, round_ms=8.0)
-        bench.add(_row(everyday.name, timings, **_facts(everyday.case), kind="everyday", grad=everyday.grad))
+        bench.add(row_of(everyday.name, timings, **facts_of(everyday.case), kind="everyday", grad=everyday.grad))
 
 
 def suite_host(bench: Bench) -> None:
@@ -341,6 +218,7 @@ SUITES = {
     "latency": suite_latency,
     "backward": suite_backward,
     "train": suite_train,
+    "decode": decode.suite_decode,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,

@@ -146,7 +146,7 @@ def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> P
         return None
     matplotlib.use("Agg")
     grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
-    draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host}
+    draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode}
     draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
     path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.png"
@@ -221,6 +221,29 @@ def _plot_bars(document, labels):
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
+    return figure
+
+
+def _plot_decode(document, labels):
+    """K and V read per second, as a share of what the reading kernel reached; one line of marks per case."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in document["rows"] if row["state"] == "cold"] or document["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["all_ms"] if name not in {"stock", "ours_auto"}))
+    figure, axis = plt.subplots(figsize=(11, 0.24 * len(rows) + 2.5))
+    for name in names:
+        points = [
+            (100 * row["bound_ms"] / row["all_ms"][name], y) for y, row in enumerate(rows) if name in row["all_ms"]
+        ]
+        bold = name == "ours_fa3"
+        axis.scatter(*zip(*points, strict=True), s=60 if bold else 22, label=labels.get(name, name), zorder=3 + bold)
+    titles = [f"{row['case']}  ({1e3 * row['bound_ms']:.1f} us)" for row in rows]
+    axis.set_yticks(range(len(rows)), titles, fontsize=7)
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 110), xlabel="% of a kernel that only reads K and V; its time follows the name (more is better)",
+             title="Few query rows against many keys\n" + _caption(document))  # fmt: skip
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return figure
 
 

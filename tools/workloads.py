@@ -65,6 +65,44 @@ def latency() -> list[Case]:
     ]
 
 
+# (B, Hq, Hkv), (Sq, Sk), D of the decode table, and the latency table's two calls of few query rows.
+_DECODE = (
+    ((1, 32, 8), (1, 1024), 128),
+    ((1, 32, 8), (1, 8192), 128),
+    ((1, 32, 8), (1, 65536), 128),
+    ((8, 32, 8), (1, 8192), 128),
+    ((16, 32, 8), (1, 1024), 128),
+    ((32, 32, 8), (1, 8192), 128),
+    ((1, 32, 32), (1, 8192), 128),
+    ((128, 32, 8), (1, 2048), 128),
+    ((1, 8, 1), (1, 131072), 128),
+    ((4, 16, 2), (1, 32768), 256),
+    ((1, 32, 8), (16, 4096), 128),
+    ((4, 32, 8), (64, 8192), 128),
+)
+_SWEEP_KEYS = (128, 512, 2048, 8192, 32768, 131072, 1048576)
+_SWEEP_BATCHES = (1, 4, 16, 64, 256)
+_MAX_KV_BYTES = 1 << 30
+
+
+def _decode_sweep() -> list[tuple]:
+    """Lengths and batches over groups of 1, 4 and 32; fewer of both for more queries, group 64 and other head dims."""
+    spots = ((32, 8), 4, 128), ((32, 8), 16, 128), ((64, 1), 1, 128), ((32, 8), 1, 64), ((32, 8), 1, 256)
+    sweep = [(heads, 1, 128, _SWEEP_BATCHES) for heads in ((32, 32), (32, 8), (32, 1))]
+    sweep += [(*spot, (1, 16)) for spot in spots]
+    return [
+        ((b, *heads), (sq, sk), d) for heads, sq, d, batches in sweep for b in batches for sk in _SWEEP_KEYS
+        if 4 * b * heads[1] * sk * d <= _MAX_KV_BYTES
+    ]  # fmt: skip
+
+
+def decode() -> list[Case]:
+    """Few query rows against many keys: "decode_", the table of the project's baselines, and "sweep_"."""
+    name = "{}_b{}h{}kv{}_{}x{}_d{}"
+    listed = [("decode", *call) for call in _DECODE] + [("sweep", *call) for call in _decode_sweep()]
+    return [_case(name.format(what, *heads, *seq, d), heads, seq, (d, d)) for what, heads, seq, d in listed]
+
+
 # What an H100 SXM can do at its nominal 1.83 GHz: 4096 bf16 FLOP and 16 exponentials per clock and SM (132 of them; one
 # in thirty more for the running maxima), and 3.35 TB/s of memory (guide to Hopper attention, sections 1.1 and 1.4).
 _CLOCK, _SMS = 1.83e9, 132

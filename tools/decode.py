@@ -1,0 +1,73 @@
+"""Suite decode: few query rows against many keys, beside every peer and beside a kernel that only reads K and V.
+
+Each case runs twice: "cold", where the calls of a graph go through so many copies of K and V that none is still in L2
+when its turn comes again, and "warm", where one copy stays there (if it fits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import providers as who
+import torch
+import workloads
+from harness import Bench, auto_plan_of, facts_of, row_of, try_each
+
+from torch_flashplug.testing import Candidate, Case, Timing, captured, make_inputs, time_interleaved
+
+ROUND_MS = 3.0
+COLD_BYTES = 240 << 20  # of K and V before one comes again: several times any L2
+WARM_BYTES = 32 << 20  # that surely stay in L2
+MAX_COPIES, WARM_CALLS = 48, 20
+MATH_BYTES = 1 << 27  # of K and V up to which the three-step path is timed: it is never near the front beyond
+
+
+def kv_bytes(case: Case) -> int:
+    return 2 * case.B * case.Hkv * case.Sk * (case.D + case.Dv)
+
+
+def _in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
+    def run():
+        for call in calls:
+            call()
+
+    return run
+
+
+def suite_decode(bench: Bench) -> None:
+    for case in workloads.decode():
+        for state in ("cold", "warm"):
+            name = f"{case.name}_{state}"
+            if (state == "cold" or kv_bytes(case) <= WARM_BYTES) and bench.take(name):
+                _measure(bench, case, state, name)
+
+
+def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
+    from streaming import reader  # needs triton, which CPU builds of torch lack
+
+    warm = state == "warm"
+    copies = 1 if warm else max(2, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes(case))))
+    per_graph = copies * (WARM_CALLS if warm else 1)
+    inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
+    skipped = {"efficient", "math"} if kv_bytes(case) > MATH_BYTES else {"efficient"}
+    names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(who.ONE_ORDER)]
+    with torch.no_grad():
+
+        def build(provider, which=inputs[0]):
+            return lambda: provider.attend(*which, **case.sdpa_kwargs())
+
+        candidates, errors, refused = try_each(bench, case, inputs[0], names, build)
+        for peer in list(candidates):
+            provider = bench.providers[peer]
+            with provider.scope():
+                turns = _in_turn([build(provider, which) for which in inputs])
+                candidates[peer] = Candidate(captured(turns, per_graph // copies))
+        reads = _in_turn([reader(which) for which in inputs])
+        candidates["read"] = Candidate(captured(reads, per_graph // copies))
+        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+    timings = {peer: Timing(tuple(ms / per_graph for ms in t.rounds)) for peer, t in timings.items()}
+    read = timings.pop("read")
+    row = row_of(name, timings, **facts_of(case), errors=errors, refused=refused)
+    plan = who.torch_flashplug.explain(*inputs[0], **case.sdpa_kwargs())
+    row |= {"state": state, "kv_bytes": kv_bytes(case), "bound_ms": read.ms, "splits": plan.splits, "gate": plan.gate}
+    bench.add(row | {"auto_plan": auto_plan_of(inputs[0], case)})

@@ -1,0 +1,142 @@
+"""What every suite of a benchmark shares: a run's state, who can run a case, the JSON form of what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import providers as who
+import report
+import torch
+
+from torch_flashplug.testing import (
+    Candidate,
+    Case,
+    Inputs,
+    captured,
+    measure_error,
+    oracle,
+    paired_ratio,
+    plain,
+)
+
+OURS = ("ours_fa3", "ours_auto")
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run: its options, who takes part, and what it has measured so far."""
+
+    device: str
+    rounds: int
+    deadline: float
+    wanted: str
+    check: bool
+    providers: dict[str, who.Provider]
+    absent: dict[str, str]
+    rows: list[dict[str, object]] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    clocks: list[dict[str, str]] = field(default_factory=list)
+    last_clocks: float = 0.0
+
+    def take(self, name: str) -> bool:
+        """Whether a case of that name is to be measured; notes the reason when time is up."""
+        if not any(part in name for part in self.wanted.split(",")):
+            return False
+        if time.monotonic() > self.deadline:
+            self.skipped[name] = "the time given with --budget-seconds is used up"
+            return False
+        return True
+
+    def add(self, row: dict[str, object]) -> None:
+        self.rows.append(row)
+        ratio = row["ratio"]
+        print(f"[{len(self.rows)}] {row['case']}: ratio {'-' if ratio is None else format(ratio, '.3f')}", flush=True)
+        if time.monotonic() - self.last_clocks > 10:  # clocks under load, now and then: the query itself takes time
+            self.clocks.append(report.read_clocks())
+            self.last_clocks = time.monotonic()
+
+
+def row_of(name: str, timings: dict[str, object], **more) -> dict[str, object]:
+    """The JSON form of one case: ours, peers, ratio of the best peer to ours (paired over rounds), spreads."""
+    ours = next((n for n in OURS if n in timings), None)
+    one_order = {n.removesuffix(who.ONE_ORDER): t for n, t in timings.items() if n.endswith(who.ONE_ORDER)}
+    peers = {n: t for n, t in timings.items() if n not in OURS and not n.endswith(who.ONE_ORDER)}
+    best = min(peers, key=lambda n: peers[n].ms, default=None)
+    ratio = paired_ratio(timings[best], timings[ours]) if ours and best else None
+    auto = timings.get("ours_auto")
+    return {
+        "case": name,
+        "ours_ms": timings[ours].ms if ours else None,
+        "ours": ours,
+        "peers_ms": {n: t.ms for n, t in peers.items()},
+        "one_order_ms": {n: t.ms for n, t in one_order.items()},
+        "ratio": ratio,
+        "best_peer": best,
+        "spread": {n: round(t.spread, 4) for n, t in timings.items()},
+        "auto_ms": auto.ms if auto else None,
+        "auto_over_stock": paired_ratio(auto, timings["stock"]) if auto and "stock" in timings else None,
+        "all_ms": {n: t.ms for n, t in timings.items()},
+        **more,
+    }
+
+
+def facts_of(case: Case) -> dict[str, object]:
+    return {
+        "shape": [case.B, case.Hq, case.Hkv, case.Sq, case.Sk, case.D, case.Dv],
+        "d": max(case.D, case.Dv),
+        "s": case.Sq,
+        "mask": "causal" if case.causal else "full",
+        "dtype": case.dtype,
+        "flop": case.flop,
+    }
+
+
+def auto_plan_of(inputs: Inputs, case: Case) -> str:
+    if who.torch_flashplug is None:
+        return "-"
+    return str(who.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
+
+
+def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[str, float]:
+    """Errors of a provider's first heads against fp64. Ours beyond the budget ends the run; a peer's are only told."""
+    group = case.Hq // case.Hkv
+    few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
+    with provider.scope(), torch.no_grad():
+        got = provider.attend(*inputs, **case.sdpa_kwargs())[:1, :group]
+    exact, low = oracle(case, few), plain(case, few)
+    errors = measure_error(got, exact.out, low.out)
+    if provider.ours and not errors.ok:
+        raise SystemExit(f"{case.name}: {provider.name} is wrong, nothing is timed: {errors}")
+    return {"max": errors.max, "rms": errors.rms}
+
+
+def try_each(
+    bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable
+) -> tuple[dict, dict, dict]:
+    """Candidates that can run the case (`build(provider)` makes one call), their errors, and why the others cannot."""
+    candidates, errors, refused = {}, {}, {}
+    for name in names:
+        provider = bench.providers.get(name)
+        if provider is None:
+            continue
+        call = build(provider)
+        try:
+            with provider.scope():
+                call()
+            if bench.check:
+                errors[name] = _check_numbers(case, inputs, provider)
+            candidates[name] = Candidate(call, provider.scope)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
+            refused[name] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
+            if "CUDA error" in refused[name]:  # the context is gone: nothing measured after it would mean anything
+                raise SystemExit(f"{case.name}: {name}: {error}") from error
+            if provider.ours:
+                print(f"{case.name}: {name} refused: {refused[name]}")
+    return candidates, errors, refused
+
+
+def graphed(candidate: Candidate, calls: int) -> Candidate:
+    with candidate.scope():
+        return Candidate(captured(candidate.call, calls))
