@@ -91,6 +91,7 @@ struct ChoiceRow {
   MaskKind mask;
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
   int tile_m;  // only calls whose kernel has this many query rows; 0: any
+  int64_t max_packed;
   bool serve;
   double ratio;       // stock default time / our time
   char measured[96];  // date, machine, suite

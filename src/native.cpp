@@ -117,7 +117,8 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
                 f[9],
                 f[10],
                 static_cast<int>(f[11]),
-                f[12] != 0,
+                f[12],
+                f[13] != 0,
                 ratio,
                 ""};
   copy_text(measured, row.measured, sizeof row.measured);

@@ -112,7 +112,8 @@ int find_choice_row(const Problem& p, int kind, int arch, const KernelRow& kerne
     const ChoiceRow& row = tables.choices[i];
     if (row.kind == kind && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) && d >= row.d_min &&
         d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
-        tiles >= row.min_tiles && (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
+        tiles >= row.min_tiles && p.Sq * p.group() <= row.max_packed &&
+        (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
       return i;
     }
   }

@@ -76,7 +76,7 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
              " x stock's speed, auto needs the table's serve ratio; stock is faster";
     case Why::kDecodeGate:
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
-             " needed to fill the SMs, and few keys are visible: there is nothing to split; stock is faster";
+             " needed to fill the SMs; keys are split without is_causal only; stock is faster";
     default:
       return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
              "torch.no_grad() or the stock backend";

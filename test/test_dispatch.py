@@ -373,7 +373,7 @@ def test_compile_cache_tag_follows_in_every_thread() -> None:
     on = tags()
     assert all("torch_flashplug" in tag for tag in on)
     with sdpa_backend("stock"):
-        assert tags()[0] == on[0] + f"|{BACKENDS.index('stock')}"
+        assert tags()[0] == on[0] + f"|{torch_flashplug.spec.BACKENDS.index('stock')}"
     assert tags() == on
     torch_flashplug.disable()
     try:

@@ -61,12 +61,14 @@ KERNELS = (
     KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2),
+    KernelRow("decode", 90, 128, 128, "full", 64, 64, 2, 500),
 )
 CHOICES = (
     ChoiceRow("fwd", 90, False, "full", 8, 64, 0, 255, 0, ANY, 0, ratio=0.8, measured="test row: short"),
     ChoiceRow("fwd", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row: full"),
     ChoiceRow("fwd", 90, False, "causal", 8, 128, 0, ANY, 0, ANY, 132, ratio=1.2, measured="test row: causal"),
     ChoiceRow("fwd", 90, True, "full", 8, 64, 0, ANY, 0, ANY, 0, ratio=1.0, measured="test row: grad"),
+    ChoiceRow("decode", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, 1.0, "test row: decode", max_packed=32),
 )
 
 
@@ -125,14 +127,14 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 12: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 25: 0.981 x stock (2026-11-21 H100,
+      choice row 18: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 31: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 15: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+      choice row 21: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
         with our backward)
       gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
         serve ratio; stock is faster
@@ -155,9 +157,10 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     stock
-      fa3: decode gate: 1 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
-        release; stock is faster
-      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
+        of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
@@ -170,17 +173,16 @@ vision_4k_d72
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
-    stock
-      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
-        release; stock is faster
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+    fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
+      choice row 10: 0.981 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 64*8*1 = 512 >= 0.800*132 SMs ->
-        open
+    fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
+      choice row 10: 0.981 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
+        blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
 
     def test_rule(self) -> None:
@@ -213,9 +215,10 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     stock
-      fa3: decode gate: 1 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
-        release; stock is faster
-      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*1*1 = 1 < 0.800*132 SMs -> stock
+      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
+        only what was measured; force it with sdpa_backend('fa3')
+      gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
+        of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
@@ -228,16 +231,16 @@ vision_4k_d72
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
-    stock
-      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
-        release; stock is faster
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
+      choice row 4: 1.000 x stock (test row: decode)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
-    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1
-      choice row 1: 1.100 x stock (test row: full)
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 64*8*1 = 512 >= 0.800*132 SMs ->
-        open
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=512 splits=1
+      choice row 4: 1.000 x stock (test row: decode)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
+        blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
 
     def test_devices(self) -> None:
@@ -262,10 +265,10 @@ prefill_4k_d128_causal
       fa3: no CUDA device; these kernels run on GPUs
 decode_1x8k_d128_gqa4
   h100 h200
-    stock
-      fa3: decode gate: 8 tiles, 106 needed to fill the SMs; splitting the keys comes with a later
-        release; stock is faster
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*132 SMs -> stock
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
+      choice row 4: 1.000 x stock (test row: decode)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -362,7 +365,9 @@ train_4k_d128_causal
         serves this device
 decode_1x8k_d128_gqa4
   h100
-    fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=32 splits=1
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention

@@ -44,6 +44,7 @@ class ChoiceRow:
     ratio: float  # stock default time / our time, the lowest seen in the class
     measured: str  # date, machine, suite
     tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
+    max_packed: int = ANY  # only calls with at most so many query rows for a KV head, Sq * (Hq / Hkv)
 
     @property
     def serve(self) -> bool:
@@ -58,7 +59,8 @@ _BACKWARD = _GRAD + ", with our backward"
 _WIDE = _BACKWARD.replace("2026-11-21", "2026-11-22")
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
-# Fewer query rows are decode, which wants split keys: our kernel does not split them, and no suite measured it there.
+_DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
+# Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
 # ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with cuDNN's).
 # fmt: off
@@ -73,6 +75,14 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
     ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
     ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
+    # Few query rows: 190 calls, K and V from memory and from L2, groups of 1, 4, 32, 64. Stock splits keys of one query
+    # only. With many query heads for a KV head and few keys, a block's work, not memory, takes the time.
+    ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.019, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.981, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.058, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 121, 128, 2, ANY, 1, ANY, 0, 1.902, _DECODE),
+    ChoiceRow("decode", 90, False, "full", 121, 128, 1, 1, 4097, ANY, 0, 0.978, _DECODE),
+    ChoiceRow("decode", 90, False, "full", 121, 128, 1, 1, 1, 4096, 0, 0.850, _DECODE),
     # Our forward with cuDNN's backward, both together.
     ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),

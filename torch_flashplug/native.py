@@ -255,8 +255,11 @@ def add_kernel_row(row: KernelRow) -> None:
 
 def add_choice_row(row: ChoiceRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, int(row.grad), MASK_IDS[row.mask])
-    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk, row.min_tiles, row.tile_m)
-    if lib().flashplug_add_choice_row(_ints((*head, *ranges, int(row.serve))), row.ratio, row.measured.encode()):
+    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk)
+    limits = (row.min_tiles, row.tile_m, row.max_packed)
+    if lib().flashplug_add_choice_row(
+        _ints((*head, *ranges, *limits, int(row.serve))), row.ratio, row.measured.encode()
+    ):
         raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
 
 
