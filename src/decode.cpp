@@ -3,18 +3,24 @@
 #include "flashplug.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxSplits = 255;   // what a mode word holds
+constexpr int64_t kMaxSplits = 255;  // what a mode word holds
+constexpr int64_t kElementBytes = 2;
 constexpr int64_t kPartialBytes = 8;  // an fp32 partial is written once and read once
 
 int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
+
+double partial_ns(const Problem& p, const Tables& tables) {
+  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
+}
 
 }  // namespace
 
@@ -41,20 +47,24 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
-// Time on one SM: its blocks of keys, then the combining of partial results. More CTAs than SMs do not read faster.
-int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  const int64_t most = possible_splits(p, row, device.sm_count / packed_tiles(p, row));
+// Time of a call with n splits: K and V come from memory while every CTA works through its own blocks, whichever takes
+// longer, and partial results are combined.
+double split_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
-  const double partial_ns = static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
-  int64_t best = 1;
-  double best_time = static_cast<double>(blocks * row.cost);
-  for (int64_t n = 2; n <= most; ++n) {
-    const double time = static_cast<double>(ceil_div(blocks, n) * row.cost + n * partial_ns) + tables.combine_ns;
-    if (time >= best_time) continue;
-    best = n;
-    best_time = time;
-  }
-  return best;
+  const double reading = static_cast<double>(p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes) / tables.read_rate;
+  const double working = static_cast<double>(ceil_div(blocks, n) * row.cost);
+  const double combining = tables.combine_ns + static_cast<double>(n) * partial_ns(p, tables);
+  return std::hypot(reading, working) + (n > 1 ? combining : 0.0);
+}
+
+// More CTAs than SMs do not read faster. Below that, what CTAs work and what is combined weigh least together where
+// they are equal: at blocks * cost / n = n * partial_ns; or it is not worth a second kernel at all.
+int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  const int64_t blocks = ceil_div(p.Sk, row.tile_n);
+  const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
+  const int64_t room = possible_splits(p, row, device.sm_count / packed_tiles(p, row));
+  const int64_t n = ceil_div(blocks, ceil_div(blocks, std::clamp<int64_t>(equal, 1, room)));  // even shares
+  return split_time(p, row, tables, n) < split_time(p, row, tables, 1) ? n : 1;
 }
 
 }  // namespace flashplug

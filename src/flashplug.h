@@ -111,6 +111,7 @@ struct Tables {
   double decode_occupancy = 0.8;  // share of the SMs that tiles must fill where keys cannot be split
   double combine_ns = 1500;       // what splitting costs: a second kernel,
   double combine_rate = 1500;     // and partial results, bytes per ns
+  double read_rate = 3000;        // of K and V, bytes per ns
 };
 
 // ---- the plan ----

@@ -126,11 +126,12 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
   return 0;
 }
 FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, double decode_occupancy, double combine_ns,
-                                         double combine_rate) {
+                                         double combine_rate, double read_rate) {
   tables().decode_rows = decode_rows;
   tables().decode_occupancy = decode_occupancy;
   tables().combine_ns = combine_ns;
   tables().combine_rate = combine_rate;
+  tables().read_rate = read_rate;
 }
 
 FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,

@@ -21,6 +21,7 @@ class Gate:
     occupancy: float  # share of the SMs that tiles must fill where keys cannot be split (is_causal: few are visible)
     combine_ns: float  # what splitting costs: a second kernel,
     combine_rate: float  # and partial results, written and read: bytes per ns
+    read_rate: float  # of K and V: bytes per ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
-# 2026-11-22, H100: 1 x 32 x 8, 16 queries, 4096 keys in 8, 16, 33 splits: 14.6, 19.1, 23.2 us.
-GATE = Gate(rows=64, occupancy=0.8, combine_ns=1500, combine_rate=1500)
+# 2026-11-22, H100: fitted, with cost of the decode kernels' rows, to 26 times of 11 calls in 1 to 264 splits and to the
+# sweep of suite decode.
+GATE = Gate(rows=64, occupancy=0.8, combine_ns=1000, combine_rate=1500, read_rate=3000)
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"
