@@ -26,7 +26,12 @@ def kv_bytes(case: Case) -> int:
     return 2 * case.B * case.Hkv * case.Sk * (case.D + case.Dv)
 
 
-def _in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
+def copies_of(case: Case) -> int:
+    """So many that none of them is still in L2 when it comes again."""
+    return max(2, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes(case))))
+
+
+def in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
     def run():
         for call in calls:
             call()
@@ -46,7 +51,7 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
     from streaming import reader  # needs triton, which CPU builds of torch lack
 
     warm = state == "warm"
-    copies = 1 if warm else max(2, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes(case))))
+    copies = 1 if warm else copies_of(case)
     per_graph = copies * (WARM_CALLS if warm else 1)
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     skipped = {"efficient", "math"} if kv_bytes(case) > MATH_BYTES else {"efficient"}
@@ -60,9 +65,9 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
         for peer in list(candidates):
             provider = bench.providers[peer]
             with provider.scope():
-                turns = _in_turn([build(provider, which) for which in inputs])
+                turns = in_turn([build(provider, which) for which in inputs])
                 candidates[peer] = Candidate(captured(turns, per_graph // copies))
-        reads = _in_turn([reader(which) for which in inputs])
+        reads = in_turn([reader(which) for which in inputs])
         candidates["read"] = Candidate(captured(reads, per_graph // copies))
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     timings = {peer: Timing(tuple(ms / per_graph for ms in t.rounds)) for peer, t in timings.items()}

@@ -4,6 +4,7 @@ and timed beside stock; prints replacement rows for torch_flashplug/configs.py.
     python tools/tune.py compile --dims 192x128 --out DIR        a pack of candidates and tune.json (no GPU needed)
     python tools/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR              only these tiles
     python tools/tune.py time --pack DIR --out results           on the GPU: numbers first, then interleaved rounds
+    python tools/tune.py gate --out results                      constants of the decode gate, timed and fitted
 
 Legal is what torch_flashplug/spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
 is written into the table: a row is pasted by whoever has read the times above it. To compare two versions of a kernel,
@@ -219,6 +220,12 @@ def time_candidates(args: argparse.Namespace) -> None:
     print("wrote", report.write_json(document, args.out))
 
 
+def fit_gate(args: argparse.Namespace) -> None:
+    from gate import tune_gate
+
+    tune_gate(args.times, args.out, args.rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -235,8 +242,12 @@ def main() -> None:
     run.add_argument("--rest-ms", type=float, default=0.0, help="idle before a sample: testing/timing.py")
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
+    gate = verbs.add_parser("gate", help="constants of the decode gate: tools/gate.py")
+    gate.add_argument("--times", type=Path, help="JSON of an earlier run, to fit again without a GPU")
+    gate.add_argument("--rounds", type=int, default=7)
+    gate.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
     args = parser.parse_args()
-    {"compile": compile_candidates, "time": time_candidates}[args.verb](args)
+    {"compile": compile_candidates, "time": time_candidates, "gate": fit_gate}[args.verb](args)
 
 
 if __name__ == "__main__":

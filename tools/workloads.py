@@ -103,6 +103,26 @@ def decode() -> list[Case]:
     return [_case(name.format(what, *heads, *seq, d), heads, seq, (d, d)) for what, heads, seq, d in listed]
 
 
+def gate() -> list[Case]:
+    """Calls of few query rows whose best number of splits the decode gate must find."""
+    heads = (
+        (1, 32, 8),
+        (1, 32, 1),
+        (1, 64, 1),
+        (4, 32, 8),
+        (8, 32, 8),
+        (16, 64, 1),
+        (64, 32, 1),
+        (1, 32, 32),
+        (9, 8, 8),
+    )
+    calls = [(h, (1, sk), 128) for h in heads for sk in (256, 512, 2048, 8192, 32768)]
+    calls += [((b, 32, 8), (sq, sk), 128) for b in (1, 4) for sq in (4, 16) for sk in (512, 4096, 32768)]
+    calls += [((b, 32, 8), (1, sk), d) for b in (1, 8) for d in (64, 256) for sk in (512, 4096, 32768)]
+    name = "gate_b{}h{}kv{}_{}x{}_d{}"
+    return [_case(name.format(*heads, *seq, d), heads, seq, (d, d)) for heads, seq, d in calls]
+
+
 # What an H100 SXM can do at its nominal 1.83 GHz: 4096 bf16 FLOP and 16 exponentials per clock and SM (132 of them; one
 # in thirty more for the running maxima), and 3.35 TB/s of memory (guide to Hopper attention, sections 1.1 and 1.4).
 _CLOCK, _SMS = 1.83e9, 132

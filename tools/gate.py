@@ -1,0 +1,120 @@
+"""Constants of the decode gate: times calls of few query rows in many numbers of splits, and finds the constants under
+which the dispatcher's own rule (src/decode.cpp) loses least against the best number of splits of each call.
+
+    python tools/tune.py gate --out results              on the GPU: times, then the fit
+    python tools/tune.py gate --times gate-h100.json     the fit again
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch_flashplug import choices, configs, native
+from torch_flashplug.choices import Gate
+from torch_flashplug.configs import KernelRow
+from torch_flashplug.spec import BACKENDS
+from torch_flashplug.testing import Case
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+MOST_CTAS = 2  # for each SM
+STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # a constant is tried at these multiples
+CONSTANTS = ("combine_ns", "combine_rate", "read_rate")
+Times = dict[str, dict[int, float]]  # case name -> splits -> microseconds
+
+
+def measure(rounds: int) -> tuple[list[Case], Times]:
+    """Every case in every number of splits that it can have, K and V from memory."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+    import workloads
+    from decode import copies_of, in_turn
+
+    import torch_flashplug
+    from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
+
+    sms, times, cases = torch.cuda.get_device_properties(0).multi_processor_count, {}, workloads.gate()
+    for case in cases:
+        inputs = [make_inputs(case, "cuda", seed) for seed in range(copies_of(case))]
+        blocks, tiles = -(-case.Sk // 64), case.B * case.Hkv
+        runs = {}
+        for splits in SPLITS:
+            if splits > 1 and (splits > blocks or splits * tiles > MOST_CTAS * sms):
+                continue
+            with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", num_splits=splits):
+                calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
+                runs[str(splits)] = Candidate(captured(in_turn(calls), 1))
+        timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
+        times[case.name] = {int(splits): 1e3 * t.ms / len(inputs) for splits, t in timed.items()}
+        print(case.name, {splits: round(us, 1) for splits, us in times[case.name].items()}, flush=True)
+    return cases, times
+
+
+def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> int:
+    """The splits that the dispatcher would take with this table."""
+    native.push_rows(rows, (), gate)
+    sizes = {name: getattr(case, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
+    return native.plan(sizes, facts, BACKENDS.index("fa3"))["splits"]
+
+
+def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
+    """Mean log of time / best time; a number of splits that was not timed counts as the nearest that was."""
+    losses = []
+    for case in cases:
+        known = times[case.name]
+        splits = chosen(case, rows, gate, facts)
+        nearest = min(known, key=lambda n: abs(math.log(n / splits)))
+        losses.append(math.log(known[nearest] / min(known.values())))
+    return statistics.fmean(losses)
+
+
+def with_cost(rows: tuple[KernelRow, ...], i: int, cost: int) -> tuple[KernelRow, ...]:
+    return (*rows[:i], replace(rows[i], cost=max(1, cost)), *rows[i + 1 :])
+
+
+def fit(cases: list[Case], times: Times, facts: dict[str, int]) -> tuple[tuple[KernelRow, ...], Gate, float]:
+    """Rows and gate with the least loss, from today's: one constant or row after another, until none gains."""
+    rows, gate = configs.KERNEL_ROWS, choices.GATE
+    decodes = [i for i, row in enumerate(rows) if row.kind == "decode"]
+    best, gained = loss(cases, times, rows, gate, facts), True
+    while gained:
+        gained = False
+        tries = [(rows, replace(gate, **{name: getattr(gate, name) * x})) for name in CONSTANTS for x in STEPS]
+        tries += [(with_cost(rows, i, round(rows[i].cost * x)), gate) for i in decodes for x in STEPS]
+        for other_rows, other_gate in tries:
+            value = loss(cases, times, other_rows, other_gate, facts)
+            if value < best - 1e-4:
+                rows, gate, best, gained = other_rows, other_gate, value, True
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+    return rows, gate, best
+
+
+def tune_gate(times_from: Path | None, out: Path, rounds: int) -> None:
+    """Prints what to paste into choices.py and configs.py, and every call that still loses."""
+    import report
+    import workloads
+
+    if times_from is None:
+        facts = native.device_facts(0)
+        cases, times = measure(rounds)
+        document = report.header("gate", report.read_clocks(), report.commit()) | {"facts": facts, "us": times}
+        print("wrote", report.write_json(document, out))
+    else:
+        document = json.loads(times_from.read_text())
+        times = {name: {int(n): us for n, us in known.items()} for name, known in document["us"].items()}
+        cases, facts = [case for case in workloads.gate() if case.name in times], document["facts"]
+    print(f"today: {100 * loss(cases, times, configs.KERNEL_ROWS, choices.GATE, facts):.2f} % over the best splits")
+    rows, gate, least = fit(cases, times, facts)
+    print(f"fitted: {100 * least:.2f} %\n{gate}")
+    for row in rows:
+        if row.kind == "decode":
+            print(row)
+    for case in cases:
+        known, splits = times[case.name], chosen(case, rows, gate, facts)
+        best = min(known, key=known.__getitem__)
+        if splits not in known or known[splits] > 1.03 * known[best]:
+            print(f"  {case.name}: splits {splits} ({known.get(splits, 0):.1f} us), best {best} ({known[best]:.1f} us)")
