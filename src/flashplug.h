@@ -245,7 +245,7 @@ struct ForwardTensors {
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
-// partials: partial_floats of them, any tensor where splits is 1.
+// partials: partial_floats of them; none where splits is 1.
 void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
                    int64_t splits, double scale, int device_index);
 struct BackwardTensors {

@@ -23,7 +23,7 @@ static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header")
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr DLDataType kSingle = {kDLFloat, 32, 1};
+constexpr DLDataType kSingle = {kDLFloat, 32, 1}, kCount = {kDLInt, 32, 1};
 
 // A DLTensor with room for normalised strides; sizes are borrowed from the tensor.
 struct Argument {
@@ -55,11 +55,10 @@ void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_in
   out->tensor.byte_offset = 0;
 }
 
-// One int32 that is no torch tensor.
-void describe_counter(void* data, int device_index, Argument* out) {
+// One number that is no torch tensor.
+void describe_one(void* data, DLDataType dtype, int device_index, Argument* out) {
   static int64_t one = 1;
-  const DLDataType int32 = {kDLInt, 32, 1};
-  out->tensor = DLTensor{data, DLDevice{kDLCUDA, device_index}, 1, int32, &one, &one, 0};
+  out->tensor = DLTensor{data, DLDevice{kDLCUDA, device_index}, 1, dtype, &one, &one, 0};
 }
 
 // A value of that type, all bits zero until its caller sets it.
@@ -169,7 +168,7 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
   describe(tensors.v, 4, half, device_index, false, &v);
   describe(tensors.out, 4, half, device_index, true, &out);
   describe(tensors.lse, 3, kSingle, device_index, true, &lse);
-  describe_counter(launch_counter(device_index, stream), device_index, &counter);
+  describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
   const TVMFFIAny args[] = {pack_tensor(&q),     pack_tensor(&k),       pack_tensor(&v),
                             pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
                             pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
@@ -187,7 +186,10 @@ void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tenso
   describe(tensors.v, 4, half, device_index, false, &v);
   describe(tensors.out, 4, half, device_index, true, &out);
   describe(tensors.lse, 3, kSingle, device_index, true, &lse);
-  describe(partials, 1, kSingle, device_index, true, &parts);
+  if (splits > 1)
+    describe(partials, 1, kSingle, device_index, true, &parts);
+  else  // nothing is written there, but an argument has an address
+    describe_one(lse.tensor.data, kSingle, device_index, &parts);
   const TVMFFIAny args[] = {pack_tensor(&q),
                             pack_tensor(&k),
                             pack_tensor(&v),
@@ -229,7 +231,7 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
     args[i] = pack_tensor(&described[i]);
   }
   Argument counter;
-  describe_counter(launch_counter(device_index, stream), device_index, &counter);
+  describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
   args[kTensors] = pack_float(scale * kLog2e);
   args[kTensors + 1] = pack_float(scale);
   args[kTensors + 2] = pack_tensor(&counter);

@@ -291,7 +291,8 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& 
   }
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.kind == kKindFwd && row.arch == kHopper && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal))
+    if ((row.kind == kKindFwd || row.kind == kKindDecode) && row.arch == kHopper && row.serve && row.grad == p.grad &&
+        mask_fits(row.mask, p.causal))
       return true;
   }
   return false;

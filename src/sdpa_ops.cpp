@@ -102,8 +102,10 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
   const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
   if (tables().kernels[plan.kernel_row].kind == kKindDecode) {
-    const int64_t floats = plan.splits > 1 ? partial_floats(p, plan.splits) : 1, one = 1;  // some: it has an address
-    const Owned partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
+    Owned partials;
+    const int64_t floats = partial_floats(p, plan.splits), one = 1;
+    if (plan.splits > 1)
+      partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
     launch_decode(*kernel, p, tensors, partials.get(), plan.splits, softmax_scale(call, p), facts.query.device_index);
   } else {
     launch_forward(*kernel, p, tensors, softmax_scale(call, p), facts.query.device_index);

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import standin
 import torch
+from torch._functorch import config as functorch_config
 
 from torch_flashplug import native
 
@@ -98,3 +99,10 @@ def fresh_dynamo() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     assert native.mode() == 0
+
+
+@pytest.fixture
+def no_autograd_cache() -> Iterator[None]:
+    """Its keys do not tell which of stock's backends a graph was traced with: one served for all."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield

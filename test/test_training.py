@@ -10,7 +10,6 @@ import pytest
 import torch
 from standin import Road
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
@@ -23,13 +22,6 @@ LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding 
 SPREAD_FACTOR = 3  # as for gradients; a scale that is wrong by 2 % moves the losses by 5 spreads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
-
-
-@pytest.fixture
-def no_autograd_cache() -> Iterator[None]:
-    """Its keys do not tell which of stock's backends a graph was traced with: one served for all."""
-    with functorch_config.patch(enable_autograd_cache=False):
-        yield
 
 
 def new_llama(road: Road) -> nn.Module:

@@ -276,7 +276,27 @@ _ROWS = tuple(
     )
 )  # fmt: skip
 
-CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS
+# Few query rows: every decode row of the table, its odd head dims, one tile of packed heads from 1 row to 64, keys at
+# and beside the edges of a block and in many of them: (B, Hq, Hkv), (Sq, Sk), (D, Dv).
+_DECODE = tuple(
+    new_case(
+        f"decode_h{heads[1]}x{heads[2]}_d{dims[0]}v{dims[1]}_{sq}x{sk}", heads, (sq, sk), dims, *tags, "decode"
+    )
+    for heads, (sq, sk), dims, *tags in (
+        *(
+            ((2, 8, 2), rows, dims, "gqa")
+            for dims in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+            for rows in ((1, 1), (2, 63), (5, 64), (16, 65), (1, 4097))
+        ),
+        ((2, 8, 2), (3, 4097), (40, 40), "gqa"), ((2, 8, 2), (1, 127), (72, 72), "gqa"),
+        ((2, 8, 2), (7, 1000), (72, 40), "gqa"), ((1, 6, 2), (4, 129), (184, 120), "gqa"),
+        ((1, 64, 1), (1, 4097), (128, 128), "gqa"), ((3, 9, 1), (7, 65), (64, 64), "gqa"),
+        ((2, 4, 4), (1, 4097), (128, 128)), ((2, 4, 4), (64, 1000), (64, 64)),
+        ((40, 32, 4), (1, 1000), (128, 128), "gqa"),
+    )
+)  # fmt: skip
+
+CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS + _DECODE
 _BY_NAME = {case.name: case for case in CASES}
 if len(_BY_NAME) != len(CASES):
     raise RuntimeError("two cases share a name")

@@ -131,6 +131,8 @@ class Share:
             value = cute.arch.load(partials.lse(row, there), Float32)
             lse[i] = cutlass.select_(split < partials.splits, value, -Float32.inf)
             cute.autovec_copy(vector_at(partials.output(row, there) + column, Float32, QUAD), out[None, i])
+            for c in cutlass.range_constexpr(QUAD):  # it may be inf, and 0 * inf is NaN
+                out[c, i] = cutlass.select_(split < partials.splits, out[c, i], Float32(0.0))
         for i in cutlass.range_constexpr(AT_ONCE):
             self.merge(lse[i], Float32(1.0), out[None, i])
 
