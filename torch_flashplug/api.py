@@ -104,7 +104,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     def __init__(self, backend: str, *, num_splits: int = 0) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
-        if num_splits not in range(MAX_SPLITS + 1) or (num_splits and backend != "fa3"):
+        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend != "fa3"):
             raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with 'fa3' alone")
         self.backend, self.num_splits = backend, num_splits
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT
