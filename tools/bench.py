@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import decode
@@ -172,18 +173,16 @@ def _both(*scopes) -> Iterator[None]:
 def _host_rows(bench: Bench) -> None:
     """Host time of a call whose kernel takes no time to speak of."""
     modes = {
-        "no_grad": (torch.no_grad, False),
-        "inference_mode": (torch.inference_mode, False),
-        "grad_forward": (torch.enable_grad, True),
+        "no_grad": (torch.no_grad, workloads.TINY),
+        "inference_mode": (torch.inference_mode, workloads.TINY),
+        "grad_forward": (torch.enable_grad, workloads.TINY),
+        "decode": (torch.no_grad, workloads.TINY_DECODE),
     }
-    for mode, (scope, requires_grad) in modes.items():
+    for mode, (scope, case) in modes.items():
         if not bench.take(f"host_{mode}"):
             continue
-        inputs = make_inputs(workloads.TINY, bench.device, requires_grad=requires_grad)
-        q, k, v = inputs
-
-        def call(q=q, k=k, v=v):
-            return F.scaled_dot_product_attention(q, k, v)
+        inputs = make_inputs(case, bench.device, requires_grad=mode == "grad_forward")
+        call = partial(F.scaled_dot_product_attention, *inputs, **case.sdpa_kwargs())
 
         candidates = {
             name: Candidate(call, lambda scope=scope, name=name: _both(bench.providers[name].scope, scope))
@@ -191,8 +190,8 @@ def _host_rows(bench: Bench) -> None:
             if name in bench.providers
         }
         timings = time_host(candidates, rounds=max(15, bench.rounds), device=bench.device)
-        plan = auto_plan_of(inputs, workloads.TINY)
-        bench.add(row_of(f"host_{mode}", timings, **facts_of(workloads.TINY), kind="host", auto_plan=plan))
+        plan = auto_plan_of(inputs, case)
+        bench.add(row_of(f"host_{mode}", timings, **facts_of(case), kind="host", auto_plan=plan))
 
 
 def _everyday_rows(bench: Bench) -> None:

@@ -262,7 +262,10 @@ def _plot_host(document, labels):
         )
         left.bar_label(bars, fmt="%.1f", fontsize=8)
     left.set_xticks([x + 0.4 - 0.4 / max(len(names), 1) for x in range(len(costs))], [row["case"] for row in costs])
-    left.set(title="Host time of one F.sdpa call, 1x8x128x64", ylabel="microseconds (lower is better)")
+    left.set(
+        title="Host time of one F.sdpa call: 1x8x128x64; decode: 1x32x8, 1x1024x128",
+        ylabel="microseconds (lower is better)",
+    )
     left.margins(y=0.25)
     left.legend(fontsize=8, loc="upper left", ncols=len(names))
     ratios = [row["auto_over_stock"] or 0 for row in calls]
