@@ -112,6 +112,7 @@ struct Tables {
   double combine_ns = 1500;       // what splitting costs: a second kernel,
   double combine_rate = 1500;     // and partial results, bytes per ns
   double read_rate = 3000;        // of K and V, bytes per ns
+  uint64_t version = 1;           // another one after every change
 };
 
 // ---- the plan ----
@@ -191,6 +192,8 @@ int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& t
 int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+// The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
+const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Our backward for the gradients of a call, or why another one follows (kernel_row -1).

@@ -53,6 +53,13 @@ DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3])};
 }
 
+// Plans that threads remember are of another version from here on.
+Tables& changing_tables() {
+  Tables& t = tables();
+  ++t.version;
+  return t;
+}
+
 }  // namespace
 
 FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
@@ -85,11 +92,12 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
 }
 
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
-  tables().num_kernels = tables().num_choices = 0;
+  Tables& t = changing_tables();
+  t.num_kernels = t.num_choices = 0;
   forget_kernels();
 }
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
-  Tables& t = tables();
+  Tables& t = changing_tables();
   if (t.num_kernels == kMaxRows) return 1;
   t.kernels[t.num_kernels++] = KernelRow{static_cast<int>(f[0]),
                                          static_cast<int>(f[1]),
@@ -103,7 +111,7 @@ FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
   return 0;
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
-  Tables& t = tables();
+  Tables& t = changing_tables();
   if (t.num_choices == kMaxRows) return 1;
   ChoiceRow row{static_cast<int>(f[0]),
                 static_cast<int>(f[1]),
@@ -127,11 +135,12 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
 }
 FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, double decode_occupancy, double combine_ns,
                                          double combine_rate, double read_rate) {
-  tables().decode_rows = decode_rows;
-  tables().decode_occupancy = decode_occupancy;
-  tables().combine_ns = combine_ns;
-  tables().combine_rate = combine_rate;
-  tables().read_rate = read_rate;
+  Tables& t = changing_tables();
+  t.decode_rows = decode_rows;
+  t.decode_occupancy = decode_occupancy;
+  t.combine_ns = combine_ns;
+  t.combine_rate = combine_rate;
+  t.read_rate = read_rate;
 }
 
 FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,

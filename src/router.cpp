@@ -93,7 +93,7 @@ Verdict judge(const Call& call, Mode mode) {
   p.layout[0] = layout_of(shape_q, offset_bytes(call.q));
   p.layout[1] = layout_of(shape_k, offset_bytes(call.k));
   p.layout[2] = layout_of(shape_v, offset_bytes(call.v));
-  const Plan plan = plan_call(p, device, mode, tables());
+  const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
   return plan.backend == Backend::kFa3 && !kernel_missing(plan.kernel_row, p.dtype[0]) ? Verdict::kOurs

@@ -142,7 +142,7 @@ ForwardResult forward(const ForwardCall& call) {
   const Facts facts = read_facts(call);
   const Problem& p = facts.problem;
   const DeviceFacts device = device_facts(facts.query.device_index);
-  const Plan plan = plan_call(p, device, call.mode, tables());
+  const Plan plan = remembered_plan(p, device, call.mode, tables());
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
