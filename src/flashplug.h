@@ -109,7 +109,7 @@ struct Tables {
   int num_kernels = 0, num_choices = 0;
   int64_t decode_rows = 64;       // Sq * G up to here is decode
   double decode_occupancy = 0.8;  // share of the SMs that tiles must fill where keys cannot be split
-  double combine_ns = 1500;       // what splitting costs: a second kernel,
+  double combine_ns = 1000;       // what splitting costs: a second kernel,
   double combine_rate = 1500;     // and partial results, bytes per ns
   double read_rate = 3000;        // of K and V, bytes per ns
   uint64_t version = 1;           // another one after every change
@@ -155,7 +155,7 @@ struct Gate {
   bool decode = false;  // few enough query rows to be a decode call
   int64_t tiles = 0;    // B * Hkv * ceil(Sq * G / decode_rows)
   int64_t needed = 0;   // the share of the SMs that they must reach, where keys cannot be split
-  bool closed = false;
+  bool closed = false;  // to kernels that do not split keys
 };
 
 struct Plan {

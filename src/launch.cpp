@@ -156,50 +156,69 @@ DLDataType half_type(const Problem& p) {
   return {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
 }
 
+struct Operand {
+  AtenTensorHandle tensor;
+  int dims;
+  DLDataType dtype;
+  bool writes;
+};
+
+// The first arguments of a kernel; the next one's place in args.
+TVMFFIAny* pack_operands(const Operand* operands, size_t count, int device_index, Argument* described,
+                         TVMFFIAny* args) {
+  for (size_t i = 0; i < count; ++i) {
+    const Operand& x = operands[i];
+    describe(x.tensor, x.dims, x.dtype, device_index, x.writes, &described[i]);
+    args[i] = pack_tensor(&described[i]);
+  }
+  return args + count;
+}
+
+// What every forward begins with.
+constexpr size_t kForwardOperands = 5;
+TVMFFIAny* pack_forward(const Problem& p, const ForwardTensors& tensors, int device_index, Argument* described,
+                        TVMFFIAny* args) {
+  const DLDataType half = half_type(p);
+  const Operand operands[kForwardOperands] = {{tensors.q, 4, half, false},
+                                              {tensors.k, 4, half, false},
+                                              {tensors.v, 4, half, false},
+                                              {tensors.out, 4, half, true},
+                                              {tensors.lse, 3, kSingle, true}};
+  return pack_operands(operands, kForwardOperands, device_index, described, args);
+}
+
 }  // namespace
 
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
-  const DLDataType half = half_type(p);
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  Argument q, k, v, out, lse, counter;
-  describe(tensors.q, 4, half, device_index, false, &q);
-  describe(tensors.k, 4, half, device_index, false, &k);
-  describe(tensors.v, 4, half, device_index, false, &v);
-  describe(tensors.out, 4, half, device_index, true, &out);
-  describe(tensors.lse, 3, kSingle, device_index, true, &lse);
+  Argument described[kForwardOperands], counter;
   describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
-  const TVMFFIAny args[] = {pack_tensor(&q),     pack_tensor(&k),       pack_tensor(&v),
-                            pack_tensor(&out),   pack_tensor(&lse),     pack_float(scale * kLog2e),
-                            pack_float(scale),   pack_tensor(&counter), pack_int(device_facts(device_index).sm_count),
-                            pack_pointer(stream)};
+  TVMFFIAny args[kForwardOperands + 5];
+  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
+  *next++ = pack_float(scale * kLog2e);
+  *next++ = pack_float(scale);
+  *next++ = pack_tensor(&counter);
+  *next++ = pack_int(device_facts(device_index).sm_count);
+  *next++ = pack_pointer(stream);
   run_on(kernel, device_index, args, std::size(args));
 }
 
 void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
                    int64_t splits, double scale, int device_index) {
-  const DLDataType half = half_type(p);
   OnDevice on_device(device_index);
-  Argument q, k, v, out, lse, parts;
-  describe(tensors.q, 4, half, device_index, false, &q);
-  describe(tensors.k, 4, half, device_index, false, &k);
-  describe(tensors.v, 4, half, device_index, false, &v);
-  describe(tensors.out, 4, half, device_index, true, &out);
-  describe(tensors.lse, 3, kSingle, device_index, true, &lse);
+  Argument described[kForwardOperands], parts;
+  TVMFFIAny args[kForwardOperands + 5];
+  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
   if (splits > 1)
     describe(partials, 1, kSingle, device_index, true, &parts);
-  else  // nothing is written there, but an argument has an address
-    describe_one(lse.tensor.data, kSingle, device_index, &parts);
-  const TVMFFIAny args[] = {pack_tensor(&q),
-                            pack_tensor(&k),
-                            pack_tensor(&v),
-                            pack_tensor(&out),
-                            pack_tensor(&lse),
-                            pack_tensor(&parts),
-                            pack_float(scale * kLog2e),
-                            pack_float(scale),
-                            pack_int(splits),
-                            pack_pointer(current_cuda_stream(device_index))};
+  else  // nothing is written there, but an argument has an address: that of the LSE
+    describe_one(described[kForwardOperands - 1].tensor.data, kSingle, device_index, &parts);
+  *next++ = pack_tensor(&parts);
+  *next++ = pack_float(scale * kLog2e);
+  *next++ = pack_float(scale);
+  *next++ = pack_int(splits);
+  *next++ = pack_pointer(current_cuda_stream(device_index));
   std::optional<RelaxedCapture> relaxed;  // the combining kernel may run for the first time, whatever ran before
   if (splits > 1) relaxed.emplace();
   run_on(kernel, device_index, args, std::size(args));
@@ -210,38 +229,25 @@ void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& te
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
-  struct Operand {
-    AtenTensorHandle tensor;
-    int dims;
-    DLDataType dtype;
-    bool writes;
-  };
   const Operand operands[] = {
       {tensors.q, 4, half, false},      {tensors.k, 4, half, false},        {tensors.v, 4, half, false},
       {tensors.out, 4, half, false},    {tensors.grad_out, 4, half, false}, {tensors.lse, 3, kSingle, false},
       {tensors.dq, 4, half, writes_dq}, {tensors.dk, 4, half, writes_dkdv}, {tensors.dv, 4, half, writes_dkdv},
       {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
-  constexpr int kTensors = std::size(operands);
-  Argument described[kTensors];
-  constexpr int kScalars = 6;
-  TVMFFIAny args[kTensors + kScalars];
-  for (int i = 0; i < kTensors; ++i) {
-    const Operand& x = operands[i];
-    describe(x.tensor, x.dims, x.dtype, device_index, x.writes, &described[i]);
-    args[i] = pack_tensor(&described[i]);
-  }
-  Argument counter;
+  Argument described[std::size(operands)], counter;
   describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
-  args[kTensors] = pack_float(scale * kLog2e);
-  args[kTensors + 1] = pack_float(scale);
-  args[kTensors + 2] = pack_tensor(&counter);
-  args[kTensors + 3] = pack_int(device_facts(device_index).sm_count);
-  args[kTensors + 4] = pack_int(tensors.written);
-  args[kTensors + 5] = pack_pointer(stream);
+  TVMFFIAny args[std::size(operands) + 6];
+  TVMFFIAny* next = pack_operands(operands, std::size(operands), device_index, described, args);
+  *next++ = pack_float(scale * kLog2e);
+  *next++ = pack_float(scale);
+  *next++ = pack_tensor(&counter);
+  *next++ = pack_int(device_facts(device_index).sm_count);
+  *next++ = pack_int(tensors.written);
+  *next++ = pack_pointer(stream);
   // A part that runs for the first time may have to be loaded, whatever ran before.
   std::optional<RelaxedCapture> relaxed;
   if (tensors.written != kWantAll) relaxed.emplace();
-  run_on(kernel, device_index, args, kTensors + kScalars);
+  run_on(kernel, device_index, args, std::size(args));
 }
 
 }  // namespace flashplug

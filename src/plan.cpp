@@ -151,7 +151,6 @@ void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const T
     plan->tiles = p.B * p.Hq * ceil_div(p.Sq, row.tile_m);
     return;
   }
-  plan->gate.closed = false;
   plan->tiles = packed_tiles(p, row);
   plan->splits =
       mode.num_splits() > 0 ? possible_splits(p, row, mode.num_splits()) : best_splits(p, row, device, tables);
@@ -167,8 +166,9 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
   // Stock's backward after our forward is not deterministic.
   if (p.grad && p.deterministic && plan_backward(p, device, Mode{}, tables).kernel_row < 0)
     return Reason{Why::kDeterministic};
-  if (plan->gate.closed) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
+  if (plan->gate.closed && kernel.kind != kKindDecode)
+    return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel.kind, kHopper, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, tables);
 }

@@ -9,7 +9,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr size_t kSlots = 64;  // of a thread; a plan that collides with another one is made again
+constexpr int kSlotBits = 6;  // of a thread's slots; a plan that collides with another one is made again
 constexpr size_t kWords = 18;
 
 using Key = std::array<uint64_t, kWords>;
@@ -62,15 +62,13 @@ Key key_of(const Problem& p, const DeviceFacts& device, Mode mode, const Tables&
 size_t slot_of(const Key& key) {
   uint64_t hash = 0;
   for (uint64_t word : key) hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-  return hash >> 58;  // 64 slots
+  return hash >> (64 - kSlotBits);
 }
-
-static_assert(kSlots == 1 << (64 - 58), "slot_of takes the hash's upper bits");
 
 }  // namespace
 
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  thread_local std::array<Slot, kSlots> slots;
+  thread_local std::array<Slot, 1 << kSlotBits> slots;
   const Key key = key_of(p, device, mode, tables);
   Slot& slot = slots[slot_of(key)];
   if (slot.key != key) {

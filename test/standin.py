@@ -74,6 +74,15 @@ class Road:
         if self.device == "cpu":
             native.uninstall(native.CPU_SLOT)
 
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Stock, as if the plugin had never been enabled."""
+        self.disable()
+        try:
+            yield
+        finally:
+            self.enable()
+
     def took(self) -> dict[str, int]:
         """Paths taken since the last call, those above zero."""
         return {path: count for path, count in native.counters(reset=True).items() if count}

@@ -51,9 +51,8 @@ def forced(num_splits: int) -> int:
 
 def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"]) -> dict:
     """The plan of a forced call."""
-    problem = {name: getattr(case, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")}
-    problem |= {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
-    return native.plan(problem, device, forced(num_splits))
+    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
+    return native.plan(case.sizes() | dtypes, device, forced(num_splits))
 
 
 # ---- without a GPU: how many splits ----

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
+from llama import VOCABULARY, new_llama, transformers
 from standin import Road
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-transformers = pytest.importorskip("transformers")
-
-TOKENS, LAYERS, BATCH, VOCABULARY = 32, 2, 2, 256
+TOKENS, LAYERS, BATCH = 32, 2, 2
 # Large weights, so that attention picks keys and texts wander; with the usual 0.02 one token is repeated for ever.
 INITIALIZER_RANGE = 0.08
 # A scale that is wrong by 2 % moves the logits by 3 spreads, a key left out by 16, a wrong row of V by 40.
@@ -49,25 +46,6 @@ class Follow(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
-def new_llama(road: Road) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        initializer_range=INITIALIZER_RANGE,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config).to(road.device, road.dtype).eval()
-
-
 def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, object]:
     """Of generate(), once parts of the model are compiled that are to be."""
     torch._dynamo.reset()  # a graph keeps the attention that it was traced with
@@ -85,7 +63,9 @@ def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, o
 
 def generate(road: Road, way: Way, follow: Tensor | None = None) -> Generated:
     """Greedily, by a new model; or along the tokens of `follow`."""
-    model = new_llama(road)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))  # none: a text is as long as it is asked for
+    settings = {"initializer_range": INITIALIZER_RANGE, "pad_token_id": 0, **ends}
+    model = new_llama(road, layers=LAYERS, hidden_size=256, **settings).eval()
     prompt = torch.randint(VOCABULARY, (BATCH, way.prompt), generator=torch.Generator().manual_seed(1)).to(road.device)
     result = model.generate(
         prompt,
@@ -99,15 +79,6 @@ def generate(road: Road, way: Way, follow: Tensor | None = None) -> Generated:
         **compile_settings(road, model, way.compiled),
     )
     return Generated(result.sequences[:, way.prompt :], torch.stack(result.logits, dim=1))
-
-
-@contextlib.contextmanager
-def plugin_off(road: Road) -> Iterator[None]:
-    road.disable()
-    try:
-        yield
-    finally:
-        road.enable()
 
 
 def distance(a: Generated, b: Generated) -> float:
@@ -144,7 +115,7 @@ def test_llama_generates_alike(road: Road, way: Way) -> None:
     ours = generate(road, way)
     ran = {path: count for path, count in road.took().items() if path.endswith("_fwd")}
     assert ran == {"ours_fwd": LAYERS * (TOKENS if way.cache == "dynamic" else 1)}
-    with plugin_off(road):
+    with road.off():
         stock = generate(road, way, ours.tokens)
         tolerance = SPREAD_FACTOR * spread_of_stock(road, way, ours.tokens)
     assert road.took() == {} and torch.equal(stock.tokens, ours.tokens)

@@ -80,9 +80,8 @@ def stock_strides(inputs: Inputs) -> tuple[int, ...]:
 
 
 def plan_on_h100(case: Case, dtype: str) -> dict:
-    sizes = {name: getattr(case, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
     dtypes = {f"dtype_{operand}": native.DTYPE_IDS[dtype] for operand in "qkv"}
-    return native.plan(sizes | dtypes | {"causal": int(case.causal)}, DEVICES["h100"], FA3)
+    return native.plan(case.sizes() | dtypes, DEVICES["h100"], FA3)
 
 
 @BY_DTYPE

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
+from llama import new_llama
 from standin import Road
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
-
-transformers = pytest.importorskip("transformers")
 
 STEPS, LAYERS, BATCH = 20, 2, 2
 LENGTH = {"cpu": 64, "cuda": 512}
@@ -22,22 +19,6 @@ LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding 
 SPREAD_FACTOR = 3  # as for gradients; a scale that is wrong by 2 % moves the losses by 5 spreads
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
-
-
-def new_llama(road: Road) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return transformers.LlamaForCausalLM(config).to(road.device, road.dtype)
 
 
 def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
@@ -49,7 +30,8 @@ def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
 
 def train(road: Road, compiled: str = "nothing") -> Tensor:
     """Losses (STEPS,) of a new model that sees one batch of text again and again."""
-    model, length = new_llama(road), LENGTH[road.device]
+    model = new_llama(road, layers=LAYERS, hidden_size=512, use_cache=False)
+    length = LENGTH[road.device]
     compile_parts(road, model, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     text = as_tokens(repeated(read_text(None)[0], BATCH * length)).view(BATCH, length).to(road.device)
@@ -61,15 +43,6 @@ def train(road: Road, compiled: str = "nothing") -> Tensor:
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses).cpu()
-
-
-@contextlib.contextmanager
-def plugin_off(road: Road) -> Iterator[None]:
-    road.disable()
-    try:
-        yield
-    finally:
-        road.enable()
 
 
 def rms(difference: Tensor) -> float:
@@ -87,7 +60,7 @@ def spread_of_stock(road: Road, compiled: str) -> float:
     """How far runs of stock are apart, its own backends' and one repeated: roundings differ, a compiled model adds up
     embeddings' gradients in any order, and training makes differences grow.
     """
-    with plugin_off(road):
+    with road.off():
         default, others = train(road, compiled), [train(road, compiled)]
         for backend in other_backends(road, compiled):
             with sdpa_kernel(backend):
@@ -102,7 +75,7 @@ def test_llama_trains_alike(road: Road, compiled: str) -> None:
     """
     ours = train(road, compiled)
     took = road.took()
-    with plugin_off(road):
+    with road.off():
         stock = train(road, compiled)
     assert road.took() == {}
     if compiled != "model":

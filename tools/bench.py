@@ -35,7 +35,7 @@ from rich.console import Console
 
 from torch_flashplug import native
 from torch_flashplug.configs import KERNEL_ROWS
-from torch_flashplug.spec import BACKENDS, KernelSpec
+from torch_flashplug.spec import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -50,11 +50,9 @@ ROUND_MS = 20.0  # of one candidate in one round, after as much of it untimed: p
 
 
 def _tiles(case: Case, device: str) -> int:
-    """B * Hq * ceil(Sq / tile_m) of the kernel that would take the case: the number that ChoiceRow.min_tiles bounds."""
-    sizes = {size: getattr(case, size) for size in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
+    """Tiles of the kernel that would take the case: the number that ChoiceRow.min_tiles bounds."""
     facts = native.device_facts(torch.device(device).index or 0) if device == "cuda" else native.NO_DEVICE
-    kernel = native.plan(sizes | {"causal": int(case.causal)}, facts, BACKENDS.index("fa3"))["kernel"]
-    return case.B * case.Hq * -(-case.Sq // KernelSpec.from_name(kernel).tile_m) if kernel else 0
+    return native.plan(case.sizes(), facts, BACKENDS.index("fa3"))["tiles"]
 
 
 def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:

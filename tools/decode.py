@@ -11,9 +11,9 @@ from collections.abc import Callable
 import providers as who
 import torch
 import workloads
-from harness import Bench, auto_plan_of, facts_of, row_of, try_each
+from harness import Bench, facts_of, graphed, row_of, try_each
 
-from torch_flashplug.testing import Candidate, Case, Timing, captured, make_inputs, time_interleaved
+from torch_flashplug.testing import Candidate, Case, Timing, make_inputs, time_interleaved
 
 ROUND_MS = 3.0
 COLD_BYTES = 240 << 20  # of K and V before one comes again: several times any L2
@@ -50,9 +50,7 @@ def suite_decode(bench: Bench) -> None:
 def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
     from streaming import reader  # needs triton, which CPU builds of torch lack
 
-    warm = state == "warm"
-    copies = 1 if warm else copies_of(case)
-    per_graph = copies * (WARM_CALLS if warm else 1)
+    copies, turns = (1, WARM_CALLS) if state == "warm" else (copies_of(case), 1)
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     skipped = {"efficient", "math"} if kv_bytes(case) > MATH_BYTES else {"efficient"}
     names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(who.ONE_ORDER)]
@@ -62,17 +60,14 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
             return lambda: provider.attend(*which, **case.sdpa_kwargs())
 
         candidates, errors, refused = try_each(bench, case, inputs[0], names, build)
-        for peer in list(candidates):
-            provider = bench.providers[peer]
-            with provider.scope():
-                turns = in_turn([build(provider, which) for which in inputs])
-                candidates[peer] = Candidate(captured(turns, per_graph // copies))
-        reads = in_turn([reader(which) for which in inputs])
-        candidates["read"] = Candidate(captured(reads, per_graph // copies))
+        for peer, candidate in candidates.items():
+            calls = [build(bench.providers[peer], which) for which in inputs]
+            candidates[peer] = graphed(Candidate(in_turn(calls), candidate.scope), turns)
+        candidates["read"] = graphed(Candidate(in_turn([reader(which) for which in inputs])), turns)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-    timings = {peer: Timing(tuple(ms / per_graph for ms in t.rounds)) for peer, t in timings.items()}
+    timings = {peer: Timing(tuple(ms / (copies * turns) for ms in t.rounds)) for peer, t in timings.items()}
     read = timings.pop("read")
     row = row_of(name, timings, **facts_of(case), errors=errors, refused=refused)
     plan = who.torch_flashplug.explain(*inputs[0], **case.sdpa_kwargs())
     row |= {"state": state, "kv_bytes": kv_bytes(case), "bound_ms": read.ms, "splits": plan.splits, "gate": plan.gate}
-    bench.add(row | {"auto_plan": auto_plan_of(inputs[0], case)})
+    bench.add(row | {"auto_plan": plan.backend})

@@ -57,8 +57,7 @@ def measure(rounds: int) -> tuple[list[Case], Times]:
 def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> int:
     """The splits that the dispatcher would take with this table."""
     native.push_rows(rows, (), gate)
-    sizes = {name: getattr(case, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
-    return native.plan(sizes, facts, BACKENDS.index("fa3"))["splits"]
+    return native.plan(case.sizes(), facts, BACKENDS.index("fa3"))["splits"]
 
 
 def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:

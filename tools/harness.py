@@ -94,8 +94,6 @@ def facts_of(case: Case) -> dict[str, object]:
 
 
 def auto_plan_of(inputs: Inputs, case: Case) -> str:
-    if who.torch_flashplug is None:
-        return "-"
     return str(who.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
 
 

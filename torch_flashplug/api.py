@@ -131,9 +131,8 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            with sdpa_backend(
-                backend, num_splits=num_splits
-            ):  # a new block: Dynamo cannot enter one that was made outside of the graph
+            # A new block: Dynamo cannot enter one that was made outside of the graph.
+            with sdpa_backend(backend, num_splits=num_splits):
                 return function(*args, **kwargs)
 
         return wrapper

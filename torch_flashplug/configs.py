@@ -35,6 +35,7 @@ class KernelRow:
 # Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
 # tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
 # but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192.
+# decode: 2026-11-22, fitted together with GATE of choices.py; (192, 128) and 192 taken from neighbours.
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask tile_m tile_n stages cost

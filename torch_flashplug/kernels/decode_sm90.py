@@ -10,7 +10,6 @@ and waits.
 from __future__ import annotations
 
 import enum
-import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -77,14 +76,9 @@ class DecodeSm90:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        operand = functools.partial(sm90.fake_operand, self.dtype)
-        fp32 = functools.partial(cute.runtime.make_fake_tensor, Float32)
-        B, Hq, Hkv, Sq, Sk, size = (cute.sym_int() for _ in range(6))
-        D, Dv = (cute.sym_int(divisibility=VECTOR) for _ in range(2))
-        lse = fp32((B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        partials = fp32((size,), (1,), assumed_align=16)
-        tensors = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv), lse)
-        return (*tensors, partials, Float32(1.0), Float32(1.0), Int32(1), cute.runtime.make_fake_stream())
+        partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
+        tensors, scales = (*sm90.fake_forward(self.dtype), partials), (Float32(1.0), Float32(1.0))
+        return (*tensors, *scales, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(

@@ -10,7 +10,6 @@ work under it.
 from __future__ import annotations
 
 import enum
-import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -113,14 +112,8 @@ class ForwardSm90:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        operand = functools.partial(sm90.fake_operand, self.dtype)
-        B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
-        D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-        lse = cute.runtime.make_fake_tensor(
-            Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
-        )
         counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-        tensors = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv), operand(B, Hq, Sq, Dv), lse)
+        tensors = sm90.fake_forward(self.dtype)
         return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit

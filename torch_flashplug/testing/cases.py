@@ -47,6 +47,11 @@ class Case:
         """Multiply-adds of the two products, counted as two each; half of them for a causal mask."""
         return 2.0 * self.B * self.Hq * self.Sq * self.Sk * (self.D + self.Dv) * (0.5 if self.causal else 1.0)
 
+    def sizes(self) -> dict[str, int]:
+        """The call as the dispatcher sees it, dtype apart."""
+        names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
+        return {name: int(getattr(self, name)) for name in names}
+
     def with_dtype(self, dtype: str) -> Case:
         return replace(self, dtype=dtype)
 

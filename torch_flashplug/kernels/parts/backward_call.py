@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -43,18 +42,13 @@ class BackwardCall:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        operand = functools.partial(sm90.fake_operand, self.dtype)
-        B, Hq, Hkv, Sq, Sk, padded, size = (cute.sym_int() for _ in range(7))
-        D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        q, k, v, out, lse = sm90.fake_forward(self.dtype)
+        grad, *gradients = (sm90.fake_operand(self.dtype, *x.shape) for x in (out, q, k, v))
         fp32 = cute.runtime.make_fake_tensor
-        lse = fp32(Float32, (B, Hq, Sq), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
-        rows = fp32(Float32, (B, Hq, 2, padded), strides, assumed_align=16)
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        rows = fp32(Float32, (*lse.shape[:2], 2, cute.sym_int()), strides, assumed_align=16)
         counter = fp32(Int32, (1,), (1,), assumed_align=4)
-        scratch = fp32(Float32, (size,), (1,), assumed_align=16)
-        q, k, v = operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv)
-        out, grad = operand(B, Hq, Sq, Dv), operand(B, Hq, Sq, Dv)
-        gradients = (operand(B, Hq, Sq, D), operand(B, Hkv, Sk, D), operand(B, Hkv, Sk, Dv))
+        scratch = fp32(Float32, (cute.sym_int(),), (1,), assumed_align=16)
         scales = (Float32(1.0), Float32(1.0))
         tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
         return (*tensors, *scales, counter, Int32(1), Int32(1), cute.runtime.make_fake_stream())

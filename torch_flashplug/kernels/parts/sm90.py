@@ -17,10 +17,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...spec import ROWS_PER_WARPGROUP
+from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 
-WARP = 32
-WARPGROUP = 128
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
@@ -105,6 +103,16 @@ def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
     """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
     strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+
+def fake_forward(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, ...]:
+    """What every forward is called with first, sizes symbolic: q, k, v, o, LSE."""
+    B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
+    D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), strides, assumed_align=4)
+    sizes = ((B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), (B, Hq, Sq, Dv))
+    return (*(fake_operand(dtype, *size) for size in sizes), lse)
 
 
 @dataclass(frozen=True)
