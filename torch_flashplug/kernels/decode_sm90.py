@@ -91,7 +91,7 @@ class DecodeSm90:
         mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > 1
         scale_log2: Float32,
         scale: Float32,
-        splits: Int32,  # CTAs that share the keys of a tile of rows
+        splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
         stream: cuda.CUstream,
     ):
         B, Hq, Sq, Dv = mO.shape
@@ -198,23 +198,32 @@ class DecodeSm90:
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
         sm90.join_warpgroup(Barrier.Q_THERE, wg)
         begin, end = work.blocks()
-        for block in cutlass.range(begin, end, unroll=1):
-            nth = block - begin
+        work.ring_k.wait(0)
+        warpgroup.fence()
+        times_k.issue(acc_S, my_Q, tSrK[None, None, None, 0], accumulate=False)
+        warpgroup.wait_group(0)
+        work.ring_k.release(0)
+        self.weigh(S, softmax, mask, begin, first=True)
+        P.take(acc_S)
+        for block in cutlass.range(begin + 1, end, unroll=1):  # its scores under the output of the block before
+            nth, before = block - begin, block - begin - 1
             work.ring_k.wait(nth)
             warpgroup.fence()
             times_k.issue(acc_S, my_Q, tSrK[None, None, None, work.ring_k.slot(nth)], accumulate=False)
-            warpgroup.wait_group(0)
+            work.ring_v.wait(before)
+            times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(before)], accumulate=True)
+            warpgroup.wait_group(1)
             work.ring_k.release(nth)
-            if (block + 1) * self.tile_n > work.geo.Sk:
-                mask.apply(S, block)
-            softmax.step(S, first=False, masked=False)
+            self.weigh(S, softmax, mask, block, first=False)
+            warpgroup.wait_group(0)
+            work.ring_v.release(before)
             P.take(acc_S)
             softmax.rescale(output)
-            work.ring_v.wait(nth)
-            warpgroup.fence()
-            times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(nth)], accumulate=True)
-            warpgroup.wait_group(0)
-            work.ring_v.release(nth)
+        last = end - begin - 1
+        work.ring_v.wait(last)
+        warpgroup.fence()
+        times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(last)], accumulate=True)
+        warpgroup.wait_group(0)
         lse = softmax.finish(output, scales[1])
         row = first_row + thread // sm90.WARP * SLAB + lane // 4
         parts = Partials(partials, mLSE.shape[0] * mLSE.shape[1] * work.geo.Sq, work.splits, mO.shape[3])
@@ -230,6 +239,15 @@ class DecodeSm90:
                     self.write_row(parts.output(index, work.split), output, r, mO.shape[3], narrow=False)
                     if lane % 4 == 0:
                         cute.arch.store(parts.lse(index, work.split), lse[r])
+
+    @cute.jit
+    def weigh(
+        self, S: cute.Tensor, softmax: OnlineSoftmax, mask: Mask, block: Int32, first: cutlass.Constexpr[bool]
+    ):
+        """Scores into probabilities; every row sees a key of every block, so none is masked out whole."""
+        if (block + 1) * self.tile_n > mask.geo.Sk:
+            mask.apply(S, block)
+        softmax.step(S, first=first, masked=False)
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, work: Work, first_row: Int32):

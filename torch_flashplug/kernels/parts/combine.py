@@ -23,7 +23,7 @@ COLUMN_LANES = 8  # of a warp; the others are at other splits
 COLUMNS = COLUMN_LANES * QUAD  # of a CTA: 128 bytes of every partial row
 WARPS = 8
 AT_ONCE = 4  # splits that a thread has under way
-MANY = 16  # splits from which on a CTA's warps share a row
+MANY = 33  # splits from which on a CTA's warps share a row
 
 
 @dataclass(frozen=True)
