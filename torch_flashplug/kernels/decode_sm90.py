@@ -251,22 +251,27 @@ class DecodeSm90:
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, work: Work, first_row: Int32):
-        """Consumer warpgroup: its 64 rows into shared memory, from as many heads as they are of; zeros beyond the last
-        row and column.
+        """Consumer warpgroup: its 64 rows into shared memory, from as many heads as they are of, all loads under way at
+        once. Zeros beyond the last column; rows beyond the last repeat it, and their results go nowhere.
         """
         thread, D = cute.arch.thread_idx()[0] % sm90.WARPGROUP, mQ.shape[3]
         vectors = self.d // VECTOR
-        for i in cutlass.range_constexpr(ROWS * vectors // sm90.WARPGROUP):
+        loads = ROWS * vectors // sm90.WARPGROUP
+        values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)
+        for i in cutlass.range_constexpr(loads):
             number = i * sm90.WARPGROUP + thread
-            row, column = number // vectors, number % vectors * VECTOR
-            values = cute.make_rmem_tensor((VECTOR,), self.dtype)
-            values.fill(0.0)
-            if first_row + row < work.rows and column < D:
-                head, query = work.place(first_row + row)
-                source = mQ[work.batch, head, query, None].iterator + column
-                cute.autovec_copy(vector_at(source, self.dtype, VECTOR), values)
-            target = cute.local_tile(sQ, (1, VECTOR), (row, column // VECTOR))
-            cute.autovec_copy(values, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
+            head, query = work.place(cutlass.min(first_row + number // vectors, work.rows - 1))
+            column = cutlass.min(number % vectors * VECTOR, D - VECTOR)
+            source = vector_at(mQ[work.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
+            cute.autovec_copy(source, values[None, i])
+        for i in cutlass.range_constexpr(loads):
+            number = i * sm90.WARPGROUP + thread
+            row, chunk = number // vectors, number % vectors
+            for pair in cutlass.range_constexpr(VECTOR // 2):
+                values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
+            target = cute.local_tile(sQ, (1, VECTOR), (row, chunk))
+            pairs = cute.recast_tensor(cute.make_tensor(target.iterator, cute.make_layout(VECTOR)), Int32)
+            cute.autovec_copy(values[None, i], pairs)
 
     @cute.jit
     def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
