@@ -270,8 +270,8 @@ class DecodeSm90:
             for pair in cutlass.range_constexpr(VECTOR // 2):
                 values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
             target = cute.local_tile(sQ, (1, VECTOR), (row, chunk))
-            pairs = cute.recast_tensor(cute.make_tensor(target.iterator, cute.make_layout(VECTOR)), Int32)
-            cute.autovec_copy(values[None, i], pairs)
+            vector = cute.recast_tensor(values[None, i], self.dtype)  # not the target: its swizzle counts in elements
+            cute.autovec_copy(vector, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
 
     @cute.jit
     def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
