@@ -1,4 +1,5 @@
-"""Partial results of split keys, and the kernel that adds them up.
+"""Partial results of split keys, and the two ways in which they are added up: by the CTAs of a cluster in each
+other's shared memory, by a kernel of its own in global memory.
 
 A split s of a row has a normalised output O_s and LSE_s over its own keys. With m = max LSE_s and w_s = exp(LSE_s - m):
 O = sum w_s O_s / sum w_s, LSE = m + ln(sum w_s) (FlashDecoding, Dao et al. 2023). A split without keys has LSE -inf.
@@ -22,6 +23,7 @@ LOG2_E = math.log2(math.e)
 COLUMN_LANES = 8  # of a warp; the others are at other splits
 COLUMNS = COLUMN_LANES * QUAD  # of a CTA: 128 bytes of every partial row
 WARPS = 8
+PEER_PAD = 8  # floats between rows: eight rows of an accumulator lie in different banks
 AT_ONCE = 4  # splits that a thread has under way
 MANY = 33  # splits from which on a CTA's warps share a row
 
@@ -42,6 +44,53 @@ class Partials:
 
     def lse(self, row: Int32, split: Int32) -> cute.Pointer:
         return self.start + Int64(self.rows) * self.splits * self.Dv + Int64(row) * self.splits + split
+
+    def lse_of(self, row: Int32, split: Int32) -> Float32:
+        return cute.arch.load(self.lse(row, split), Float32)
+
+    def load_quad(self, row: Int32, split: Int32, column: Int32, quad: cute.Tensor):
+        cute.autovec_copy(vector_at(self.output(row, split) + column, Float32, QUAD), quad)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """fp32 in the shared memory of every CTA of a cluster: outputs of rows, `pitch` floats apart, then LSEs."""
+
+    start: cute.Pointer
+    rows: int
+    pitch: int
+    splits: Int32  # CTAs of the cluster
+
+    @classmethod
+    def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> Peers:
+        """buffer: at least Peers.floats(rows, columns) of them, that nobody uses any longer."""
+        start = cute.make_ptr(Float32, buffer.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+        return cls(start, rows, columns + PEER_PAD, count)
+
+    @staticmethod
+    def floats(rows: int, columns: int) -> int:
+        return rows * (columns + PEER_PAD + 1)
+
+    def output(self, row: Int32) -> cute.Pointer:
+        """This CTA's."""
+        return self.start + row * self.pitch
+
+    def lse(self, row: Int32) -> cute.Pointer:
+        """This CTA's."""
+        return self.start + self.rows * self.pitch + row
+
+    def lse_of(self, row: Int32, peer: Int32) -> Float32:
+        return cute.arch.load(self.at_peer(self.lse(row), peer), Float32, ss="cluster")
+
+    def load_quad(self, row: Int32, peer: Int32, column: Int32, quad: cute.Tensor):
+        quad.fill(0.0)
+        value = cute.arch.load(self.at_peer(self.output(row) + column, peer), quad.load().type, ss="cluster")
+        quad.store(cute.TensorSSA(value, (QUAD,), Float32))
+
+    def at_peer(self, mine: cute.Pointer, peer: Int32) -> cute.Pointer:
+        """The same place in that CTA: an address for loads of the cluster's shared memory."""
+        there = cute.arch.map_dsmem_ptr(mine, peer)
+        return cute.make_ptr(Float32, there.toint(), cute.AddressSpace.smem, assumed_align=4)
 
 
 class Combine:
@@ -92,16 +141,9 @@ class Combine:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
             if column < Dv:
-                inverse = 0.0 if part.total[0] == 0.0 else cute.arch.rcp_approx(part.total[0])
-                target = mO[batch, head, query, None].iterator + column
-                pairs = cute.make_tensor(
-                    cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8), cute.make_layout(2)
-                )
-                for i in cutlass.range_constexpr(2):
-                    low, high = part.out[2 * i] * inverse, part.out[2 * i + 1] * inverse
-                    pairs[i] = pack_pair(self.pack, low, high)
+                part.write(mO[batch, head, query, None].iterator + column, self.pack)
             if column == 0:
-                mLSE[batch, head, query] = part.top[0] + cute.math.log(part.total[0], fastmath=True)
+                mLSE[batch, head, query] = part.lse()
 
 
 @dataclass(frozen=True)
@@ -121,16 +163,16 @@ class Share:
         return cls(top, total, out)
 
     @cute.jit
-    def add(self, partials: Partials, row: Int32, first: Int32, step: Int32, column: Int32):
+    def add(self, partials: Partials | Peers, row: Int32, first: Int32, step: Int32, column: Int32):
         """The splits first, first + step, ...: AT_ONCE of them; those beyond the last count for nothing."""
         lse = cute.make_rmem_tensor((AT_ONCE,), Float32)
         out = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
         for i in cutlass.range_constexpr(AT_ONCE):
             split = first + i * step
             there = cutlass.min(split, partials.splits - 1)
-            value = cute.arch.load(partials.lse(row, there), Float32)
+            value = partials.lse_of(row, there)
             lse[i] = cutlass.select_(split < partials.splits, value, -Float32.inf)
-            cute.autovec_copy(vector_at(partials.output(row, there) + column, Float32, QUAD), out[None, i])
+            partials.load_quad(row, there, column, out[None, i])
             for c in cutlass.range_constexpr(QUAD):  # it may be inf, and 0 * inf is NaN
                 out[c, i] = cutlass.select_(split < partials.splits, out[c, i], Float32(0.0))
         for i in cutlass.range_constexpr(AT_ONCE):
@@ -147,6 +189,24 @@ class Share:
         self.total[0] = self.total[0] * mine + total * theirs
         for i in cutlass.range_constexpr(QUAD):
             self.out[i] = self.out[i] * mine + out[i] * theirs
+
+    def lse(self) -> Float32:
+        return self.top[0] + cute.math.log(self.total[0], fastmath=True)
+
+    @cute.jit
+    def write(self, target: cute.Pointer, pack: cutlass.Constexpr[str | None]):
+        """The columns of the sum, in 16 bits, or in fp32 where pack is None."""
+        inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
+        if cutlass.const_expr(pack is None):
+            quad = cute.make_rmem_tensor((QUAD,), Float32)
+            for i in cutlass.range_constexpr(QUAD):
+                quad[i] = self.out[i] * inverse
+            cute.autovec_copy(quad, vector_at(target, Float32, QUAD))
+        else:
+            place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
+            pairs = cute.make_tensor(place, cute.make_layout(2))
+            for i in cutlass.range_constexpr(2):
+                pairs[i] = pack_pair(pack, self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
     def join_lanes(self):

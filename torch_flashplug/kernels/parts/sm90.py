@@ -22,6 +22,7 @@ from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
+EVICT_FIRST = 0x12F0000000000000  # L2 policy of a TMA load that nobody repeats
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
@@ -150,10 +151,19 @@ def transposed(s: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def load_block(atom: cute.CopyAtom, tXgX: cute.Tensor, tXsX: cute.Tensor, ring: Ring, block: Int32, count: Int32):
+def load_block(
+    atom: cute.CopyAtom,
+    tXgX: cute.Tensor,
+    tXsX: cute.Tensor,
+    ring: Ring,
+    block: Int32,
+    count: Int32,
+    policy: cutlass.Int64 | None = None,
+):
     """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
     ring.acquire(count)
-    cute.copy(atom, tXgX[None, block], tXsX[None, ring.slot(count)], tma_bar_ptr=ring.arrival(count))
+    slot, arrival = tXsX[None, ring.slot(count)], ring.arrival(count)
+    cute.copy(atom, tXgX[None, block], slot, tma_bar_ptr=arrival, cache_policy=policy)
 
 
 def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.ComposedLayout:
