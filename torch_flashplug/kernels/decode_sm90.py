@@ -3,8 +3,8 @@
 The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
 fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023). A producer warp keeps a
 deep ring of K and V blocks under way; consumer warpgroups of 64 rows follow, with time to spare: padding rows are
-harmless. With one split a CTA writes O itself, else fp32 partials for the Combine kernel, which is launched beforehand
-and waits.
+harmless. With one split a CTA writes O itself. Up to CLUSTER splits are a cluster, whose CTAs add up in each other's
+shared memory; beyond, they leave fp32 partials for the Combine kernel, which is launched beforehand and waits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .parts.mask import Mask
 from .parts.scratch import QUAD, vector_at
 from .parts.softmax import OnlineSoftmax
 
+CLUSTER = 8  # CTAs of a cluster at most: with 16 of them, half of the time goes into finding room for it
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of one 16-byte access
 PAIR = 2  # neighbouring columns of a thread
@@ -53,7 +54,6 @@ class Work:
     rows: Int32  # packed, of the KV head
     split: Int32
     splits: Int32
-    peers: Int32  # splits of a cluster
 
     def blocks(self) -> tuple[Int32, Int32]:
         """This split's key blocks, from and to; sizes differ by one at most."""
@@ -79,7 +79,7 @@ class DecodeSm90:
         """Arguments for cute.compile, sizes symbolic."""
         partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
         tensors, scales = (*sm90.fake_forward(self.dtype), partials), (Float32(1.0), Float32(1.0))
-        return (*tensors, *scales, Int32(1), Int32(1), cute.runtime.make_fake_stream())
+        return (*tensors, *scales, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -89,11 +89,10 @@ class DecodeSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits / peers * (Dv + 1) of them, where splits > peers
+        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > CLUSTER
         scale_log2: Float32,
         scale: Float32,
         splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
-        peers: Int32,  # of them, those of a cluster: a divisor of splits
         stream: cuda.CUstream,
     ):
         B, Hq, Sq, Dv = mO.shape
@@ -111,18 +110,22 @@ class DecodeSm90:
         tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, k_slot, (self.tile_n, self.d))
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, v_slot, (self.dv, self.tile_n))
         m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
-        partials = Partials(mPartials.iterator, B * Hq * Sq, splits // peers, Dv)
+        partials = Partials(mPartials.iterator, B * Hq * Sq, splits, Dv)
         scales = (scale_log2, scale)
-        self.kernel((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scales, (splits, peers), layouts).launch(
-            grid=(m_tiles * splits * Hkv * B, 1, 1),
-            cluster=(peers, 1, 1),
-            block=(self.spec.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=self.spec.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU, and there may be none where this is built
-            use_pdl=True,
-        )
-        if splits > peers:
+        arguments = ((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scales, splits, layouts)
+        launch = {
+            "grid": (m_tiles * splits * Hkv * B, 1, 1),
+            "block": (self.spec.threads, 1, 1),
+            "stream": stream,
+            "min_blocks_per_mp": self.spec.ctas_per_sm,
+            "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU, and there may be none here
+            "use_pdl": True,
+        }
+        if splits > 1 and splits <= CLUSTER:
+            self.kernel(*arguments, clustered=True).launch(cluster=(splits, 1, 1), **launch)
+        else:
+            self.kernel(*arguments, clustered=False).launch(**launch)
+        if splits > CLUSTER:
             Combine(sm90.PACKS[self.dtype])(mO, mLSE, partials, stream)
 
     @cute.kernel
@@ -135,8 +138,9 @@ class DecodeSm90:
         mLSE: cute.Tensor,
         partials: cute.Pointer,
         scales: tuple,  # scale * log2(e), scale
-        shares: tuple,  # splits, peers
+        splits: Int32,
         layouts: tuple,  # shared memory of q, k, v
+        clustered: cutlass.Constexpr[bool],
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         element = self.dtype.width // 8
@@ -146,34 +150,30 @@ class DecodeSm90:
         # (64, D, warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
         sQ, sK, sVt = (smem.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts)
         mK, mVt = tensors
-        work = self.my_work(ring_k, ring_v, mQ, mK, shares)
+        work = self.my_work(ring_k, ring_v, mQ, mK, splits)
         sm90.start_cta(warp_idx, atoms, tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         cute.arch.griddepcontrol_wait()  # launched ahead of the end of the kernel before
         cute.arch.griddepcontrol_launch_dependents()
         if warp_idx == 4 * self.warpgroups:
             self.load(sm90.Operand(atoms[0], mK, sK), sm90.Operand(atoms[1], mVt, sVt), work)
         else:
-            self.consume((sQ, sK, sVt), work, (mQ, mO, mLSE, partials), scales)
-        if work.peers > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            self.consume((sQ, sK, sVt), work, (mQ, mO, mLSE, partials), scales, clustered)
+        if cutlass.const_expr(clustered):
+            sm90.join_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.add_up(sVt, work, (mO, mLSE, partials))
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()  # a peer may still read here
+                self.add_up(sVt, work, mO, mLSE)
+            sm90.join_cluster()  # a peer may still read here
 
-    def my_work(self, ring_k: sm90.Ring, ring_v: sm90.Ring, mQ: cute.Tensor, mK: cute.Tensor, shares: tuple) -> Work:
-        """Tiles of one KV head and split are neighbours: they read the same keys at the same time."""
+    def my_work(self, ring_k: sm90.Ring, ring_v: sm90.Ring, mQ: cute.Tensor, mK: cute.Tensor, splits: Int32) -> Work:
+        """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys."""
         heads, Sq = mK.shape[2], mQ.shape[2]
         rows = mQ.shape[1] // heads * Sq
         m_tiles = cute.ceil_div(rows, self.tile_m)
-        splits, peers = shares
-        parts = splits // peers
-        number, rank = cute.arch.block_idx()[0] // peers, cute.arch.block_idx()[0] % peers
-        rest, kv = number // m_tiles, number // m_tiles // parts
+        number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
+        kv = number // m_tiles
         geo = Geometry("full", self.tile_n, Sq, mK.shape[0])
         first_row = number % m_tiles * self.tile_m
-        return Work(ring_k, ring_v, geo, kv % heads, kv // heads, first_row, rows, rest % parts * peers + rank, splits, peers)
+        return Work(ring_k, ring_v, geo, kv % heads, kv // heads, first_row, rows, split, splits)
 
     @cute.jit
     def load(self, k: sm90.Operand, v: sm90.Operand, work: Work):
@@ -187,7 +187,9 @@ class DecodeSm90:
             sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, block - begin, once)
 
     @cute.jit
-    def consume(self, buffers: tuple, work: Work, outside: tuple, scales: tuple):
+    def consume(
+        self, buffers: tuple, work: Work, outside: tuple, scales: tuple, clustered: cutlass.Constexpr[bool]
+    ):
         """Consumer warpgroup: its 64 packed rows against this split's keys."""
         sQ, sK, sVt = buffers
         mQ, mO, mLSE, partials = outside
@@ -239,13 +241,13 @@ class DecodeSm90:
         warpgroup.wait_group(0)
         lse = softmax.finish(output, scales[1])
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        parts = self.parts(partials, work, mO, mLSE)
-        peers = Peers.create(sVt, self.tile_m, self.dv, work.peers)
+        parts = Partials(partials, mLSE.shape[0] * mLSE.shape[1] * work.geo.Sq, work.splits, mO.shape[3])
+        peers = Peers.create(sVt, self.tile_m, self.dv, work.splits)
         sm90.join_warpgroup(Barrier.Q_THERE, wg)  # V's buffer is everybody's
         for r in cutlass.range_constexpr(2):
             if work.first_row + row + 8 * r < work.rows:
                 head, query = work.place(work.first_row + row + 8 * r)
-                if work.peers > 1:
+                if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
                     if lane % 4 == 0:
                         cute.make_tensor(peers.lse(row + 8 * r), cute.make_layout(1))[0] = lse[r]
@@ -259,35 +261,22 @@ class DecodeSm90:
                     if lane % 4 == 0:
                         cute.arch.store(parts.lse(index, work.split), lse[r])
 
-    def parts(self, start: cute.Pointer, work: Work, mO: cute.Tensor, mLSE: cute.Tensor) -> Partials:
-        rows = mLSE.shape[0] * mLSE.shape[1] * work.geo.Sq
-        return Partials(start, rows, work.splits // work.peers, mO.shape[3])
-
     @cute.jit
-    def add_up(self, sVt: cute.Tensor, work: Work, outside: tuple):
-        """Consumers: this CTA's share of the rows' columns, from all CTAs of the cluster."""
-        mO, mLSE, start = outside
-        parts, peers = self.parts(start, work, mO, mLSE), Peers.create(sVt, self.tile_m, self.dv, work.peers)
-        quads = mO.shape[3] // QUAD
+    def add_up(self, sVt: cute.Tensor, work: Work, mO: cute.Tensor, mLSE: cute.Tensor):
+        """Consumers: every CTA of the cluster writes its share of the tile's columns."""
+        peers, quads = Peers.create(sVt, self.tile_m, self.dv, work.splits), mO.shape[3] // QUAD
         total = cutlass.min(work.rows - work.first_row, self.tile_m) * quads
-        mine, rank = cute.ceil_div(total, work.peers), work.split % work.peers
-        end = cutlass.min((rank + 1) * mine, total)
-        threads = sm90.WARPGROUP * self.warpgroups
-        for unit in cutlass.range(rank * mine + cute.arch.thread_idx()[0], end, threads, unroll=1):
+        mine, threads = cute.ceil_div(total, work.splits), sm90.WARPGROUP * self.warpgroups
+        first, end = work.split * mine, cutlass.min((work.split + 1) * mine, total)
+        for unit in cutlass.range(first + cute.arch.thread_idx()[0], end, threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
             share = Share.create()
-            for first in cutlass.range(0, work.peers, AT_ONCE, unroll=1):
-                share.add(peers, row, first, 1, column)
+            for peer in cutlass.range(0, work.splits, AT_ONCE, unroll=1):
+                share.add(peers, row, peer, 1, column)
             head, query = work.place(work.first_row + row)
-            if parts.splits == 1:
-                share.write(mO[work.batch, head, query, None].iterator + column, sm90.PACKS[self.dtype])
-                if column == 0:
-                    mLSE[work.batch, head, query] = share.lse()
-            else:
-                index, part = (work.batch * mLSE.shape[1] + head) * work.geo.Sq + query, work.split // work.peers
-                share.write(parts.output(index, part) + column, None)
-                if column == 0:
-                    cute.arch.store(parts.lse(index, part), share.lse())
+            share.write(mO[work.batch, head, query, None].iterator + column, sm90.PACKS[self.dtype])
+            if column == 0:
+                mLSE[work.batch, head, query] = share.lse()
 
     @cute.jit
     def weigh(

@@ -63,13 +63,10 @@ class Peers:
 
     @classmethod
     def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> Peers:
-        """buffer: at least Peers.floats(rows, columns) of them, that nobody uses any longer."""
+        """buffer: nobody's any longer, and large enough for rows * (columns + PEER_PAD + 1) floats."""
+        assert cute.cosize(buffer) * buffer.element_type.width >= rows * (columns + PEER_PAD + 1) * Float32.width
         start = cute.make_ptr(Float32, buffer.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
         return cls(start, rows, columns + PEER_PAD, count)
-
-    @staticmethod
-    def floats(rows: int, columns: int) -> int:
-        return rows * (columns + PEER_PAD + 1)
 
     def output(self, row: Int32) -> cute.Pointer:
         """This CTA's."""
@@ -194,19 +191,13 @@ class Share:
         return self.top[0] + cute.math.log(self.total[0], fastmath=True)
 
     @cute.jit
-    def write(self, target: cute.Pointer, pack: cutlass.Constexpr[str | None]):
-        """The columns of the sum, in 16 bits, or in fp32 where pack is None."""
+    def write(self, target: cute.Pointer, pack: cutlass.Constexpr[str]):
+        """The columns of the sum, in 16 bits."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
-        if cutlass.const_expr(pack is None):
-            quad = cute.make_rmem_tensor((QUAD,), Float32)
-            for i in cutlass.range_constexpr(QUAD):
-                quad[i] = self.out[i] * inverse
-            cute.autovec_copy(quad, vector_at(target, Float32, QUAD))
-        else:
-            place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
-            pairs = cute.make_tensor(place, cute.make_layout(2))
-            for i in cutlass.range_constexpr(2):
-                pairs[i] = pack_pair(pack, self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
+        place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
+        pairs = cute.make_tensor(place, cute.make_layout(2))
+        for i in cutlass.range_constexpr(2):
+            pairs[i] = pack_pair(pack, self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
     def join_lanes(self):

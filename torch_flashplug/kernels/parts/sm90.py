@@ -291,6 +291,18 @@ def join_warpgroup(first: int, wg: Int32):
 
 
 @cute.jit
+def join_cluster():
+    """Every thread: what CTAs of the cluster have stored in their own shared memory can be read by all.
+
+    Fences of shared memory only: a barrier that releases waits for global memory too, a microsecond (PTX ISA, fence).
+    """
+    cute.arch.inline_ptx("fence.release.sync_restrict::shared::cta.cluster;")
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+    cute.arch.inline_ptx("fence.acquire.sync_restrict::shared::cluster.cluster;")
+
+
+@cute.jit
 def start_cta(warp_idx: Int32, atoms: tuple, rings: tuple):
     """Every thread, before roles part: TMA descriptors on their way, barriers ready. rings: (ring, consumer warps), and
     producer warps where these are not one.
