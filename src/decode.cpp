@@ -10,9 +10,11 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxSplits = 255;  // what a mode word holds
+constexpr int64_t kMaxSplits = 255;        // what a mode word holds
+constexpr int64_t kPair = 2, kSpread = 2;  // CTAs of the least cluster; SMs for each CTA of a larger one
 constexpr int64_t kElementBytes = 2;
-constexpr int64_t kPartialBytes = 8;  // an fp32 partial is written once and read once
+constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
 
 int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
 
@@ -20,6 +22,14 @@ int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
 double partial_ns(const Problem& p, const Tables& tables) {
   return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
+}
+
+// What adding up n splits of every tile takes: in each other's shared memory, or by a second kernel.
+double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
+  if (n == 1) return 0;
+  if (in_memory(n, tables)) return tables.combine_ns + static_cast<double>(n) * partial_ns(p, tables);
+  const int64_t rows = std::min<int64_t>(packed_rows(p), row.tile_m);
+  return tables.cluster_ns + static_cast<double>(rows * p.Dv * kFloatBytes) / tables.cluster_rate;
 }
 
 }  // namespace
@@ -38,6 +48,8 @@ int64_t packed_tiles(const Problem& p, const KernelRow& row) {
   return p.B * p.Hkv * ceil_div(packed_rows(p), row.tile_m);
 }
 
+bool in_memory(int64_t splits, const Tables& tables) { return splits > tables.cluster; }
+
 int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 1); }
 
 // At most one for each block of keys, and partials that the kernels can count in 32 bits.
@@ -48,23 +60,31 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
 }
 
 // Time of a call with n splits: K and V come from memory while every CTA works through its own blocks, whichever takes
-// longer, and partial results are combined.
+// longer, and partial results are added up.
 double split_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const double reading = static_cast<double>(p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes) / tables.read_rate;
   const double working = static_cast<double>(ceil_div(blocks, n) * row.cost);
-  const double combining = tables.combine_ns + static_cast<double>(n) * partial_ns(p, tables);
-  return std::hypot(reading, working) + (n > 1 ? combining : 0.0);
+  return std::hypot(reading, working) + adding_time(p, row, tables, n);
 }
 
-// More CTAs than SMs do not read faster. Below that, what CTAs work and what is combined weigh least together where
-// they are equal: at blocks * cost / n = n * partial_ns; or it is not worth a second kernel at all.
+// More CTAs than SMs do not read faster, nor do clusters of more than a pair on more than half of the SMs: the hardware
+// then puts CTAs of a cluster beside each other on an SM while others idle. Every size of a cluster is tried; beyond,
+// what CTAs work and what is combined weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
 int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
-  const int64_t room = possible_splits(p, row, device.sm_count / packed_tiles(p, row));
-  const int64_t n = ceil_div(blocks, ceil_div(blocks, std::clamp<int64_t>(equal, 1, room)));  // even shares
-  return split_time(p, row, tables, n) < split_time(p, row, tables, 1) ? n : 1;
+  const int64_t sms = device.sm_count / packed_tiles(p, row);  // for each tile
+  const int64_t most = possible_splits(p, row, sms);
+  const int64_t clustered = std::min({tables.cluster, most, std::max(sms / kSpread, kPair)});
+  int64_t best = 1;
+  const auto consider = [&](int64_t wanted) {
+    const int64_t n = ceil_div(blocks, ceil_div(blocks, wanted));  // even shares
+    if (split_time(p, row, tables, n) < split_time(p, row, tables, best)) best = n;
+  };
+  for (int64_t n = 2; n <= clustered; ++n) consider(n);
+  if (most > tables.cluster) consider(std::clamp(equal, tables.cluster + 1, most));
+  return best;
 }
 
 }  // namespace flashplug

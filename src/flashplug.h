@@ -109,9 +109,12 @@ struct Tables {
   int num_kernels = 0, num_choices = 0;
   int64_t decode_rows = 64;       // Sq * G up to here is decode
   double decode_occupancy = 0.8;  // share of the SMs that tiles must fill where keys cannot be split
-  double combine_ns = 1000;       // what splitting costs: a second kernel,
-  double combine_rate = 1500;     // and partial results, bytes per ns
-  double read_rate = 3000;        // of K and V, bytes per ns
+  int64_t cluster = 8;            // splits up to here are CTAs of a cluster, which add up in shared memory:
+  double cluster_ns = 300;        // they wait for each other,
+  double cluster_rate = 42;       // and each adds up its share, bytes per ns
+  double combine_ns = 1500;       // What more splits cost: a second kernel,
+  double combine_rate = 6000;     // and partial results through memory, bytes per ns
+  double read_rate = 1785;        // of K and V, bytes per ns
   uint64_t version = 1;           // another one after every change
 };
 
@@ -212,6 +215,7 @@ Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tabl
 int64_t packed_tiles(const Problem& p, const KernelRow& row);
 int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
+bool in_memory(int64_t splits, const Tables& tables);      // whether that many leave their results there
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
@@ -248,7 +252,7 @@ struct ForwardTensors {
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
-// partials: partial_floats of them; none where splits is 1.
+// partials: partial_floats of them; null where none go through memory.
 void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
                    int64_t splits, double scale, int device_index);
 struct BackwardTensors {

@@ -210,7 +210,7 @@ void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tenso
   Argument described[kForwardOperands], parts;
   TVMFFIAny args[kForwardOperands + 5];
   TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
-  if (splits > 1)
+  if (partials != nullptr)
     describe(partials, 1, kSingle, device_index, true, &parts);
   else  // nothing is written there, but an argument has an address: that of the LSE
     describe_one(described[kForwardOperands - 1].tensor.data, kSingle, device_index, &parts);
@@ -219,7 +219,7 @@ void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tenso
   *next++ = pack_float(scale);
   *next++ = pack_int(splits);
   *next++ = pack_pointer(current_cuda_stream(device_index));
-  std::optional<RelaxedCapture> relaxed;  // the combining kernel may run for the first time, whatever ran before
+  std::optional<RelaxedCapture> relaxed;  // the kernels of splits may run for the first time, whatever ran before
   if (splits > 1) relaxed.emplace();
   run_on(kernel, device_index, args, std::size(args));
 }

@@ -133,11 +133,15 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
   t.choices[t.num_choices++] = row;
   return 0;
 }
-FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, double decode_occupancy, double combine_ns,
-                                         double combine_rate, double read_rate) {
+FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t cluster, double decode_occupancy,
+                                         double cluster_ns, double cluster_rate, double combine_ns, double combine_rate,
+                                         double read_rate) {
   Tables& t = changing_tables();
   t.decode_rows = decode_rows;
+  t.cluster = cluster;
   t.decode_occupancy = decode_occupancy;
+  t.cluster_ns = cluster_ns;
+  t.cluster_rate = cluster_rate;
   t.combine_ns = combine_ns;
   t.combine_rate = combine_rate;
   t.read_rate = read_rate;

@@ -89,8 +89,9 @@ std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& de
   const int64_t ctas = plan.tiles * plan.splits, sms = std::max(device.sm_count, 1);
   return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
          " SMs: splits " + number(plan.splits) + " of " + number(ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits)) +
-         " blocks of " + number(row.tile_n) + " keys, " + number(ctas) + " CTAs (" + number(100 * ctas / sms) +
-         " % of the SMs)";
+         " blocks of " + number(row.tile_n) + " keys, " +
+         (plan.splits > 1 && !in_memory(plan.splits, tables) ? "in clusters, " : "") + number(ctas) + " CTAs (" +
+         number(100 * ctas / sms) + " % of the SMs)";
 }
 
 std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {

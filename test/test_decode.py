@@ -21,6 +21,7 @@ from torch_flashplug import choices, configs, native, sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import Gate
 from torch_flashplug.configs import KernelRow
+from torch_flashplug.spec import CLUSTER
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -60,9 +61,12 @@ def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h
 
 @pytest.fixture
 def own_table() -> Iterator[None]:
-    """Round figures that no retune changes: 1 us for a block of keys, 1.5 us for the second kernel."""
+    """Round figures that no retune changes: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second
+    kernel.
+    """
     rows = [KernelRow("fwd", 90, 64, 64, mask, 64, 128, 2) for mask in ("full", "causal")]
-    gate = Gate(rows=64, occupancy=0.8, combine_ns=1500, combine_rate=1500, read_rate=3000)
+    costs = {"cluster_ns": 1200, "cluster_rate": 30, "combine_ns": 1500, "combine_rate": 1500, "read_rate": 3000}
+    gate = Gate(rows=64, occupancy=0.8, **costs)
     native.push_rows((*rows, KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 1000)), (), gate)
     yield
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
@@ -78,7 +82,9 @@ def own_table() -> Iterator[None]:
         ((1, 32, 8), (1, 8192), 0, 8, 16),
         ((1, 1, 1), (1, 1 << 20), 0, 1, 132),
         ((1, 32, 8), (16, 193), 0, 8, 4),  # no more than blocks of keys
-        ((1, 32, 8), (1, 128), 0, 8, 1),  # the second kernel would cost more than the block that is spared
+        ((1, 32, 8), (1, 128), 0, 8, 1),  # the cluster would cost more than the block that is spared
+        ((1, 32, 8), (1, 512), 0, 8, 8),
+        ((1, 32, 8), (1, 1024), 0, 8, 16),  # and eight blocks cost more than the second kernel
         ((64, 32, 8), (1, 8192), 4, 512, 4),  # forced, whatever the gate says,
         ((1, 32, 8), (1, 8192), 1, 8, 1),
         ((1, 32, 8), (1, 129), MOST, 8, 3),  # yet at most one a block,
@@ -163,9 +169,9 @@ def run(inputs: Inputs, case: Case, num_splits: int) -> tuple[Tensor, Tensor]:
 
 
 def bytes_needed(case: Case, splits: int) -> tuple[int, int, int]:
-    """Of out, LSE and partial results, or of one float where there are none."""
+    """Of out, LSE and partial results, or of one float where there are none: up to a cluster."""
     rows = case.B * case.Hq * case.Sq
-    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 1) if splits > 1 else 1)
+    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 1) if splits > CLUSTER else 1)
 
 
 def poison(case: Case, splits: int) -> None:
@@ -261,7 +267,7 @@ def cache_views(layout: str, batch: int, heads: int, keys: int, dim: int) -> tup
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", (0, 1, 3))
+@pytest.mark.parametrize("num_splits", (0, 1, 3, 12))
 @pytest.mark.parametrize("layout", ("bhsd", "bshd", "packed", "expanded"))
 def test_caches_are_read_in_place(layout, num_splits):
     """The allocator is asked for out, LSE and partial results, in blocks of 512 bytes, and for nothing else."""
@@ -343,7 +349,7 @@ def test_streams_side_by_side(name, num_splits, replayed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", (0, 1, 3))
+@pytest.mark.parametrize("num_splits", (0, 1, 3, 10))
 def test_a_chain_of_calls(num_splits):
     """What calls wrote, as query and as last key, is not read too early by kernels that are launched ahead of time. The
     large scale keeps a chain far from where all queries are alike.
@@ -391,9 +397,10 @@ def test_eager_compiled_and_captured_give_the_same_bits(road: Road, backend: str
 @pytest.mark.isolated(240)
 def test_split_for_the_first_time_under_capture() -> None:
     """One kernel has never run, the other only unsplit: their modules and the combining kernel's are loaded here."""
-    for case, warm in ((case_named("decode_h8x2_d64v64_1x4097"), False), (case_named("decode_1x8k_d128_gqa4"), True)):
+    for name, warm, splits in (("decode_h8x2_d64v64_1x4097", False, 12), ("decode_1x8k_d128_gqa4", True, 3)):
+        case = case_named(name)
         inputs = make_inputs(case, "cuda", SEED)
         if warm:
             run(inputs, case, 1)
-        replay = graph_of(lambda args=(inputs, case, 3): run(*args)[0])
-        assert_bitwise_equal(case.name, replay(), run(inputs, case, 3)[0])
+        replay = graph_of(lambda args=(inputs, case, splits): run(*args)[0])
+        assert_bitwise_equal(case.name, replay(), run(inputs, case, splits)[0])

@@ -23,7 +23,7 @@ from torch_flashplug.testing import Case
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CTAS = 2  # for each SM
 STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # a constant is tried at these multiples
-CONSTANTS = ("combine_ns", "combine_rate", "read_rate")
+CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate", "read_rate")
 Times = dict[str, dict[int, float]]  # case name -> splits -> microseconds
 
 

@@ -40,10 +40,10 @@ STOCK = {
     "efficient": ("efficient attention (torch)", SDPBackend.EFFICIENT_ATTENTION),
     "math": ("math (torch)", SDPBackend.MATH),
 }
-# name -> (label, modules that provide it, first importable wins)
+# name -> (label, modules that provide it, first importable wins; arguments). FA3 splits keys only when told to choose.
 WHEELS = {
-    "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface")),
-    "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",)),
+    "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface"), {"num_splits": 0}),
+    "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",), {}),
 }
 
 
@@ -96,12 +96,12 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
         found[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
     for name, (label, backend) in STOCK.items():
         found[name] = Provider(name, label, sdpa, lambda backend=backend: stock_backend(backend))
-    for name, (label, modules) in WHEELS.items():
+    for name, (label, modules, arguments) in WHEELS.items():
         function, reason = _import_wheel(modules)
         if function is None:
             absent[name] = reason
         else:
-            found[name] = Provider(name, label, _wheel(function), nullcontext)
+            found[name] = Provider(name, label, _wheel(functools.partial(function, **arguments)), nullcontext)
     if wanted is not None:
         found = {name: p for name, p in found.items() if name in wanted}
         absent = {name: reason for name, reason in absent.items() if name in wanted}

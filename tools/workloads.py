@@ -96,11 +96,24 @@ def _decode_sweep() -> list[tuple]:
     ]  # fmt: skip
 
 
+def _decode_dims() -> list[tuple]:
+    """Head dims without a kernel of their own, and D != Dv."""
+    dims = (8, 40, 72, 80, 96, 112, 160, 192, 224, (64, 128), (128, 64), (192, 128))
+    heads = (1, 32, 8), (16, 32, 8), (8, 16, 16), (16, 16, 1)
+    calls = [(h, (1, sk), d) for d in dims for h in heads for sk in (512, 8192)]
+    return calls + [((2, 32, 8), (4, sk), d) for d in dims for sk in (512, 8192)]
+
+
 def decode() -> list[Case]:
-    """Few query rows against many keys: "decode_", the table of the project's baselines, and "sweep_"."""
+    """Few query rows against many keys: "decode_", the table of the project's baselines, "sweep_" and "dims_"."""
     name = "{}_b{}h{}kv{}_{}x{}_d{}"
-    listed = [("decode", *call) for call in _DECODE] + [("sweep", *call) for call in _decode_sweep()]
-    return [_case(name.format(what, *heads, *seq, d), heads, seq, (d, d)) for what, heads, seq, d in listed]
+    lists = {"decode": _DECODE, "sweep": _decode_sweep(), "dims": _decode_dims()}
+    cases = []
+    for what, (heads, seq, dims) in [(what, call) for what, calls in lists.items() for call in calls]:
+        d, dv = dims if isinstance(dims, tuple) else (dims, dims)
+        label = f"{d}v{dv}" if d != dv else d
+        cases.append(_case(name.format(what, *heads, *seq, label), heads, seq, (d, dv)))
+    return cases
 
 
 def gate() -> list[Case]:

@@ -19,8 +19,10 @@ class Gate:
 
     rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile
     occupancy: float  # share of the SMs that tiles must fill where keys cannot be split (is_causal: few are visible)
-    combine_ns: float  # what splitting costs: a second kernel,
-    combine_rate: float  # and partial results, written and read: bytes per ns
+    cluster_ns: float  # what splitting costs in a cluster: CTAs wait for each other,
+    cluster_rate: float  # and each adds up its share in shared memory: bytes per ns;
+    combine_ns: float  # beyond a cluster: a second kernel,
+    combine_rate: float  # and partial results, written to memory and read: bytes per ns
     read_rate: float  # of K and V: bytes per ns
 
 
@@ -52,9 +54,11 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
 
-# 2026-11-22, H100: fitted, with cost of the decode kernels' rows, to 26 times of 11 calls in 1 to 264 splits and to the
-# sweep of suite decode.
-GATE = Gate(rows=64, occupancy=0.8, combine_ns=1000, combine_rate=1500, read_rate=3000)
+# 2026-11-22, H100: fitted, with cost of the decode kernels' rows, by tools/tune.py gate to 445 times of 69 calls: 0.4 %
+# over the best number of splits of each. Only together do these numbers mean anything: reading and working overlap.
+GATE = Gate(
+    rows=64, occupancy=0.8, cluster_ns=300, cluster_rate=42, combine_ns=1500, combine_rate=6000, read_rate=1785
+)
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"

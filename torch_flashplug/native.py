@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import CHOICE_KINDS
+from .spec import CLUSTER
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow, Gate
@@ -122,7 +123,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_facts_override.argtypes = [ints]
     library.flashplug_add_kernel_row.argtypes = [ints]
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
-    library.flashplug_set_gate.argtypes = [ctypes.c_int64, *[ctypes.c_double] * 4]
+    library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_double] * 6]
     for name in ("plan_text", "forced_error"):
         getattr(library, f"flashplug_{name}").argtypes = [
             ints,
@@ -270,7 +271,8 @@ def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow]
         add_kernel_row(kernel_row)
     for choice_row in choice_rows:
         add_choice_row(choice_row)
-    lib().flashplug_set_gate(gate.rows, gate.occupancy, gate.combine_ns, gate.combine_rate, gate.read_rate)
+    rates = (gate.cluster_ns, gate.cluster_rate, gate.combine_ns, gate.combine_rate, gate.read_rate)
+    lib().flashplug_set_gate(gate.rows, CLUSTER, gate.occupancy, *rates)
 
 
 def kernel_name(row: int, dtype: str) -> str:

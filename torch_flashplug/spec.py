@@ -22,6 +22,7 @@ WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
 ELEMENT_BYTES = 2
 FP32_BYTES = 4
+CLUSTER = 8  # CTAs of a cluster at most: what every Hopper GPU can place (16 ran slower where they could be)
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture

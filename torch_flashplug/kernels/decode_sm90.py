@@ -21,7 +21,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import CLUSTER, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
 from .parts.geometry import Geometry
@@ -29,7 +29,6 @@ from .parts.mask import Mask
 from .parts.scratch import QUAD, vector_at
 from .parts.softmax import OnlineSoftmax
 
-CLUSTER = 8  # CTAs of a cluster at most: with 16 of them, half of the time goes into finding room for it
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of one 16-byte access
 PAIR = 2  # neighbouring columns of a thread
