@@ -173,10 +173,10 @@ vision_4k_d72
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
-    fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=8
+    fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
       choice row 10: 0.981 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 8 of 16 blocks
-        of 64 keys, in clusters, 64 CTAs (48 % of the SMs)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
@@ -231,10 +231,10 @@ vision_4k_d72
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
-    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=8
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
       choice row 4: 1.000 x stock (test row: decode)
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 8 of 16 blocks
-        of 64 keys, in clusters, 64 CTAs (48 % of the SMs)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=512 splits=1
@@ -265,10 +265,10 @@ prefill_4k_d128_causal
       fa3: no CUDA device; these kernels run on GPUs
 decode_1x8k_d128_gqa4
   h100 h200
-    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=8
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
       choice row 4: 1.000 x stock (test row: decode)
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 8 of 16 blocks
-        of 64 keys, in clusters, 64 CTAs (48 % of the SMs)
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -365,9 +365,9 @@ train_4k_d128_causal
         serves this device
 decode_1x8k_d128_gqa4
   h100
-    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=8
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 8 of 16 blocks
-        of 64 keys, in clusters, 64 CTAs (48 % of the SMs)
+    fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
+        of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention

@@ -39,18 +39,24 @@ def in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
     return run
 
 
+def states_of(case: Case) -> dict[str, tuple[int, int]]:
+    """State of K and V -> copies of them that a graph goes through, and how often."""
+    warm = {"warm": (1, WARM_CALLS)} if kv_bytes(case) <= WARM_BYTES else {}
+    return {"cold": (copies_of(case), 1)} | warm
+
+
 def suite_decode(bench: Bench) -> None:
     for case in workloads.decode():
-        for state in ("cold", "warm"):
+        for state in states_of(case):
             name = f"{case.name}_{state}"
-            if (state == "cold" or kv_bytes(case) <= WARM_BYTES) and bench.take(name):
+            if bench.take(name):
                 _measure(bench, case, state, name)
 
 
 def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
     from streaming import reader  # needs triton, which CPU builds of torch lack
 
-    copies, turns = (1, WARM_CALLS) if state == "warm" else (copies_of(case), 1)
+    copies, turns = states_of(case)[state]
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     skipped = {"efficient", "math"} if kv_bytes(case) > MATH_BYTES else {"efficient"}
     names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(who.ONE_ORDER)]

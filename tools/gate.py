@@ -22,35 +22,37 @@ from torch_flashplug.testing import Case
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CTAS = 2  # for each SM
+WEIGHT = 1.5  # a large loss counts for more than several small ones that add up to it
 STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # a constant is tried at these multiples
 CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate", "read_rate")
-Times = dict[str, dict[int, float]]  # case name -> splits -> microseconds
+Times = dict[str, dict[str, dict[int, float]]]  # case name -> K and V cold or warm -> splits -> microseconds
 
 
 def measure(rounds: int) -> tuple[list[Case], Times]:
-    """Every case in every number of splits that it can have, K and V from memory."""
+    """Every case in every number of splits that it can have, K and V from memory, then from L2 if they fit."""
     import torch
     import torch.nn.functional as F  # noqa: N812
     import workloads
-    from decode import copies_of, in_turn
+    from decode import in_turn, states_of
 
     import torch_flashplug
     from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
 
     sms, times, cases = torch.cuda.get_device_properties(0).multi_processor_count, {}, workloads.gate()
     for case in cases:
-        inputs = [make_inputs(case, "cuda", seed) for seed in range(copies_of(case))]
         blocks, tiles = -(-case.Sk // 64), case.B * case.Hkv
-        runs = {}
-        for splits in SPLITS:
-            if splits > 1 and (splits > blocks or splits * tiles > MOST_CTAS * sms):
-                continue
-            with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", num_splits=splits):
-                calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
-                runs[str(splits)] = Candidate(captured(in_turn(calls), 1))
-        timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
-        times[case.name] = {int(splits): 1e3 * t.ms / len(inputs) for splits, t in timed.items()}
-        print(case.name, {splits: round(us, 1) for splits, us in times[case.name].items()}, flush=True)
+        possible = [n for n in SPLITS if n == 1 or (n <= blocks and n * tiles <= MOST_CTAS * sms)]
+        times[case.name] = {}
+        for state, (copies, turns) in states_of(case).items():
+            inputs = [make_inputs(case, "cuda", seed) for seed in range(copies)]
+            calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
+            runs = {}
+            for splits in possible:
+                with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", num_splits=splits):
+                    runs[str(splits)] = Candidate(captured(in_turn(calls), turns))
+            timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
+            times[case.name][state] = {int(n): 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
+            print(case.name, state, {n: round(us, 1) for n, us in times[case.name][state].items()}, flush=True)
     return cases, times
 
 
@@ -61,13 +63,13 @@ def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str,
 
 
 def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
-    """Mean log of time / best time; a number of splits that was not timed counts as the nearest that was."""
+    """Mean of a power of log(time / best time); splits that were not timed count as the nearest that were."""
     losses = []
     for case in cases:
-        known = times[case.name]
         splits = chosen(case, rows, gate, facts)
-        nearest = min(known, key=lambda n: abs(math.log(n / splits)))
-        losses.append(math.log(known[nearest] / min(known.values())))
+        for known in times[case.name].values():
+            nearest = min(known, key=lambda n: abs(math.log(n / splits)))
+            losses.append(math.log(known[nearest] / min(known.values())) ** WEIGHT)
     return statistics.fmean(losses)
 
 
@@ -86,7 +88,7 @@ def fit(cases: list[Case], times: Times, facts: dict[str, int]) -> tuple[tuple[K
         tries += [(with_cost(rows, i, round(rows[i].cost * x)), gate) for i in decodes for x in STEPS]
         for other_rows, other_gate in tries:
             value = loss(cases, times, other_rows, other_gate, facts)
-            if value < best - 1e-4:
+            if value < best - 1e-5:
                 rows, gate, best, gained = other_rows, other_gate, value, True
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
     return rows, gate, best
@@ -104,16 +106,21 @@ def tune_gate(times_from: Path | None, out: Path, rounds: int) -> None:
         print("wrote", report.write_json(document, out))
     else:
         document = json.loads(times_from.read_text())
-        times = {name: {int(n): us for n, us in known.items()} for name, known in document["us"].items()}
+        times = {
+            name: {state: {int(n): us for n, us in known.items()} for state, known in states.items()}
+            for name, states in document["us"].items()
+        }
         cases, facts = [case for case in workloads.gate() if case.name in times], document["facts"]
-    print(f"today: {100 * loss(cases, times, configs.KERNEL_ROWS, choices.GATE, facts):.2f} % over the best splits")
+    print(f"today: {loss(cases, times, configs.KERNEL_ROWS, choices.GATE, facts):.5f}")
     rows, gate, least = fit(cases, times, facts)
-    print(f"fitted: {100 * least:.2f} %\n{gate}")
+    print(f"fitted: {least:.5f}\n{gate}")
     for row in rows:
         if row.kind == "decode":
             print(row)
     for case in cases:
-        known, splits = times[case.name], chosen(case, rows, gate, facts)
-        best = min(known, key=known.__getitem__)
-        if splits not in known or known[splits] > 1.03 * known[best]:
-            print(f"  {case.name}: splits {splits} ({known.get(splits, 0):.1f} us), best {best} ({known[best]:.1f} us)")
+        splits = chosen(case, rows, gate, facts)
+        for state, known in times[case.name].items():
+            best = min(known, key=known.__getitem__)
+            if splits not in known or known[splits] > 1.03 * known[best]:
+                taken = f"splits {splits} ({known.get(splits, 0):.1f} us)"
+                print(f"  {case.name} {state}: {taken}, best {best} ({known[best]:.1f} us)")

@@ -14,18 +14,17 @@ WORDS, WARPS = 4096, 16  # of 24 shapes and two policies the fastest from 256 MB
 
 
 @triton.jit
-def _read(k, v, out, words, block: tl.constexpr):
+def _read(k, v, out, words_k, words_v, block: tl.constexpr):
     """Every program reads a part of K and V, and leaves their sum so that nobody leaves the reading out."""
     at = tl.program_id(0) * block + tl.arange(0, block)
-    inside = at < words
-    total = tl.load(k + at, inside, 0, eviction_policy="evict_first")
-    total ^= tl.load(v + at, inside, 0, eviction_policy="evict_first")
+    total = tl.load(k + at, at < words_k, 0, eviction_policy="evict_first")
+    total ^= tl.load(v + at, at < words_v, 0, eviction_policy="evict_first")
     tl.store(out + tl.program_id(0), tl.sum(total))
 
 
 def reader(inputs: Inputs) -> Callable[[], None]:
     """A call that reads all of K and V once."""
     k, v = (t.transpose(1, 2).reshape(-1).view(torch.int32) for t in (inputs.k, inputs.v))
-    programs = triton.cdiv(k.numel(), WORDS)
+    programs = triton.cdiv(max(k.numel(), v.numel()), WORDS)
     out = torch.empty(programs, dtype=torch.int32, device=k.device)
-    return lambda: _read[(programs,)](k, v, out, k.numel(), WORDS, num_warps=WARPS)
+    return lambda: _read[(programs,)](k, v, out, k.numel(), v.numel(), WORDS, num_warps=WARPS)
