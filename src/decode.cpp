@@ -10,8 +10,8 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxSplits = 255;        // what a mode word holds
-constexpr int64_t kPair = 2, kSpread = 2;  // CTAs of the least cluster; SMs for each CTA of a larger one
+constexpr int64_t kMaxSplits = 255;  // what a mode word holds
+constexpr int64_t kL2Bytes = 50 << 20;
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
@@ -19,6 +19,16 @@ constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read onc
 int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
+
+int64_t kv_bytes(const Problem& p) { return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes; }
+
+// Of this many SMs, those that clusters of n CTAs can keep evenly busy. Pairs: all; larger ones are put beside each
+// other on some SMs while others idle. Three may take three quarters, where K and V may come from L2: memory gains
+// nothing.
+int64_t clustered_sms(int64_t n, int64_t sms, int64_t bytes) {
+  if (n <= 2) return sms;
+  return n == 3 && bytes <= kL2Bytes ? sms * 3 / 4 : sms / 2;
+}
 
 double partial_ns(const Problem& p, const Tables& tables) {
   return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
@@ -63,26 +73,24 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
 // longer, and partial results are added up.
 double split_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
-  const double reading = static_cast<double>(p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes) / tables.read_rate;
+  const double reading = static_cast<double>(kv_bytes(p)) / tables.read_rate;
   const double working = static_cast<double>(ceil_div(blocks, n) * row.cost);
   return std::hypot(reading, working) + adding_time(p, row, tables, n);
 }
 
-// More CTAs than SMs do not read faster, nor do clusters of more than a pair on more than half of the SMs: the hardware
-// then puts CTAs of a cluster beside each other on an SM while others idle. Every size of a cluster is tried; beyond,
-// what CTAs work and what is combined weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
+// More CTAs than SMs do not read faster. Every size of a cluster is tried; beyond, what CTAs work and what is combined
+// weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
 int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
-  const int64_t sms = device.sm_count / packed_tiles(p, row);  // for each tile
-  const int64_t most = possible_splits(p, row, sms);
-  const int64_t clustered = std::min({tables.cluster, most, std::max(sms / kSpread, kPair)});
+  const int64_t tiles = packed_tiles(p, row), most = possible_splits(p, row, device.sm_count / tiles);
   int64_t best = 1;
   const auto consider = [&](int64_t wanted) {
     const int64_t n = ceil_div(blocks, ceil_div(blocks, wanted));  // even shares
     if (split_time(p, row, tables, n) < split_time(p, row, tables, best)) best = n;
   };
-  for (int64_t n = 2; n <= clustered; ++n) consider(n);
+  for (int64_t n = 2; n <= std::min(tables.cluster, most); ++n)
+    if (n * tiles <= clustered_sms(n, device.sm_count, kv_bytes(p))) consider(n);
   if (most > tables.cluster) consider(std::clamp(equal, tables.cluster + 1, most));
   return best;
 }

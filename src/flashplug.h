@@ -101,7 +101,7 @@ constexpr int kMaxRows = 128;
 constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
 constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
 static_assert(std::size(kKindNames) == kKindDecode + 1, "every kind has a name");
-constexpr int kKindMixBwd = 5;  // of choice rows only: a backward where D != Dv
+constexpr int kKindMixBwd = 5, kKindMixDecode = 6;  // of choice rows only: where D != Dv
 
 struct Tables {
   KernelRow kernels[kMaxRows];

@@ -169,7 +169,8 @@ Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tabl
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   if (plan->gate.closed && kernel.kind != kKindDecode)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kernel.kind, kHopper, kernel, plan->tiles, tables);
+  const int kind = kernel.kind == kKindDecode && p.D != p.Dv ? kKindMixDecode : kernel.kind;
+  plan->choice_row = find_choice_row(p, kind, kHopper, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, tables);
 }
 

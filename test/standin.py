@@ -30,6 +30,8 @@ SERVE_ALL = tuple(
         ("decode", True),
         ("bwd", True),
         ("mixbwd", True),
+        ("mixdecode", False),
+        ("mixdecode", True),
     )
     for mask in ("full", "causal")
 )

@@ -19,8 +19,6 @@ from torch._dynamo.utils import counters
 import torch_flashplug
 from torch_flashplug import choices, configs, native, sdpa_backend
 from torch_flashplug.api import DEVICES
-from torch_flashplug.choices import Gate
-from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import CLUSTER
 from torch_flashplug.testing import (
     Case,
@@ -61,13 +59,10 @@ def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h
 
 @pytest.fixture
 def own_table() -> Iterator[None]:
-    """Round figures that no retune changes: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second
-    kernel.
-    """
-    rows = [KernelRow("fwd", 90, 64, 64, mask, 64, 128, 2) for mask in ("full", "causal")]
-    costs = {"cluster_ns": 1200, "cluster_rate": 30, "combine_ns": 1500, "combine_rate": 1500, "read_rate": 3000}
-    gate = Gate(rows=64, occupancy=0.8, **costs)
-    native.push_rows((*rows, KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 1000)), (), gate)
+    """Round figures: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second kernel."""
+    rows = [configs.KernelRow("fwd", 90, 64, 64, mask, 64, 128, 2) for mask in ("full", "causal")]
+    gate = choices.Gate(64, 0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500, combine_rate=1500, read_rate=3000)
+    native.push_rows((*rows, configs.KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 1000)), (), gate)
     yield
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
 
@@ -398,8 +393,7 @@ def test_eager_compiled_and_captured_give_the_same_bits(road: Road, backend: str
 def test_split_for_the_first_time_under_capture() -> None:
     """One kernel has never run, the other only unsplit: their modules and the combining kernel's are loaded here."""
     for name, warm, splits in (("decode_h8x2_d64v64_1x4097", False, 12), ("decode_1x8k_d128_gqa4", True, 3)):
-        case = case_named(name)
-        inputs = make_inputs(case, "cuda", SEED)
+        inputs = make_inputs(case := case_named(name), "cuda", SEED)
         if warm:
             run(inputs, case, 1)
         replay = graph_of(lambda args=(inputs, case, splits): run(*args)[0])

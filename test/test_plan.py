@@ -127,14 +127,14 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 18: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 31: 0.981 x stock (2026-11-21 H100,
+      choice row 25: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 38: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 21: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+      choice row 28: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
         with our backward)
       gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
         serve ratio; stock is faster
@@ -174,13 +174,13 @@ vision_4k_d72
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
-      choice row 10: 0.981 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 14: 0.996 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
-      choice row 10: 0.981 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 14: 0.996 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)

@@ -97,11 +97,13 @@ def _decode_sweep() -> list[tuple]:
 
 
 def _decode_dims() -> list[tuple]:
-    """Head dims without a kernel of their own, and D != Dv."""
+    """Head dims without a kernel of their own, and D != Dv; head dims that have one, with more rows."""
     dims = (8, 40, 72, 80, 96, 112, 160, 192, 224, (64, 128), (128, 64), (192, 128))
     heads = (1, 32, 8), (16, 32, 8), (8, 16, 16), (16, 16, 1)
     calls = [(h, (1, sk), d) for d in dims for h in heads for sk in (512, 8192)]
-    return calls + [((2, 32, 8), (4, sk), d) for d in dims for sk in (512, 8192)]
+    calls += [((2, 32, 8), (4, sk), d) for d in dims for sk in (512, 8192)]
+    rows = ((1, 32, 1), 1), ((16, 32, 1), 1), ((64, 32, 1), 1), ((1, 64, 1), 1), ((16, 64, 1), 1), ((2, 32, 8), 16)
+    return calls + [(h, (sq, sk), d) for d in (64, 256) for h, sq in rows for sk in (128, 512, 2048, 8192)]
 
 
 def decode() -> list[Case]:

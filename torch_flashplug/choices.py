@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .spec import KINDS
 
-CHOICE_KINDS = (*KINDS, "mixbwd")
+CHOICE_KINDS = (*KINDS, "mixbwd", "mixdecode")
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
 
@@ -30,7 +30,7 @@ class Gate:
 class ChoiceRow:
     """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
     "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
-    "mixbwd": backward where D != Dv.
+    "mixbwd", "mixdecode": backward and decode where D != Dv.
     """
 
     kind: str  # one of CHOICE_KINDS
@@ -56,9 +56,7 @@ class ChoiceRow:
 
 # 2026-11-22, H100: fitted, with cost of the decode kernels' rows, by tools/tune.py gate to 727 times of 69 calls, K and
 # V from memory and from L2. Only together do these numbers mean anything: reading and working overlap.
-GATE = Gate(
-    rows=64, occupancy=0.8, cluster_ns=300, cluster_rate=42, combine_ns=750, combine_rate=6000, read_rate=1785
-)
+GATE = Gate(rows=64, occupancy=0.8, cluster_ns=300, cluster_rate=42, combine_ns=750, combine_rate=6000, read_rate=1785)
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"
@@ -81,14 +79,22 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
     ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
     ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
-    # Few query rows: 190 calls, K and V from memory and from L2, groups of 1, 4, 32, 64. Stock splits keys of one query
-    # only. With many query heads for a KV head and few keys, a block's work, not memory, takes the time.
-    ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.019, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.981, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.058, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 121, 128, 2, ANY, 1, ANY, 0, 1.902, _DECODE),
-    ChoiceRow("decode", 90, False, "full", 121, 128, 1, 1, 4097, ANY, 0, 0.978, _DECODE),
-    ChoiceRow("decode", 90, False, "full", 121, 128, 1, 1, 1, 4096, 0, 0.850, _DECODE),
+    # Few query rows: 324 calls in 498 states, K and V from memory and from L2; groups of 1, 4, 16, 32, 64. Kernels of
+    # larger head dims fill up with zeros: where K and V are few, that is not what takes the time.
+    ChoiceRow("decode", 90, False, "full", 1, 56, 1, ANY, 1, 1024, 0, 0.978, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.575, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.013, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 65, 120, 1, ANY, 1, 1024, 0, 1.086, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 65, 120, 1, ANY, 1, ANY, 0, 0.892, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.996, _DECODE),
+    ChoiceRow("decode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.047, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 193, 248, 1, ANY, 1, 1024, 0, 1.194, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.927, _DECODE, max_packed=16),
+    ChoiceRow("decode", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.070, _DECODE, max_packed=16),
+    # D != Dv: (64, 128), (128, 64), (192, 128).
+    ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 0.993, _DECODE, max_packed=16),
+    ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.936, _DECODE, max_packed=16),
+    ChoiceRow("mixdecode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.113, _DECODE, max_packed=16),
     # Our forward with cuDNN's backward, both together.
     ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),

@@ -26,6 +26,7 @@ CLUSTER = 8  # CTAs of a cluster at most: what every Hopper GPU can place (16 ra
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
 SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
+L2_BYTES = {90: 50 << 20}
 SMEM_RESERVED = 1024  # of every CTA beside that
 MAX_REGISTERS = 255  # of a thread
 REGISTER_FILE = 65536

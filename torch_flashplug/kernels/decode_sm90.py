@@ -17,11 +17,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import CLUSTER, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import CLUSTER, L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
 from .parts.geometry import Geometry
@@ -180,15 +180,19 @@ class DecodeSm90:
         tKsK, tKgK = k.head(work.kv_head, work.batch).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = v.head(work.kv_head, work.batch).tiles((self.dv, self.tile_n), (0, None))
         begin, end = work.blocks()
-        once = cutlass.Int64(sm90.EVICT_FIRST)
+        policy = self.policy(k.m, v.m)
         for block in cutlass.range(begin, end, unroll=1):
-            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, block - begin, once)
-            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, block - begin, once)
+            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, block - begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, block - begin, policy)
+
+    def policy(self, mK: cute.Tensor, mVt: cute.Tensor) -> Int64:
+        """K and V that fit in L2 may be there when they are read again; larger ones only push out others (3 %)."""
+        Sk, D, heads, batch = mK.shape
+        many = Int64(Sk) * heads * batch * (D + mVt.shape[0]) * (self.dtype.width // 8) > L2_BYTES[self.spec.arch]
+        return Int64(cutlass.select_(many, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
 
     @cute.jit
-    def consume(
-        self, buffers: tuple, work: Work, outside: tuple, scales: tuple, clustered: cutlass.Constexpr[bool]
-    ):
+    def consume(self, buffers: tuple, work: Work, outside: tuple, scales: tuple, clustered: cutlass.Constexpr[bool]):
         """Consumer warpgroup: its 64 packed rows against this split's keys."""
         sQ, sK, sVt = buffers
         mQ, mO, mLSE, partials = outside
@@ -239,25 +243,40 @@ class DecodeSm90:
         times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(last)], accumulate=True)
         warpgroup.wait_group(0)
         lse = softmax.finish(output, scales[1])
-        row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
+        if cutlass.const_expr(clustered):
+            sm90.join_warpgroup(Barrier.Q_THERE, wg)  # nobody reads V any longer, which lay where results go
+        self.leave(work, wg * ROWS + thread // sm90.WARP * SLAB + lane // 4, output, lse, (sVt, *outside), clustered)
+
+    @cute.jit
+    def leave(
+        self,
+        work: Work,
+        row: Int32,  # of the tile: this thread's first, the other one is the eighth after it
+        output: cute.Tensor,
+        lse: cute.Tensor,
+        outside: tuple,
+        clustered: cutlass.Constexpr[bool],
+    ):
+        """Results of a thread's two rows: to the cluster, to O and LSE where keys are not split, or to partials."""
+        sVt, _, mO, mLSE, partials = outside
         parts = Partials(partials, mLSE.shape[0] * mLSE.shape[1] * work.geo.Sq, work.splits, mO.shape[3])
         peers = Peers.create(sVt, self.tile_m, self.dv, work.splits)
-        sm90.join_warpgroup(Barrier.Q_THERE, wg)  # V's buffer is everybody's
+        head_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if work.first_row + row + 8 * r < work.rows:
                 head, query = work.place(work.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
-                    if lane % 4 == 0:
+                    if head_of_row:
                         cute.make_tensor(peers.lse(row + 8 * r), cute.make_layout(1))[0] = lse[r]
                 elif work.splits == 1:
                     self.write_row(mO[work.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True)
-                    if lane % 4 == 0:
+                    if head_of_row:
                         mLSE[work.batch, head, query] = lse[r]
                 else:
                     index = (work.batch * mLSE.shape[1] + head) * work.geo.Sq + query
                     self.write_row(parts.output(index, work.split), output, r, mO.shape[3], narrow=False)
-                    if lane % 4 == 0:
+                    if head_of_row:
                         cute.arch.store(parts.lse(index, work.split), lse[r])
 
     @cute.jit
@@ -278,9 +297,7 @@ class DecodeSm90:
                 mLSE[work.batch, head, query] = share.lse()
 
     @cute.jit
-    def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, mask: Mask, block: Int32, first: cutlass.Constexpr[bool]
-    ):
+    def weigh(self, S: cute.Tensor, softmax: OnlineSoftmax, mask: Mask, block: Int32, first: cutlass.Constexpr[bool]):
         """Scores into probabilities; every row sees a key of every block, so none is masked out whole."""
         if (block + 1) * self.tile_n > mask.geo.Sk:
             mask.apply(S, block)

@@ -126,6 +126,7 @@ class Combine:
         step = cutlass.select_(many, Int32(WARPS * WARP // COLUMN_LANES), Int32(WARP // COLUMN_LANES))
 
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
         part = Share.create()
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):

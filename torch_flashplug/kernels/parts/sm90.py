@@ -22,7 +22,7 @@ from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
-EVICT_FIRST = 0x12F0000000000000  # L2 policy of a TMA load that nobody repeats
+EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 policies of TMA loads
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
