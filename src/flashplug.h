@@ -112,7 +112,7 @@ struct Tables {
   int64_t cluster = 8;            // splits up to here are CTAs of a cluster, which add up in shared memory:
   double cluster_ns = 300;        // they wait for each other,
   double cluster_rate = 42;       // and each adds up its share, bytes per ns
-  double combine_ns = 750;        // What more splits cost: a second kernel,
+  double combine_ns = 525;        // What more splits cost: a second kernel,
   double combine_rate = 6000;     // and partial results through memory, bytes per ns
   double read_rate = 1785;        // of K and V, bytes per ns
   uint64_t version = 1;           // another one after every change
