@@ -156,9 +156,8 @@ prefill_16k_d64_fp16
       gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
 one_small_tile
   h100
-    stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+    fa3 decode_sm90_bf16_d64_full_m64n64s4 tiles=1 splits=1
+      choice row 11: 0.998 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
@@ -174,13 +173,13 @@ vision_4k_d72
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
-      choice row 14: 0.996 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 14: 0.994 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
-      choice row 14: 0.996 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 14: 0.994 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
