@@ -84,8 +84,13 @@ def test_kept_results_have_the_agreed_form(path):
     document = json.loads(path.read_text())
     if "suite" not in document:
         pytest.skip("not a benchmark's file")
-    assert {"gpu", "torch", "cudnn", "commit", "clocks", "rows"} <= set(document)
+    assert {"gpu", "torch", "cudnn", "commit", "clocks"} <= set(document)
     assert document["rounds"] >= 7
+    if document["suite"] == "gate":  # times of ours alone: call -> state -> splits -> microseconds
+        assert document["facts"]["sm_count"] > 0
+        times = [us for states in document["us"].values() for known in states.values() for us in known.values()]
+        assert len(times) > 100 and min(times) > 0
+        return
     for row in document["rows"]:
         assert {"case", "ours_ms", "peers_ms", "ratio", "spread"} <= set(row)
 

@@ -102,7 +102,8 @@ def tune_gate(times_from: Path | None, out: Path, rounds: int) -> None:
     if times_from is None:
         facts = native.device_facts(0)
         cases, times = measure(rounds)
-        document = report.header("gate", report.read_clocks(), report.commit()) | {"facts": facts, "us": times}
+        document = report.header("gate", report.read_clocks(), report.commit())
+        document |= {"rounds": rounds, "facts": facts, "us": times}
         print("wrote", report.write_json(document, out))
     else:
         document = json.loads(times_from.read_text())
