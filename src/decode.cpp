@@ -11,7 +11,6 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kMaxSplits = 255;  // what a mode word holds
-constexpr int64_t kL2Bytes = 50 << 20;
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
@@ -22,13 +21,12 @@ int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
 int64_t kv_bytes(const Problem& p) { return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes; }
 
-// Of this many SMs, those that clusters of n CTAs can keep evenly busy. Pairs: all. Larger ones are put beside each
-// other on some SMs while others idle: beyond half of the SMs threes gain a little, the others lose. Where memory is
-// the limit all take three quarters (H100: 2 % slower), since half of an H200's SMs cannot read all that its memory
-// has.
-int64_t clustered_sms(int64_t n, int64_t sms, int64_t bytes) {
-  if (n <= 2) return sms;
-  return n == 3 || bytes > kL2Bytes ? sms * 3 / 4 : sms / 2;
+// The SMs that clusters of n CTAs can keep evenly busy. Pairs: all. Larger ones are put beside each other on some SMs
+// while others idle: beyond half of the SMs threes gain a little, the others lose. Where memory is the limit all take
+// three quarters (H100: 2 to 6 % slower), since half of an H200's SMs cannot read all that its memory has.
+int64_t clustered_sms(const Problem& p, const DeviceFacts& device, int64_t n) {
+  if (n <= 2) return device.sm_count;
+  return n == 3 || kv_bytes(p) > device.l2_bytes ? device.sm_count * 3 / 4 : device.sm_count / 2;
 }
 
 double partial_ns(const Problem& p, const Tables& tables) {
@@ -91,7 +89,7 @@ int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& d
     if (split_time(p, row, tables, n) < split_time(p, row, tables, best)) best = n;
   };
   for (int64_t n = 2; n <= std::min(tables.cluster, most); ++n)
-    if (n * tiles <= clustered_sms(n, device.sm_count, kv_bytes(p))) consider(n);
+    if (n * tiles <= clustered_sms(p, device, n)) consider(n);
   if (most > tables.cluster) consider(std::clamp(equal, tables.cluster + 1, most));
   return best;
 }

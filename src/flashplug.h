@@ -107,15 +107,16 @@ struct Tables {
   KernelRow kernels[kMaxRows];
   ChoiceRow choices[kMaxRows];
   int num_kernels = 0, num_choices = 0;
-  int64_t decode_rows = 64;       // Sq * G up to here is decode
-  double decode_occupancy = 0.8;  // share of the SMs that tiles must fill where keys cannot be split
-  int64_t cluster = 8;            // splits up to here are CTAs of a cluster, which add up in shared memory:
-  double cluster_ns = 300;        // they wait for each other,
-  double cluster_rate = 42;       // and each adds up its share, bytes per ns
-  double combine_ns = 525;        // What more splits cost: a second kernel,
-  double combine_rate = 6000;     // and partial results through memory, bytes per ns
-  double read_rate = 1785;        // of K and V, bytes per ns
-  uint64_t version = 1;           // another one after every change
+  // The gate, pushed with the rows (choices.py).
+  int64_t decode_rows = 0;      // Sq * G up to here is decode
+  double decode_occupancy = 0;  // share of the SMs that tiles must fill where keys cannot be split
+  int64_t cluster = 0;          // splits up to here are CTAs of a cluster, which add up in shared memory:
+  double cluster_ns = 0;        // they wait for each other,
+  double cluster_rate = 0;      // and each adds up its share, bytes per ns
+  double combine_ns = 0;        // What more splits cost: a second kernel,
+  double combine_rate = 0;      // and partial results through memory, bytes per ns
+  double read_rate = 0;         // of K and V, bytes per ns
+  uint64_t version = 1;         // another one after every change
 };
 
 // ---- the plan ----

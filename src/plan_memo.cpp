@@ -10,7 +10,7 @@ namespace flashplug {
 namespace {
 
 constexpr int kSlotBits = 6;  // of a thread's slots; a plan that collides with another one is made again
-constexpr size_t kWords = 18;
+constexpr size_t kWords = 19;
 
 using Key = std::array<uint64_t, kWords>;
 
@@ -56,6 +56,7 @@ Key key_of(const Problem& p, const DeviceFacts& device, Mode mode, const Tables&
           size(device.cc),
           size(device.sm_count),
           size(device.smem_bytes),
+          size(device.l2_bytes),
           tables.version};
 }
 

@@ -126,6 +126,7 @@ def try_each(
             if bench.check:
                 errors[name] = _check_numbers(case, inputs, provider)
             candidates[name] = Candidate(call, provider.scope)
+        # Every peer refuses a call in its own way: what one raises is noted, and the others are still measured.
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             refused[name] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
             if "CUDA error" in refused[name]:  # the context is gone: nothing measured after it would mean anything

@@ -264,7 +264,8 @@ def _plot_host(document, labels):
             [x + 0.8 * i / len(names) for x in range(len(costs))], values, 0.8 / len(names), label=labels[name]
         )
         left.bar_label(bars, fmt="%.1f", fontsize=8)
-    left.set_xticks([x + 0.4 - 0.4 / max(len(names), 1) for x in range(len(costs))], [row["case"] for row in costs])
+    cases = [row["case"].removeprefix("host_").replace("_", "\n") for row in costs]
+    left.set_xticks([x + 0.4 - 0.4 / max(len(names), 1) for x in range(len(costs))], cases)
     left.set(
         title="Host time of one F.sdpa call: 1x8x128x64; decode: 1x32x8, 1x1024x128",
         ylabel="microseconds (lower is better)",

@@ -183,7 +183,7 @@ def choice_lattice() -> list[Case]:
 
 
 TINY = _case("tiny", (1, 8, 8), (128, 128), (64, 64), layout="bhsd")
-TINY_DECODE = _case("tiny_decode", (1, 32, 8), (1, 1024), (128, 128))  # split keys, two kernels
+TINY_DECODE = _case("tiny_decode", (1, 32, 8), (1, 1024), (128, 128))  # split keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
     ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
     # Few query rows: 295 calls, groups of 1, 4, 16, 32, 64. Ratios are of K and V from memory, as between the layers of
-    # a model; from L2, three of 174 are below 0.97: D 128, 32 tiles, 33 MB (0.91) and D 64, 16 tiles of 32 rows, 33 MB
-    # (0.89). Kernels of larger head dims fill up with zeros: where keys are few, that is not what takes the time.
+    # a model; from L2, three calls of classes that are served are below 0.97: D 128, 32 tiles, 33 MB (0.91, twice) and
+    # D 64, 16 tiles of 32 rows, 33 MB (0.89). 0.975: three splits of 32 tiles, timed by tools/tune.py gate. Kernels of
+    # larger head dims fill up with zeros: where keys are few, that is not what takes the time.
     ChoiceRow("decode", 90, False, "full", 33, 56, 1, ANY, 1, 1024, 0, 1.060, _DECODE, max_packed=16),
     ChoiceRow("decode", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.609, _DECODE, max_packed=16),
     ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 0.998, _DECODE),

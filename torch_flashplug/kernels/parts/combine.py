@@ -80,7 +80,7 @@ class Peers:
         return cute.arch.load(self.at_peer(self.lse(row), peer), Float32, ss="cluster")
 
     def load_quad(self, row: Int32, peer: Int32, column: Int32, quad: cute.Tensor):
-        quad.fill(0.0)
+        quad.fill(0.0)  # so that it can be read, for the type of four floats, which has no public name; not in SASS
         value = cute.arch.load(self.at_peer(self.output(row) + column, peer), quad.load().type, ss="cluster")
         quad.store(cute.TensorSSA(value, (QUAD,), Float32))
 

@@ -294,7 +294,8 @@ def join_warpgroup(first: int, wg: Int32):
 def join_cluster():
     """Every thread: what CTAs of the cluster have stored in their own shared memory can be read by all.
 
-    Fences of shared memory only: a barrier that releases waits for global memory too, a microsecond (PTX ISA, fence).
+    Fences of shared memory only: a barrier that releases waits for global memory too, half a microsecond (PTX ISA,
+    fence.sync_restrict).
     """
     cute.arch.inline_ptx("fence.release.sync_restrict::shared::cta.cluster;")
     cute.arch.cluster_arrive_relaxed()
