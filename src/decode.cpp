@@ -13,35 +13,50 @@ namespace {
 constexpr int64_t kMaxSplits = 255;  // what a mode word holds
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kPeersAtOnce = 4;  // AT_ONCE of kernels/parts/combine.py
+constexpr int64_t kRowsPerWarpgroup = 64;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
-
-int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
+constexpr double kUnknownRate = 3352;               // of a device that does not tell: an H100's memory, bytes per ns
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
 int64_t kv_bytes(const Problem& p) { return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes; }
 
-// The SMs that clusters of n CTAs can keep evenly busy. Pairs: all. Larger ones are put beside each other on some SMs
-// while others idle: beyond half of the SMs threes gain a little, the others lose. Where memory is the limit all take
-// three quarters (H100: 2 to 6 % slower), since half of an H200's SMs cannot read all that its memory has.
-int64_t clustered_sms(const Problem& p, const DeviceFacts& device, int64_t n) {
-  if (n <= 2) return device.sm_count;
-  return n == 3 || kv_bytes(p) > device.l2_bytes ? device.sm_count * 3 / 4 : device.sm_count / 2;
-}
-
 double partial_ns(const Problem& p, const Tables& tables) {
   return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
 }
 
-// What adding up n splits of every tile takes: in each other's shared memory, or by a second kernel.
-double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
-  if (n == 1) return 0;
-  if (in_memory(n, tables)) return tables.combine_ns + static_cast<double>(n) * partial_ns(p, tables);
-  const int64_t rows = std::min<int64_t>(packed_rows(p), row.tile_m);
-  return tables.cluster_ns + static_cast<double>(rows * p.Dv * kFloatBytes) / tables.cluster_rate;
+// What adding up the splits of every tile takes. In a cluster every CTA adds up its share of a tile, its warpgroups
+// some peers at a time; else a second kernel reads what was written.
+double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, Splits splits) {
+  if (splits.n == 1) return 0;
+  if (splits.in_memory()) return tables.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
+  const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
+  const double share = rows * static_cast<double>(p.Dv * kFloatBytes) / static_cast<double>(splits.n);
+  const double rounds = static_cast<double>(ceil_div(splits.n, kPeersAtOnce) * kRowsPerWarpgroup) / row.tile_m;
+  return tables.cluster_ns + rounds * share / tables.cluster_rate;
+}
+
+// How often the SMs are filled; tiles of few rows share SMs where there are many.
+double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
+  const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
+  return std::max(1.0, ctas / std::max(device.sm_count, 1));
+}
+
+// Time of a call: K and V come from memory while every CTA works through its own blocks, whichever takes longer, and
+// partial results are added up.
+double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                  Splits splits) {
+  const double rate = device.memory_rate > 0 ? device.memory_rate : kUnknownRate;
+  const double reading = static_cast<double>(kv_bytes(p)) / (tables.read_share * rate);
+  const int64_t blocks = ceil_div(ceil_div(p.Sk, row.tile_n), splits.n);
+  const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
+  return std::hypot(reading, working) + adding_time(p, row, tables, splits);
 }
 
 }  // namespace
+
+int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
 
 Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   Gate gate;
@@ -57,9 +72,21 @@ int64_t packed_tiles(const Problem& p, const KernelRow& row) {
   return p.B * p.Hkv * ceil_div(packed_rows(p), row.tile_m);
 }
 
-bool in_memory(int64_t splits, const Tables& tables) { return splits > tables.cluster; }
-
 int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 1); }
+
+// A cluster where that is the faster way to add up, and where clusters find room: those above a pair are put beside
+// each other on some SMs while others idle. Threes keep three quarters of the SMs evenly busy, larger ones half.
+Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
+  const Splits apart{n, 1}, together{n, n};
+  const int64_t busy = n == 3 ? device.sm_count * 3 / 4 : device.sm_count / 2;
+  const bool room = n <= tables.cluster && (n <= 2 || n * packed_tiles(p, row) <= busy);
+  return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
+}
+
+double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                   Splits splits) {
+  return tables.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
+}
 
 // At most one for each block of keys, and partials that the kernels can count in 32 bits.
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) {
@@ -68,28 +95,19 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
-// Time of a call with n splits: K and V come from memory while every CTA works through its own blocks, whichever takes
-// longer, and partial results are added up.
-double split_time(const Problem& p, const KernelRow& row, const Tables& tables, int64_t n) {
-  const int64_t blocks = ceil_div(p.Sk, row.tile_n);
-  const double reading = static_cast<double>(kv_bytes(p)) / tables.read_rate;
-  const double working = static_cast<double>(ceil_div(blocks, n) * row.cost);
-  return std::hypot(reading, working) + adding_time(p, row, tables, n);
-}
-
-// More CTAs than SMs do not read faster. Every size of a cluster is tried; beyond, what CTAs work and what is combined
-// weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
-int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+// More CTAs than SMs do not read faster. Every size that a cluster can have is tried; beyond, what CTAs work and what
+// is combined weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
+Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
-  const int64_t tiles = packed_tiles(p, row), most = possible_splits(p, row, device.sm_count / tiles);
-  int64_t best = 1;
+  const int64_t most = possible_splits(p, row, device.sm_count / packed_tiles(p, row));
+  Splits best;
   const auto consider = [&](int64_t wanted) {
-    const int64_t n = ceil_div(blocks, ceil_div(blocks, wanted));  // even shares
-    if (split_time(p, row, tables, n) < split_time(p, row, tables, best)) best = n;
+    const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
+    const Splits splits = split_among(p, row, device, tables, even);
+    if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
   };
-  for (int64_t n = 2; n <= std::min(tables.cluster, most); ++n)
-    if (n * tiles <= clustered_sms(p, device, n)) consider(n);
+  for (int64_t n = 2; n <= std::min(tables.cluster, most); ++n) consider(n);
   if (most > tables.cluster) consider(std::clamp(equal, tables.cluster + 1, most));
   return best;
 }

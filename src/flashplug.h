@@ -73,6 +73,7 @@ struct DeviceFacts {
   int sm_count = 0;
   int smem_bytes = 0;
   int l2_bytes = 0;
+  int memory_rate = 0;  // bytes per ns, of both directions together; 0: unknown
 };
 
 // ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
@@ -91,7 +92,7 @@ struct ChoiceRow {
   MaskKind mask;
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
   int tile_m;  // only calls whose kernel has this many query rows; 0: any
-  int64_t max_packed;
+  int64_t min_packed, max_packed;
   bool serve;
   double ratio;       // stock default time / our time
   char measured[96];  // date, machine, suite
@@ -109,13 +110,15 @@ struct Tables {
   int num_kernels = 0, num_choices = 0;
   // The gate, pushed with the rows (choices.py).
   int64_t decode_rows = 0;      // Sq * G up to here is decode
+  int64_t wide_rows = 0;        // and up to here where that is the faster kernel,
+  double wide_ns = 0;           // which takes that much longer for every wave of its CTAs
   double decode_occupancy = 0;  // share of the SMs that tiles must fill where keys cannot be split
-  int64_t cluster = 0;          // splits up to here are CTAs of a cluster, which add up in shared memory:
+  int64_t cluster = 0;          // splits up to here can be CTAs of a cluster, which add up in shared memory:
   double cluster_ns = 0;        // they wait for each other,
-  double cluster_rate = 0;      // and each adds up its share, bytes per ns
+  double cluster_rate = 0;      // and a warpgroup adds up what it has of peers, bytes per ns
   double combine_ns = 0;        // What more splits cost: a second kernel,
   double combine_rate = 0;      // and partial results through memory, bytes per ns
-  double read_rate = 0;         // of K and V, bytes per ns
+  double read_share = 0;        // of the memory's rate, which reading K and V comes to
   uint64_t version = 1;         // another one after every change
 };
 
@@ -162,12 +165,21 @@ struct Gate {
   bool closed = false;  // to kernels that do not split keys
 };
 
+// Among how many CTAs the keys of a tile of rows are split. They are one cluster, which adds up in shared memory, or
+// each its own (cluster 1), and leave partial results in memory for a second kernel.
+struct Splits {
+  int64_t n = 1;
+  int64_t cluster = 1;
+  bool in_memory() const { return n > cluster; }
+};
+
 struct Plan {
   Backend backend = Backend::kStock;
   int kernel_row = -1;
   int choice_row = -1;
-  int splits = 1;
-  int64_t tiles = 0;  // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
+  Splits splits;
+  double packed_ns = 0, unpacked_ns = 0;  // as estimated, where they decided
+  int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
   Reason fa3, fa2;  // why not, where not taken
 };
@@ -213,10 +225,14 @@ BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mod
 int64_t scratch_floats(const Problem& p, const KernelRow& row);
 // decode.cpp: whether a call is one of few query rows, and among how many CTAs the keys of a tile are split.
 Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables);
+int64_t packed_rows(const Problem& p);
 int64_t packed_tiles(const Problem& p, const KernelRow& row);
-int64_t best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
+// ns, beside what the forward takes
+double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                   Splits splits);
+Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
+Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
-bool in_memory(int64_t splits, const Tables& tables);      // whether that many leave their results there
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
@@ -255,7 +271,7 @@ void* launch_counter(int device_index, void* stream);
 void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
 // partials: partial_floats of them; null where none go through memory.
 void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
-                   int64_t splits, double scale, int device_index);
+                   Splits splits, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
   int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape

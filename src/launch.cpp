@@ -3,7 +3,7 @@
 // Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (backward: parts/backward_call.py):
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
-// decode_sm90.py: 0 to 4 the same, 5 partials (n,) fp32, 6 scale * log2(e), 7 scale, 8 splits, 9 stream
+// decode_sm90.py: 0 to 4 the same, 5 partials (n,) fp32, 6 scale, 7 splits, 8 cluster, 9 stream
 #include <dlfcn.h>
 #include <tvm/ffi/c_api.h>
 
@@ -205,7 +205,7 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
 }
 
 void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
-                   int64_t splits, double scale, int device_index) {
+                   Splits splits, double scale, int device_index) {
   OnDevice on_device(device_index);
   Argument described[kForwardOperands], parts;
   TVMFFIAny args[kForwardOperands + 5];
@@ -215,12 +215,12 @@ void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tenso
   else  // nothing is written there, but an argument has an address: that of the LSE
     describe_one(described[kForwardOperands - 1].tensor.data, kSingle, device_index, &parts);
   *next++ = pack_tensor(&parts);
-  *next++ = pack_float(scale * kLog2e);
   *next++ = pack_float(scale);
-  *next++ = pack_int(splits);
+  *next++ = pack_int(splits.n);
+  *next++ = pack_int(splits.cluster);
   *next++ = pack_pointer(current_cuda_stream(device_index));
   std::optional<RelaxedCapture> relaxed;  // the kernels of splits may run for the first time, whatever ran before
-  if (splits > 1) relaxed.emplace();
+  if (splits.n > 1) relaxed.emplace();
   run_on(kernel, device_index, args, std::size(args));
 }
 

@@ -50,7 +50,8 @@ Problem problem_from(const int64_t* f, double dropout_p) {
 }
 
 DeviceFacts facts_from(const int64_t* f) {
-  return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3])};
+  return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
+                     static_cast<int>(f[4])};
 }
 
 // Plans that threads remember are of another version from here on.
@@ -84,6 +85,7 @@ FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
   const DeviceFacts facts = device_facts(device_index);
   out[0] = facts.cc, out[1] = facts.sm_count, out[2] = facts.smem_bytes, out[3] = facts.l2_bytes;
+  out[4] = facts.memory_rate;
 }
 FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: back to the real ones
   State& s = state();
@@ -126,25 +128,28 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
                 f[10],
                 static_cast<int>(f[11]),
                 f[12],
-                f[13] != 0,
+                f[13],
+                f[14] != 0,
                 ratio,
                 ""};
   copy_text(measured, row.measured, sizeof row.measured);
   t.choices[t.num_choices++] = row;
   return 0;
 }
-FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t cluster, double decode_occupancy,
-                                         double cluster_ns, double cluster_rate, double combine_ns, double combine_rate,
-                                         double read_rate) {
+FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows, int64_t cluster, double wide_ns,
+                                         double decode_occupancy, double cluster_ns, double cluster_rate,
+                                         double combine_ns, double combine_rate, double read_share) {
   Tables& t = changing_tables();
   t.decode_rows = decode_rows;
+  t.wide_rows = wide_rows;
+  t.wide_ns = wide_ns;
   t.cluster = cluster;
   t.decode_occupancy = decode_occupancy;
   t.cluster_ns = cluster_ns;
   t.cluster_rate = cluster_rate;
   t.combine_ns = combine_ns;
   t.combine_rate = combine_rate;
-  t.read_rate = read_rate;
+  t.read_share = read_share;
 }
 
 FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,

@@ -22,6 +22,7 @@ constexpr int64_t kMaxGrid = 65535;   // heads and batch are dims of the backwar
 constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
 constexpr int64_t kNarrow = 64;       // head dims of which half is a small wgmma
 constexpr int64_t kUnits = 8;         // of a block of rows: UNITS of kernels/parts/scratch.py
+constexpr int64_t kManyRows = 1024;   // more than any tile has
 constexpr int64_t kKeysOfTile = 128;  // in which choice rows count a backward's tiles
 constexpr int kAlignBytes = 16;       // TMA base address and strides
 constexpr int kBoxColumns = 64;       // 128 bytes, the widest box that TMA swizzles
@@ -87,19 +88,25 @@ double estimate(const Problem& p, const KernelRow& row, int sm_count) {
   return std::max(work / sm_count, longest) * row.cost;
 }
 
+// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows.
+double rank(const Problem& p, const KernelRow& row, int sm_count) {
+  if (row.kind != kKindDecode) return estimate(p, row, sm_count);
+  return static_cast<double>(packed_tiles(p, row) * kManyRows + row.tile_m);
+}
+
 // Of the rows for the smallest head dims that hold the call's (of all that hold them, where few of the smallest suit),
 // the one that should be done first. -1: no row.
 int find_kernel_row(const Problem& p, int kind, int arch, int sm_count, const Tables& tables) {
   int best = -1;
-  double best_time = 0;
+  double least = 0;
   for (int i = 0; i < tables.num_kernels; ++i) {
     const KernelRow& row = tables.kernels[i];
     if (!row_fits(p, kind, arch, row)) continue;
     if (best >= 0 && whole_sectors(p) && !same_family(row, tables.kernels[best])) continue;
-    const double time = estimate(p, row, std::max(sm_count, 1));
-    if (best >= 0 && time >= best_time) continue;
+    const double time = rank(p, row, std::max(sm_count, 1));
+    if (best >= 0 && time >= least) continue;
     best = i;
-    best_time = time;
+    least = time;
   }
   return best;
 }
@@ -112,7 +119,7 @@ int find_choice_row(const Problem& p, int kind, int arch, const KernelRow& kerne
     const ChoiceRow& row = tables.choices[i];
     if (row.kind == kind && row.arch == arch && row.grad == p.grad && mask_fits(row.mask, p.causal) && d >= row.d_min &&
         d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
-        tiles >= row.min_tiles && p.Sq * p.group() <= row.max_packed &&
+        tiles >= row.min_tiles && packed_rows(p) >= row.min_packed && packed_rows(p) <= row.max_packed &&
         (row.tile_m == 0 || row.tile_m == kernel.tile_m)) {
       return i;
     }
@@ -131,29 +138,44 @@ void largest_head_dims(int arch, const Tables& tables, int64_t* d_max, int64_t* 
   }
 }
 
+// Packed rows in splits, or -1: where they are few enough, where splits are asked for, and, of calls with some rows
+// more, where that should take less time than the forward of `unpacked`, whose tiles they do not fill.
+int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int unpacked,
+                    Plan* plan) {
+  const int64_t wanted = mode.num_splits();
+  const bool few = plan->gate.decode || wanted > 1;
+  if (!few && (packed_rows(p) > tables.wide_rows || p.grad || unpacked < 0)) return -1;
+  const int found = find_kernel_row(p, kKindDecode, kHopper, device.sm_count, tables);
+  if (found < 0) return -1;
+  const KernelRow& row = tables.kernels[found];
+  const Splits splits = wanted > 0 ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
+                                   : best_splits(p, row, device, tables);
+  if (!few) {
+    plan->packed_ns = packed_time(p, row, device, tables, splits);
+    plan->unpacked_ns = estimate(p, tables.kernels[unpacked], std::max(device.sm_count, 1));
+    if (plan->packed_ns >= plan->unpacked_ns) return -1;
+  }
+  plan->splits = splits;
+  return found;
+}
+
 // What both entry points share: support, kernel row, tiles. Leaves plan.fa3 empty if ours can run.
 void resolve_fa3(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
   if (fa3_unsupported(p, device, tables, &plan->fa3, 1) != 0) return;
   plan->gate = decode_gate(p, device, tables);
-  const bool split = mode.num_splits() > 1, packed = plan->gate.decode || split;
-  const int decode = packed ? find_kernel_row(p, kKindDecode, kHopper, device.sm_count, tables) : -1;
-  if (split && decode < 0) {
+  const int forward = find_kernel_row(p, kKindFwd, kHopper, device.sm_count, tables);
+  const int decode = find_decode_row(p, device, mode, tables, forward, plan);
+  if (mode.num_splits() > 1 && decode < 0) {
     plan->fa3 = Reason{Why::kSplits, mode.num_splits(), 1};
     return;
   }
-  plan->kernel_row = decode >= 0 ? decode : find_kernel_row(p, kKindFwd, kHopper, device.sm_count, tables);
+  plan->kernel_row = decode >= 0 ? decode : forward;
   if (plan->kernel_row < 0) {
     plan->fa3 = Reason{Why::kNoKernel};
     return;
   }
   const KernelRow& row = tables.kernels[plan->kernel_row];
-  if (row.kind == kKindFwd) {
-    plan->tiles = p.B * p.Hq * ceil_div(p.Sq, row.tile_m);
-    return;
-  }
-  plan->tiles = packed_tiles(p, row);
-  plan->splits =
-      mode.num_splits() > 0 ? possible_splits(p, row, mode.num_splits()) : best_splits(p, row, device, tables);
+  plan->tiles = decode >= 0 ? packed_tiles(p, row) : p.B * p.Hq * ceil_div(p.Sq, row.tile_m);
 }
 
 Reason slower_by_row(int choice_row, const Tables& tables) {

@@ -56,7 +56,7 @@ Key key_of(const Problem& p, const DeviceFacts& device, Mode mode, const Tables&
           size(device.cc),
           size(device.sm_count),
           size(device.smem_bytes),
-          size(device.l2_bytes),
+          size(device.memory_rate),
           tables.version};
 }
 

@@ -86,18 +86,21 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
 // How the keys of a packed tile are split.
 std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
-  const int64_t ctas = plan.tiles * plan.splits, sms = std::max(device.sm_count, 1);
+  const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
   return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
-         " SMs: splits " + number(plan.splits) + " of " + number(ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits)) +
-         " blocks of " + number(row.tile_n) + " keys, " +
-         (plan.splits > 1 && !in_memory(plan.splits, tables) ? "in clusters, " : "") + number(ctas) + " CTAs (" +
-         number(100 * ctas / sms) + " % of the SMs)";
+         " SMs: splits " + number(plan.splits.n) + " of " +
+         number(ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits.n)) + " blocks of " + number(row.tile_n) + " keys, " +
+         (plan.splits.cluster > 1 ? "in clusters, " : "") + number(ctas) + " CTAs (" + number(100 * ctas / sms) +
+         " % of the SMs)";
 }
 
 std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(p.Sq * p.group());
-  const std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.decode_rows);
+  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.decode_rows);
+  if (plan.packed_ns > 0)
+    why += ", <= " + number(tables.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +
+           fixed(1e-3 * plan.unpacked_ns) + " not";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kKindDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
@@ -183,7 +186,8 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
   out += ", \"kernel\": " + quoted(plan.kernel_row >= 0 && plan.backend == Backend::kFa3
                                        ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0])
                                        : "");
-  out += ", \"splits\": " + number(plan.splits) + ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
+  out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
+         ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
   auto add = [&](Backend backend, const std::string& text) {
     if (backend == plan.backend) return;
@@ -196,7 +200,7 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
                           ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
                           : not_needed(plan.backend, mode));
   add(Backend::kStock, not_needed(plan.backend, mode));
-  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode || plan.splits > 1);
+  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) + ", \"gradients\": " +
          quoted(plan.backend == Backend::kFa3 && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";

@@ -103,8 +103,8 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
   if (tables().kernels[plan.kernel_row].kind == kKindDecode) {
     Owned partials;
-    const int64_t floats = partial_floats(p, plan.splits), one = 1;
-    if (in_memory(plan.splits, tables()))
+    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
+    if (plan.splits.in_memory())
       partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
     launch_decode(*kernel, p, tensors, partials.get(), plan.splits, softmax_scale(call, p), facts.query.device_index);
   } else {

@@ -121,6 +121,8 @@ const Driver& driver() {
 
 // CUdevice_attribute and CUstreamCaptureMode values, fixed by the driver's ABI.
 constexpr int kAttributeSmCount = 16;
+constexpr int kAttributeMemoryKhz = 36;
+constexpr int kAttributeMemoryBits = 37;
 constexpr int kAttributeL2Bytes = 38;
 constexpr int kAttributeMajor = 75;
 constexpr int kAttributeMinor = 76;
@@ -266,6 +268,10 @@ DeviceFacts query_device(int device_index) {
   d.attribute(&facts.sm_count, kAttributeSmCount, device);
   d.attribute(&facts.smem_bytes, kAttributeSmemOptin, device);
   d.attribute(&facts.l2_bytes, kAttributeL2Bytes, device);
+  int khz = 0, bits = 0;
+  d.attribute(&khz, kAttributeMemoryKhz, device);
+  d.attribute(&bits, kAttributeMemoryBits, device);
+  facts.memory_rate = static_cast<int>(2e-6 * khz * bits / 8);  // two transfers a clock
   facts.cc = 10 * major + minor;
   return facts;
 }

@@ -1,25 +1,23 @@
-"""Decode: few query rows against many keys, and keys split among CTAs. Without a GPU: how many splits, and that traced
-graphs keep them. On a GPU: numbers at the edges of blocks, tiles and splits; caches read in place; graphs, streams,
-chains of calls, gradients. The named cases with tag "decode" run in test_numerics and test_gradients.
+"""Decode: few query rows against many keys, and keys split among CTAs. Without a GPU: traced graphs keep the splits. On
+a GPU: numbers at the edges of blocks, tiles and splits; caches read in place; graphs, streams, chains of calls,
+gradients. How many splits: test_gate. The named cases with tag "decode" run in test_numerics and test_gradients.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from conftest import CUDA
-from graphs import AUTO, FA3, Recorder, check_against_eager, sdpa
+from graphs import Recorder, check_against_eager, sdpa
+from splits import CAUSAL_TEXT, MOST, forced, planned
 from standin import Road
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-import torch_flashplug
-from torch_flashplug import choices, configs, native, sdpa_backend
-from torch_flashplug.api import DEVICES
-from torch_flashplug.spec import CLUSTER
+from torch_flashplug import configs, native, sdpa_backend
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -38,86 +36,7 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR
 
 SEED = 20261122
-MOST = 255  # splits that a mode word holds
 CAPACITY = 1100  # keys of a cache
-CAUSAL_TEXT = "num_splits=4, keys are split without is_causal only; use num_splits=1"
-
-
-def forced(num_splits: int) -> int:
-    """Mode word of ours with that many splits; 0: as many as the gate says."""
-    return sdpa_backend("fa3", num_splits=num_splits).mode
-
-
-def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"]) -> dict:
-    """The plan of a forced call."""
-    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
-    return native.plan(case.sizes() | dtypes, device, forced(num_splits))
-
-
-# ---- without a GPU: how many splits ----
-
-
-@pytest.fixture
-def own_table() -> Iterator[None]:
-    """Round figures: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second kernel."""
-    rows = [configs.KernelRow("fwd", 90, 64, 64, mask, 64, 128, 2) for mask in ("full", "causal")]
-    gate = choices.Gate(64, 0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500, combine_rate=1500, read_rate=3000)
-    native.push_rows((*rows, configs.KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 1000)), (), gate)
-    yield
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
-
-
-@pytest.mark.usefixtures("own_table")
-@pytest.mark.parametrize(
-    "heads, rows, wanted, tiles, splits",
-    [
-        ((64, 32, 8), (1, 8192), 0, 512, 1),  # more tiles than SMs
-        ((67, 1, 1), (1, 8192), 0, 67, 1),  # twice as many CTAs would be more than SMs
-        ((66, 1, 1), (1, 8192), 0, 66, 2),
-        ((1, 32, 8), (1, 8192), 0, 8, 16),
-        ((1, 1, 1), (1, 1 << 20), 0, 1, 132),
-        ((1, 32, 8), (16, 193), 0, 8, 4),  # no more than blocks of keys
-        ((1, 32, 8), (1, 128), 0, 8, 1),  # the cluster would cost more than the block that is spared
-        ((1, 32, 8), (1, 512), 0, 8, 8),
-        ((1, 32, 8), (1, 1024), 0, 8, 16),  # and eight blocks cost more than the second kernel
-        ((64, 32, 8), (1, 8192), 4, 512, 4),  # forced, whatever the gate says,
-        ((1, 32, 8), (1, 8192), 1, 8, 1),
-        ((1, 32, 8), (1, 129), MOST, 8, 3),  # yet at most one a block,
-        ((1, 32, 8), (1, 1 << 20), MOST, 8, MOST),
-        ((2, 8, 8), (1000, 1000), 4, 256, 4),  # of more rows than a tile has, too,
-        ((1, 32, 32), (100000, 1 << 20), MOST, 50016, 10),  # and partial results are counted in 32 bits
-    ],
-)
-def test_splits(heads, rows, wanted, tiles, splits):
-    plan = planned(new_case("gate", heads, rows, (64, 64)), wanted)
-    assert (plan["backend"], plan["kernel"]) == ("fa3", "decode_sm90_bf16_d64_full_m64n64s4")
-    assert (plan["tiles"], plan["splits"]) == (tiles, splits)
-
-
-@pytest.mark.usefixtures("own_table")
-def test_other_calls_are_not_split():
-    for rows in ((1, 8192), (1000, 1000)):
-        causal = new_case("causal", (1, 32, 8), rows, (64, 64), "causal")
-        assert planned(causal, 4)["reasons"]["fa3"] == CAUSAL_TEXT
-        assert planned(causal, 1)["kernel"] == "fwd_sm90_bf16_d64_causal_m64n128s2"
-    more_rows = new_case("rows", (1, 32, 8), (17, 8192), (64, 64))
-    assert {planned(more_rows, wanted)["kernel"] for wanted in (0, 1)} == {"fwd_sm90_bf16_d64_full_m64n128s2"}
-
-
-@pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 2)])
-def test_bad_num_splits(backend, splits):
-    with pytest.raises(ValueError, match=rf"num_splits={splits} with '{backend}'; use 1 to 255, with 'fa3' alone"):
-        sdpa_backend(backend, num_splits=splits)
-
-
-def test_blocks_nest_with_their_splits():
-    q, k = (torch.empty(1, heads, rows, 64, dtype=torch.bfloat16, device="meta") for heads, rows in ((8, 1), (2, 640)))
-    with sdpa_backend("fa3", num_splits=3):
-        for inner, splits in ((MOST, 10), (2, 2)):
-            with sdpa_backend("fa3", num_splits=inner):
-                assert torch_flashplug.explain(q, k, k, enable_gqa=True, device="h100").splits == splits
-            assert native.mode() == FA3 | 3 << 8
-    assert native.mode() == AUTO
 
 
 # ---- on both roads ----
@@ -163,15 +82,15 @@ def run(inputs: Inputs, case: Case, num_splits: int) -> tuple[Tensor, Tensor]:
     return torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, 0, case.scale, forced(num_splits))[:2]
 
 
-def bytes_needed(case: Case, splits: int) -> tuple[int, int, int]:
-    """Of out, LSE and partial results, or of one float where there are none: up to a cluster."""
-    rows = case.B * case.Hq * case.Sq
-    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 1) if splits > CLUSTER else 1)
+def bytes_needed(case: Case, plan: dict) -> tuple[int, int, int]:
+    """Of out, LSE and partial results, or of one float where a cluster adds them up."""
+    rows, splits = case.B * case.Hq * case.Sq, plan["splits"]
+    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 1) if splits > plan["cluster"] else 1)
 
 
-def poison(case: Case, splits: int) -> None:
+def poison(case: Case, plan: dict) -> None:
     """Leaves NaN, in any dtype, in the allocator's free blocks of these sizes: what a kernel does not write shows."""
-    held = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in 2 * bytes_needed(case, splits)]
+    held = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in 2 * bytes_needed(case, plan)]
     del held
 
 
@@ -181,7 +100,7 @@ def check(case: Case, inputs: Inputs, wanted: Iterable[int], kernel: str = "deco
     plans = {num_splits: planned(case, num_splits, native.device_facts()) for num_splits in wanted}
     assert all(plan["kernel"].startswith(kernel) for plan in plans.values()), plans
     for splits, num_splits in {plan["splits"]: num_splits for num_splits, plan in plans.items()}.items():
-        poison(case, splits)
+        poison(case, plans[num_splits])
         out, lse = run(inputs, case, num_splits)
         assert_within_budget(f"{case.name} in {splits} splits", out, exact.out, low.out, seed=SEED)
         assert_lse(f"{case.name} in {splits} splits", lse, exact.lse, low.lse, seed=SEED)
@@ -190,11 +109,17 @@ def check(case: Case, inputs: Inputs, wanted: Iterable[int], kernel: str = "deco
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", configs.specs(90, "decode"), ids=lambda spec: spec.name())
 def test_every_kernel_at_its_edges(spec):
-    """One tile of rows; then several, which forced splits alone bring here."""
-    groups, keys = ((1, 1), (4, 1), (9, 7), (4, 16)), (1, 63, 64, 65, 127, 129, 1000)
-    shapes = [((2, 2 * group, 2), (sq, sk), (MOST, 3, 2, 1, 0)) for group, sq in groups for sk in keys]
-    larger = (((2, 2, 2), (65, 200)), ((1, 8, 2), (33, 1000)), ((2, 3, 1), (129, 65)), ((1, 4, 1), (32, 64)))
-    shapes += [(heads, rows, (2, 3, MOST)) for heads, rows in larger]
+    """One tile of rows; then several. Tiles of 128 rows are for more than 64, which may run unpacked where unsplit."""
+    family = [other.tile_m for other in configs.specs(90, "decode") if (other.d, other.dv) == (spec.d, spec.dv)]
+    groups, wanted = ((1, 1), (4, 1), (9, 7), (4, 16)), (MOST, 3, 2, 1, 0)
+    if spec.tile_m > min(family):
+        groups, wanted = ((65, 1), (17, 4), (8, 16)), (MOST, 3, 2)
+    n = spec.tile_n
+    keys = (1, n - 1, n, n + 1, 2 * n - 1, 2 * n + 1, 1000)
+    shapes = [((2, 2 * group, 2), (sq, sk), wanted) for group, sq in groups for sk in keys]
+    if spec.tile_m == max(family):
+        larger = (((2, 2, 2), (65, 200)), ((1, 8, 2), (33, 1000)), ((2, 3, 1), (129, 65)), ((1, 4, 1), (32, 64)))
+        shapes += [(heads, rows, (2, 3, MOST)) for heads, rows in larger]
     for i, (heads, rows, wanted) in enumerate(shapes):
         dims = (spec.d - i % 2 * 8, spec.dv - i % 2 * 8)
         case = new_case(f"{spec.name()} heads {heads} rows {rows} dims {dims}", heads, rows, dims, dtype=spec.dtype)
@@ -202,7 +127,16 @@ def test_every_kernel_at_its_edges(spec):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, rows, dim", [((1, 1, 1), 1, 128), ((3, 3, 1), 1, 40), ((1, 5, 1), 14, 256)])
+@pytest.mark.parametrize("heads, rows, dim", [((1, 32, 8), (33, 8192), 128), ((2, 16, 2), (24, 4099), 64),
+                                              ((4, 8, 1), (32, 2001), 96), ((1, 8, 1), (17, 1023), 256)])  # fmt: skip
+def test_packed_where_that_is_faster(heads, rows, dim):
+    """More than 64 rows, and nothing forced."""
+    case = new_case(f"wide_{rows}_d{dim}", heads, rows, (dim, dim))
+    check(case, make_inputs(case, "cuda", SEED), (0,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, rows, dim", [((1, 1, 1), 1, 128), ((2, 30, 15), 1, 40), ((1, 5, 1), 14, 256)])
 def test_many_splits(heads, rows, dim):
     """At and beside where the combining kernel changes its ways; unequal splits of 257 blocks."""
     case = new_case(f"many_splits_{rows}_d{dim}", heads, (rows, 16385), (dim, dim), dtype="fp16")
@@ -276,8 +210,7 @@ def test_caches_are_read_in_place(layout, num_splits):
             attend(*inputs)  # loads kernels
             before, out, after = torch.cuda.memory_stats(), attend(*inputs), torch.cuda.memory_stats()
         assert_within_budget(case.name, out, oracle(case, inputs).out, plain(case, inputs).out, seed=SEED)
-        splits = planned(case, num_splits, native.device_facts())["splits"]
-        needed = [-(-n // 512) * 512 for n in bytes_needed(case, splits)]
+        needed = [-(-n // 512) * 512 for n in bytes_needed(case, planned(case, num_splits, native.device_facts()))]
         for what, most in (("allocation", len(needed)), ("allocated_bytes", sum(needed))):
             assert after[f"{what}.all.allocated"] - before[f"{what}.all.allocated"] <= most, case.name
 

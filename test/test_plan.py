@@ -127,14 +127,14 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 25: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 38: 0.981 x stock (2026-11-21 H100,
+      choice row 27: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 40: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 28: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+      choice row 30: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
         with our backward)
       gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
         serve ratio; stock is faster
@@ -157,14 +157,14 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     fa3 decode_sm90_bf16_d64_full_m64n64s4 tiles=1 splits=1
-      choice row 11: 0.998 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 13: 0.998 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
       choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
-      gate: Sq*G = 113*1 = 113 > 64: not a decode call
+      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 7.434 us packed, 3.747 not: not a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d96_full_m192n112s2 tiles=1408 splits=1
@@ -173,13 +173,13 @@ vision_4k_d72
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
-      choice row 14: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 16: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
-      choice row 14: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 16: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
@@ -222,7 +222,7 @@ odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
       choice row 1: 1.100 x stock (test row: full)
-      gate: Sq*G = 113*1 = 113 > 64: not a decode call
+      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 6.604 us packed, 3.000 not: not a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1

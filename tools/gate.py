@@ -2,11 +2,12 @@
 which the dispatcher's own rule (src/decode.cpp) loses least against the best number of splits of each call.
 
     python tools/tune.py gate --out results              on the GPU: times, then the fit
-    python tools/tune.py gate --times gate-h100.json     the fit again
+    python tools/tune.py gate --times gate-h100.json     the fit again, to the times of one or several machines
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -14,62 +15,91 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch_flashplug import choices, configs, native
+from torch_flashplug import choices, configs, native, sdpa_backend
 from torch_flashplug.choices import Gate
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.spec import CLUSTER
 from torch_flashplug.testing import Case
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CTAS = 2  # for each SM
 WEIGHT = 1.5  # a large loss counts for more than several small ones that add up to it
 STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # a constant is tried at these multiples
-CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate", "read_rate")
-Times = dict[str, dict[str, dict[int, float]]]  # case name -> K and V cold or warm -> splits -> microseconds
+CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate")  # read_share is what a reading kernel reached
+Splits = tuple[int, bool]  # how many, and whether they are a cluster
+Times = dict[str, dict[str, dict[Splits, float]]]  # case name -> K and V cold or warm -> splits -> microseconds
+
+
+def planned(case: Case, facts: dict[str, int], num_splits: int = 0) -> tuple[Splits, int]:
+    """Splits and tiles of the table that was pushed."""
+    mode = sdpa_backend("fa3", num_splits=num_splits).mode
+    plan = native.plan(case.sizes(), facts, mode)
+    return (plan["splits"], plan["cluster"] > 1), plan["tiles"]
 
 
 def measure(rounds: int) -> tuple[list[Case], Times]:
-    """Every case in every number of splits that it can have, K and V from memory, then from L2 if they fit."""
+    """Every case in every number of splits that it can have, those that are a cluster through memory as well, K and V
+    from memory, then from L2 if they fit.
+    """
     import torch
     import torch.nn.functional as F  # noqa: N812
     import workloads
     from decode import in_turn, states_of
 
-    import torch_flashplug
     from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
 
-    sms, times, cases = torch.cuda.get_device_properties(0).multi_processor_count, {}, workloads.gate()
+    facts, times, cases = native.device_facts(0), {}, workloads.gate()
     for case in cases:
-        blocks, tiles = -(-case.Sk // 64), case.B * case.Hkv
-        possible = [n for n in SPLITS if n == 1 or (n <= blocks and n * tiles <= MOST_CTAS * sms)]
         times[case.name] = {}
         for state, (copies, turns) in states_of(case).items():
             inputs = [make_inputs(case, "cuda", seed) for seed in range(copies)]
             calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
             runs = {}
-            for splits in possible:
-                with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", num_splits=splits):
-                    runs[str(splits)] = Candidate(captured(in_turn(calls), turns))
+            for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
+                native.push_rows(configs.KERNEL_ROWS, (), replace(packing(choices.GATE), cluster=limit, combine_ns=1e9))
+                splits, tiles = planned(case, facts, wanted)
+                if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
+                    continue
+                with torch.no_grad(), sdpa_backend("fa3", num_splits=wanted):
+                    runs[written(splits)] = Candidate(captured(in_turn(calls), turns))
             timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
-            times[case.name][state] = {int(n): 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
-            print(case.name, state, {n: round(us, 1) for n, us in times[case.name][state].items()}, flush=True)
+            times[case.name][state] = {read(n): 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
+            shown = {written(n): round(us, 1) for n, us in times[case.name][state].items()}
+            print(case.name, state, shown, flush=True)
     return cases, times
 
 
-def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> int:
-    """The splits that the dispatcher would take with this table."""
-    native.push_rows(rows, (), gate)
-    return native.plan(case.sizes(), facts, BACKENDS.index("fa3"))["splits"]
+def written(splits: Splits) -> str:
+    return f"{splits[0]}{'c' * splits[1]}"
+
+
+def read(text: str) -> Splits:
+    return int(text.rstrip("c")), text.endswith("c")
+
+
+def packing(gate: Gate) -> Gate:
+    """Packs whatever it can, also where not packing should be faster."""
+    return replace(gate, rows=gate.wide_rows)
+
+
+def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> Splits:
+    """What the dispatcher would take with this table."""
+    native.push_rows(rows, (), packing(gate))
+    return planned(case, facts)[0]
+
+
+def nearest(known: dict[Splits, float], splits: Splits) -> Splits:
+    """Of those that were timed: the same way of adding up before the same number."""
+    return min(known, key=lambda n: (n[1] != splits[1], abs(math.log(n[0] / splits[0]))))
 
 
 def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
-    """Mean of a power of log(time / best time); splits that were not timed count as the nearest that were."""
+    """Mean of a power of log(time / best time)."""
     losses = []
     for case in cases:
         splits = chosen(case, rows, gate, facts)
         for known in times[case.name].values():
-            nearest = min(known, key=lambda n: abs(math.log(n / splits)))
-            losses.append(math.log(known[nearest] / min(known.values())) ** WEIGHT)
+            losses.append(math.log(known[nearest(known, splits)] / min(known.values())) ** WEIGHT)
     return statistics.fmean(losses)
 
 
@@ -77,51 +107,65 @@ def with_cost(rows: tuple[KernelRow, ...], i: int, cost: int) -> tuple[KernelRow
     return (*rows[:i], replace(rows[i], cost=max(1, cost)), *rows[i + 1 :])
 
 
-def fit(cases: list[Case], times: Times, facts: dict[str, int]) -> tuple[tuple[KernelRow, ...], Gate, float]:
-    """Rows and gate with the least loss, from today's: one constant or row after another, until none gains."""
+def times_of(document: dict) -> Times:
+    return {
+        name: {state: {read(n): us for n, us in known.items()} for state, known in states.items()}
+        for name, states in document["us"].items()
+    }
+
+
+def losses(cases: list[Case], measured: list, rows: tuple[KernelRow, ...], gate: Gate) -> float:
+    """Of all machines, alike."""
+    return statistics.fmean(loss(cases, times, rows, gate, facts) for facts, times in measured)
+
+
+def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate, float]:
+    """Rows and gate with the least loss, from today's: one constant or row after another, until none gains. measured:
+    facts and times of each machine.
+    """
     rows, gate = configs.KERNEL_ROWS, choices.GATE
     decodes = [i for i, row in enumerate(rows) if row.kind == "decode"]
-    best, gained = loss(cases, times, rows, gate, facts), True
+    best, gained = losses(cases, measured, rows, gate), True
     while gained:
         gained = False
         tries = [(rows, replace(gate, **{name: getattr(gate, name) * x})) for name in CONSTANTS for x in STEPS]
         tries += [(with_cost(rows, i, round(rows[i].cost * x)), gate) for i in decodes for x in STEPS]
         for other_rows, other_gate in tries:
-            value = loss(cases, times, other_rows, other_gate, facts)
+            value = losses(cases, measured, other_rows, other_gate)
             if value < best - 1e-5:
                 rows, gate, best, gained = other_rows, other_gate, value, True
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
     return rows, gate, best
 
 
-def tune_gate(times_from: Path | None, out: Path, rounds: int) -> None:
+def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     """Prints what to paste into choices.py and configs.py, and every call that still loses."""
     import report
     import workloads
 
-    if times_from is None:
+    if not times_from:
         facts = native.device_facts(0)
         cases, times = measure(rounds)
         document = report.header("gate", report.read_clocks(), report.commit())
-        document |= {"rounds": rounds, "facts": facts, "us": times}
-        print("wrote", report.write_json(document, out))
-    else:
-        document = json.loads(times_from.read_text())
-        times = {
-            name: {state: {int(n): us for n, us in known.items()} for state, known in states.items()}
-            for name, states in document["us"].items()
+        us = {
+            name: {state: {written(n): us for n, us in known.items()} for state, known in states.items()}
+            for name, states in times.items()
         }
-        cases, facts = [case for case in workloads.gate() if case.name in times], document["facts"]
-    print(f"today: {loss(cases, times, configs.KERNEL_ROWS, choices.GATE, facts):.5f}")
-    rows, gate, least = fit(cases, times, facts)
+        times_from = [report.write_json(document | {"rounds": rounds, "facts": facts, "us": us}, out)]
+        print("wrote", times_from[0])
+    documents = [json.loads(path.read_text()) for path in times_from]
+    measured = [(document["facts"], times_of(document)) for document in documents]
+    cases = [case for case in workloads.gate() if all(case.name in times for _, times in measured)]
+    print(f"today: {losses(cases, measured, configs.KERNEL_ROWS, choices.GATE):.5f}")
+    rows, gate, least = fit(cases, measured)
     print(f"fitted: {least:.5f}\n{gate}")
     for row in rows:
         if row.kind == "decode":
             print(row)
-    for case in cases:
+    for case, (facts, times) in itertools.product(cases, measured):
         splits = chosen(case, rows, gate, facts)
         for state, known in times[case.name].items():
-            best = min(known, key=known.__getitem__)
-            if splits not in known or known[splits] > 1.03 * known[best]:
-                taken = f"splits {splits} ({known.get(splits, 0):.1f} us)"
-                print(f"  {case.name} {state}: {taken}, best {best} ({known[best]:.1f} us)")
+            best, taken = min(known, key=known.__getitem__), nearest(known, splits)
+            if known[taken] > 1.03 * known[best]:
+                slow, fast = (f"{written(n)} ({known[n]:.1f} us)" for n in (taken, best))
+                print(f"  {case.name} {state}, {facts['memory_rate']} B/ns: {written(splits)} as {slow}, best {fast}")
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)

@@ -243,7 +243,7 @@ def main() -> None:
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
     gate = verbs.add_parser("gate", help="constants of the decode gate: tools/gate.py")
-    gate.add_argument("--times", type=Path, help="JSON of an earlier run, to fit again without a GPU")
+    gate.add_argument("--times", type=Path, nargs="*", help="JSON of earlier runs, to fit again without a GPU")
     gate.add_argument("--rounds", type=int, default=7)
     gate.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
     args = parser.parse_args()

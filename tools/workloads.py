@@ -106,10 +106,20 @@ def _decode_dims() -> list[tuple]:
     return calls + [(h, (sq, sk), d) for d in (64, 256) for h, sq in rows for sk in (128, 512, 2048, 8192)]
 
 
+def _decode_wide() -> list[tuple]:
+    """More rows for a KV head than a tile of 64 has: drafts and chunks of several queries."""
+    calls = [((b, 32, 8), (sq, sk), 128) for b in (1, 4, 16) for sq in (24, 32, 64) for sk in (512, 2048, 8192, 32768)]
+    calls += [((b, 32, 1), (sq, sk), 128) for b in (1, 16) for sq in (4, 8) for sk in (512, 2048, 8192, 32768)]
+    calls += [((1, 32, 32), (sq, sk), 128) for sq in (65, 128, 256) for sk in (512, 2048, 8192, 32768)]
+    calls += [((b, 32, 8), (sq, sk), d) for d in (64, 256) for b in (1, 8) for sq in (32, 64) for sk in (512, 8192)]
+    dims = (40, 80, 96, 112, 192, (192, 128), (64, 128))
+    return calls + [((b, 32, 8), (48, sk), d) for d in dims for b in (1, 8) for sk in (512, 8192)]
+
+
 def decode() -> list[Case]:
-    """Few query rows against many keys: "decode_", the table of the project's baselines, "sweep_" and "dims_"."""
+    """Few query rows against many keys: "decode_", the table of the project's baselines, "sweep_", "dims_", "wide_"."""
     name = "{}_b{}h{}kv{}_{}x{}_d{}"
-    lists = {"decode": _DECODE, "sweep": _decode_sweep(), "dims": _decode_dims()}
+    lists = {"decode": _DECODE, "sweep": _decode_sweep(), "dims": _decode_dims(), "wide": _decode_wide()}
     cases = []
     for what, (heads, seq, dims) in [(what, call) for what, calls in lists.items() for call in calls]:
         d, dv = dims if isinstance(dims, tuple) else (dims, dims)
@@ -134,6 +144,9 @@ def gate() -> list[Case]:
     calls = [(h, (1, sk), 128) for h in heads for sk in (256, 512, 2048, 8192, 32768)]
     calls += [((b, 32, 8), (sq, sk), 128) for b in (1, 4) for sq in (4, 16) for sk in (512, 4096, 32768)]
     calls += [((b, 32, 8), (1, sk), d) for b in (1, 8) for d in (64, 256) for sk in (512, 4096, 32768)]
+    wide = [((b, 32, 8), sq) for b in (1, 4, 16) for sq in (24, 64)] + [((1, 32, 1), 8), ((16, 32, 1), 8)]
+    calls += [(h, (sq, sk), 128) for h, sq in wide for sk in (512, 4096, 32768)]
+    calls += [((b, 32, 8), (64, sk), d) for b in (1, 8) for d in (64, 256) for sk in (512, 4096)]
     name = "gate_b{}h{}kv{}_{}x{}_d{}"
     return [_case(name.format(*heads, *seq, d), heads, seq, (d, d)) for heads, seq, d in calls]
 

@@ -27,10 +27,10 @@ _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
 # for).
 DEVICES: dict[str, dict[str, int]] = {
-    "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
-    "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB},
-    "a100": {"cc": 80, "sm_count": 108, "smem_bytes": 166912, "l2_bytes": 40 * _MIB},
-    "l4": {"cc": 89, "sm_count": 58, "smem_bytes": 101376, "l2_bytes": 48 * _MIB},
+    "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB, "memory_rate": 3352},
+    "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},
+    "a100": {"cc": 80, "sm_count": 108, "smem_bytes": 166912, "l2_bytes": 40 * _MIB, "memory_rate": 2039},
+    "l4": {"cc": 89, "sm_count": 58, "smem_bytes": 101376, "l2_bytes": 48 * _MIB, "memory_rate": 300},
 }
 
 # ---- on and off ----

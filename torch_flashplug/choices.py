@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .spec import KINDS
+from .spec import CLUSTER, KINDS
 
 CHOICE_KINDS = (*KINDS, "mixbwd", "mixdecode")
 ANY = 1 << 40  # upper end of an open range
@@ -17,13 +17,16 @@ SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our ti
 class Gate:
     """What is asked of calls of few query rows (src/decode.cpp)."""
 
-    rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile
+    rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile;
+    wide_rows: int  # up to here, where packing and splitting should take less time than the forward,
+    wide_ns: float  # which takes that much less for every wave of CTAs: what starts and ends them
     occupancy: float  # share of the SMs that tiles must fill where keys cannot be split (is_causal: few are visible)
     cluster_ns: float  # what splitting costs in a cluster: CTAs wait for each other,
-    cluster_rate: float  # and each adds up its share in shared memory: bytes per ns;
+    cluster_rate: float  # and a warpgroup adds up what it has of its peers: bytes per ns;
     combine_ns: float  # beyond a cluster: a second kernel,
     combine_rate: float  # and partial results, written to memory and read: bytes per ns
-    read_rate: float  # of K and V: bytes per ns
+    read_share: float  # of the memory's rate, which reading K and V comes to
+    cluster: int = CLUSTER  # CTAs that may be one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,21 @@ class ChoiceRow:
     ratio: float  # stock default time / our time, the lowest seen in the class
     measured: str  # date, machine, suite
     tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
-    max_packed: int = ANY  # only calls with at most so many query rows for a KV head, Sq * (Hq / Hkv)
+    min_packed: int = 1  # only calls with so many query rows for a KV head, Sq * (Hq / Hkv)
+    max_packed: int = ANY
 
     @property
     def serve(self) -> bool:
         return self.ratio >= SERVE_RATIO
 
 
-# 2026-11-22, H100: fitted, with cost of the decode kernels' rows, by tools/tune.py gate to 727 times of 69 calls, K and
-# V from memory and from L2. Only together do these numbers mean anything: reading and working overlap.
-GATE = Gate(rows=64, occupancy=0.8, cluster_ns=300, cluster_rate=42, combine_ns=525, combine_rate=6000, read_rate=1785)
+# 2026-11-22, H100 and H200: fitted, with cost of the decode kernels' rows, to 1443 times of 101 calls on each
+# (tools/tune.py gate: splits, in a cluster or not, K and V from memory and from L2); wide_ns to 110 calls, packed and
+# not. Only together do these numbers mean anything: reading and working overlap.
+GATE = Gate(
+    rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
+    combine_rate=10000, read_share=0.876,
+)  # fmt: skip
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _BACKWARD = _GRAD + ", with our backward"
@@ -83,6 +91,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # a model; from L2, three calls of classes that are served are below 0.97: D 128, 32 tiles, 33 MB (0.91, twice) and
     # D 64, 16 tiles of 32 rows, 33 MB (0.89). 0.975: three splits of 32 tiles, timed by tools/tune.py gate. Kernels of
     # larger head dims fill up with zeros: where keys are few, that is not what takes the time.
+    ChoiceRow("decode", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.451, _DECODE, min_packed=65),
+    ChoiceRow("mixdecode", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.451, _DECODE, min_packed=65),
     ChoiceRow("decode", 90, False, "full", 33, 56, 1, ANY, 1, 1024, 0, 1.060, _DECODE, max_packed=16),
     ChoiceRow("decode", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.609, _DECODE, max_packed=16),
     ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 0.998, _DECODE),

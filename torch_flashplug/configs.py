@@ -35,7 +35,8 @@ class KernelRow:
 # Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
 # tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
 # but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192.
-# decode: 2026-11-22, fitted together with GATE of choices.py; (192, 128) and 192 taken from neighbours.
+# decode: 2026-11-22, fitted together with GATE of choices.py; tiles of 128 rows, (192, 128) and 192 by whether packing
+# pays (bench --suite decode --filter wide_).
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max mask tile_m tile_n stages cost
@@ -100,11 +101,13 @@ KERNEL_ROWS = (
     KernelRow("detbwd", 90, 64, 64, "causal", 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
     KernelRow("detbwd", 90, 128, 128, "causal", 64, 128, 2),
-    KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 280),
-    KernelRow("decode", 90, 128, 128, "full", 64, 64, 3, 400),
-    KernelRow("decode", 90, 192, 128, "full", 64, 64, 4, 700),
-    KernelRow("decode", 90, 192, 192, "full", 64, 64, 4, 800),
-    KernelRow("decode", 90, 256, 256, "full", 64, 64, 3, 1040),
+    KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 300),
+    KernelRow("decode", 90, 64, 64, "full", 128, 128, 4, 400),
+    KernelRow("decode", 90, 128, 128, "full", 64, 64, 3, 500),
+    KernelRow("decode", 90, 128, 128, "full", 128, 96, 4, 1250),
+    KernelRow("decode", 90, 192, 128, "full", 64, 64, 4, 1500),
+    KernelRow("decode", 90, 192, 192, "full", 64, 64, 4, 1500),
+    KernelRow("decode", 90, 256, 256, "full", 64, 64, 3, 1250),
     KernelRow("partbwd", 90, 64, 64, "full", 64, 64, 4),
     KernelRow("partbwd", 90, 64, 64, "causal", 64, 64, 4),
     KernelRow("partbwd", 90, 128, 128, "full", 64, 64, 2),

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import CHOICE_KINDS
-from .spec import CLUSTER
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow, Gate
@@ -43,7 +42,7 @@ PROBLEM_DEFAULTS = {
     "on_cuda": 1,
     "positive_scale": 1,
 }
-FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes")
+FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
 PATHS = (
@@ -123,7 +122,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_facts_override.argtypes = [ints]
     library.flashplug_add_kernel_row.argtypes = [ints]
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
-    library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_double] * 6]
+    library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_double] * 7]
     for name in ("plan_text", "forced_error"):
         getattr(library, f"flashplug_{name}").argtypes = [
             ints,
@@ -230,7 +229,9 @@ def backend_names() -> tuple[str, ...]:
 
 
 def device_facts(index: int = 0) -> dict[str, int]:
-    """{cc, sm_count, smem_bytes, l2_bytes} of a CUDA device; zeros where there is none. Makes no context."""
+    """{cc, sm_count, smem_bytes, l2_bytes, memory_rate} of a CUDA device, the last in bytes per ns; zeros where there
+    is none. Makes no context.
+    """
     out = _ints([0] * len(FACTS_FIELDS))
     lib().flashplug_device_facts(index, out)
     return dict(zip(FACTS_FIELDS, out, strict=True))
@@ -257,7 +258,7 @@ def add_kernel_row(row: KernelRow) -> None:
 def add_choice_row(row: ChoiceRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, int(row.grad), MASK_IDS[row.mask])
     ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk)
-    limits = (row.min_tiles, row.tile_m, row.max_packed)
+    limits = (row.min_tiles, row.tile_m, row.min_packed, row.max_packed)
     if lib().flashplug_add_choice_row(
         _ints((*head, *ranges, *limits, int(row.serve))), row.ratio, row.measured.encode()
     ):
@@ -271,8 +272,8 @@ def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow]
         add_kernel_row(kernel_row)
     for choice_row in choice_rows:
         add_choice_row(choice_row)
-    rates = (gate.cluster_ns, gate.cluster_rate, gate.combine_ns, gate.combine_rate, gate.read_rate)
-    lib().flashplug_set_gate(gate.rows, CLUSTER, gate.occupancy, *rates)
+    rates = (gate.cluster_ns, gate.cluster_rate, gate.combine_ns, gate.combine_rate, gate.read_share)
+    lib().flashplug_set_gate(gate.rows, gate.wide_rows, gate.cluster, gate.wide_ns, gate.occupancy, *rates)
 
 
 def kernel_name(row: int, dtype: str) -> str:
@@ -294,7 +295,7 @@ def _call_arguments(problem: Mapping[str, int], facts: Mapping[str, int] | None,
 
 
 def plan_text(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> str:
-    """JSON {backend, kernel, splits, tiles, reasons{}, gate, row} of a call on a device.
+    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, gate, row} of a call on a device.
 
     The call is described by PROBLEM_FIELDS and dropout_p; what is left out is bf16, packed, no mask, no grad.
     """

@@ -145,8 +145,8 @@ class KernelSpec:
         return 1 + (two_fit and self.accumulator_registers() + REGISTER_OVERHEAD <= self._decode_registers(2))
 
     def _decode_registers(self, ctas: int) -> int:
-        """Of each thread, where registers are not split unevenly."""
-        return min(MAX_REGISTERS, REGISTER_FILE // (self.threads * ctas) // 8 * 8)
+        """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
+        return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
 
     @property
     def dq_stages_v(self) -> int:

@@ -3,8 +3,8 @@
 The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
 fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023). A producer warp keeps a
 deep ring of K and V blocks under way; consumer warpgroups of 64 rows follow, with time to spare: padding rows are
-harmless. With one split a CTA writes O itself. Up to CLUSTER splits are a cluster, whose CTAs add up in each other's
-shared memory; beyond, they leave fp32 partials for the Combine kernel, which is launched beforehand and waits.
+harmless. With one split a CTA writes O itself. Up to CLUSTER splits may be a cluster, whose CTAs add up in each other's
+shared memory; else they leave fp32 partials for the Combine kernel, which is launched beforehand and waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import CLUSTER, L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import sm90
-from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
+from .parts.combine import AT_ONCE, LOG2_E, Combine, Partials, Peers, Share
 from .parts.geometry import Geometry
 from .parts.mask import Mask
 from .parts.scratch import QUAD, vector_at
@@ -38,6 +38,7 @@ class Barrier(enum.IntEnum):
     """Named barriers; 0 is sync_threads."""
 
     Q_THERE = 1  # + warpgroup
+    V_READ = 4  # by all warpgroups
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class DecodeSm90:
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
         partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
-        tensors, scales = (*sm90.fake_forward(self.dtype), partials), (Float32(1.0), Float32(1.0))
-        return (*tensors, *scales, Int32(1), cute.runtime.make_fake_stream())
+        tensors = (*sm90.fake_forward(self.dtype), partials)
+        return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
     def __call__(
@@ -88,10 +89,10 @@ class DecodeSm90:
         mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
         mO: cute.Tensor,  # (B, Hq, Sq, Dv)
         mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > CLUSTER
-        scale_log2: Float32,
+        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > cluster
         scale: Float32,
         splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
+        cluster: Int32,  # CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1
         stream: cuda.CUstream,
     ):
         B, Hq, Sq, Dv = mO.shape
@@ -110,8 +111,7 @@ class DecodeSm90:
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, v_slot, (self.dv, self.tile_n))
         m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(mPartials.iterator, B * Hq * Sq, splits, Dv)
-        scales = (scale_log2, scale)
-        arguments = ((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scales, splits, layouts)
+        arguments = ((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scale, splits, layouts)
         launch = {
             "grid": (m_tiles * splits * Hkv * B, 1, 1),
             "block": (self.spec.threads, 1, 1),
@@ -120,11 +120,11 @@ class DecodeSm90:
             "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU, and there may be none here
             "use_pdl": True,
         }
-        if splits > 1 and splits <= CLUSTER:
-            self.kernel(*arguments, clustered=True).launch(cluster=(splits, 1, 1), **launch)
+        if cluster > 1:
+            self.kernel(*arguments, clustered=True).launch(cluster=(cluster, 1, 1), **launch)
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
-        if splits > CLUSTER:
+        if splits > cluster:
             Combine(sm90.PACKS[self.dtype])(mO, mLSE, partials, stream)
 
     @cute.kernel
@@ -136,7 +136,7 @@ class DecodeSm90:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         partials: cute.Pointer,
-        scales: tuple,  # scale * log2(e), scale
+        scale: Float32,
         splits: Int32,
         layouts: tuple,  # shared memory of q, k, v
         clustered: cutlass.Constexpr[bool],
@@ -156,7 +156,7 @@ class DecodeSm90:
         if warp_idx == 4 * self.warpgroups:
             self.load(sm90.Operand(atoms[0], mK, sK), sm90.Operand(atoms[1], mVt, sVt), work)
         else:
-            self.consume((sQ, sK, sVt), work, (mQ, mO, mLSE, partials), scales, clustered)
+            self.consume((sQ, sK, sVt), work, (mQ, mO, mLSE, partials), scale, clustered)
         if cutlass.const_expr(clustered):
             sm90.join_cluster()
             if warp_idx < 4 * self.warpgroups:
@@ -192,7 +192,7 @@ class DecodeSm90:
         return Int64(cutlass.select_(many, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
 
     @cute.jit
-    def consume(self, buffers: tuple, work: Work, outside: tuple, scales: tuple, clustered: cutlass.Constexpr[bool]):
+    def consume(self, buffers: tuple, work: Work, outside: tuple, scale: Float32, clustered: cutlass.Constexpr[bool]):
         """Consumer warpgroup: its 64 packed rows against this split's keys."""
         sQ, sK, sVt = buffers
         mQ, mO, mLSE, partials = outside
@@ -208,7 +208,7 @@ class DecodeSm90:
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
         S, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
         P = sm90.OperandA.create(acc_S, self.dtype)
-        softmax = OnlineSoftmax.create(scales[0])
+        softmax = OnlineSoftmax.create(scale * LOG2_E)
         mask = Mask(work.geo, Int32(0), lane % 4 * 2)
         first_row = work.first_row + wg * ROWS
 
@@ -242,9 +242,9 @@ class DecodeSm90:
         warpgroup.fence()
         times_v.issue(acc_O, P.fragment, tOrV[None, None, None, work.ring_v.slot(last)], accumulate=True)
         warpgroup.wait_group(0)
-        lse = softmax.finish(output, scales[1])
+        lse = softmax.finish(output, scale)
         if cutlass.const_expr(clustered):
-            sm90.join_warpgroup(Barrier.Q_THERE, wg)  # nobody reads V any longer, which lay where results go
+            sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
         self.leave(work, wg * ROWS + thread // sm90.WARP * SLAB + lane // 4, output, lse, (sVt, *outside), clustered)
 
     @cute.jit

@@ -20,11 +20,11 @@ from .scratch import QUAD, vector_at
 from .sm90 import WARP, pack_pair
 
 LOG2_E = math.log2(math.e)
-COLUMN_LANES = 8  # of a warp; the others are at other splits
-COLUMNS = COLUMN_LANES * QUAD  # of a CTA: 128 bytes of every partial row
+COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
 WARPS = 8
 PEER_PAD = 8  # floats between rows: eight rows of an accumulator lie in different banks
 AT_ONCE = 4  # splits that a thread has under way
+FEW = 8  # splits up to which every lane is at other columns
 MANY = 33  # splits from which on a CTA's warps share a row
 
 
@@ -102,8 +102,9 @@ class Combine:
         """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32."""
         rows, many = partials.rows, partials.splits >= MANY
         rows_of_cta = cutlass.select_(many, Int32(1), Int32(WARPS))
+        columns = cutlass.select_(partials.splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
         self.kernel(mO, mLSE, partials.start, partials.splits).launch(
-            grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, COLUMNS), 1),
+            grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -119,11 +120,12 @@ class Combine:
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, chunk, _ = cute.arch.block_idx()
-        many = splits >= MANY
+        few, many = splits <= FEW, splits >= MANY
         row = cutlass.select_(many, block, block * WARPS + warp)
-        column = chunk * COLUMNS + lane % COLUMN_LANES * QUAD
-        begin = lane // COLUMN_LANES + cutlass.select_(many, warp * (WARP // COLUMN_LANES), Int32(0))
-        step = cutlass.select_(many, Int32(WARPS * WARP // COLUMN_LANES), Int32(WARP // COLUMN_LANES))
+        lanes = cutlass.select_(few, Int32(WARP), Int32(COLUMN_LANES))
+        column = (chunk * lanes + lane % lanes) * QUAD
+        begin = lane // lanes + cutlass.select_(many, warp * (WARP // COLUMN_LANES), Int32(0))
+        step = cutlass.select_(many, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
@@ -131,10 +133,11 @@ class Combine:
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
                 part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
-        part.join_lanes()
+        if splits > FEW:
+            part.join_lanes()
         if many:
             part.join_warps(shared, warp)
-        writes = (lane < COLUMN_LANES) & (row < partials.rows) & ((warp == 0) | (splits < MANY))
+        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (splits < MANY))
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq

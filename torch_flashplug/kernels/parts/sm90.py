@@ -1,7 +1,7 @@
 """Hopper mechanisms: rings of TMA buffers, the queue of tiles, turns between warpgroups, wgmma on one warpgroup's 64
 rows.
 
-All waits and arrivals of a kernel go through Ring, TileQueue, Turns and join_warpgroup; a kernel never touches a
+All waits and arrivals of a kernel go through Ring, TileQueue, Turns and join_warpgroup(s); a kernel never touches a
 barrier itself.
 """
 
@@ -288,6 +288,12 @@ class Turns:
 def join_warpgroup(first: int, wg: Int32):
     """Consumer: the four warps of warpgroup wg wait for each other, on named barrier first + wg."""
     cute.arch.barrier(barrier_id=first + wg, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def join_warpgroups(name: int, count: cutlass.Constexpr[int]):
+    """Consumers: all of their warpgroups wait for each other."""
+    cute.arch.barrier(barrier_id=name, number_of_threads=count * WARPGROUP)
 
 
 @cute.jit

@@ -1,0 +1,21 @@
+"""Calls with a forced number of splits, and what is planned for them."""
+
+from __future__ import annotations
+
+from torch_flashplug import native, sdpa_backend
+from torch_flashplug.api import DEVICES
+from torch_flashplug.testing import Case
+
+MOST = 255  # splits that a mode word holds
+CAUSAL_TEXT = "num_splits=4, keys are split without is_causal only; use num_splits=1"
+
+
+def forced(num_splits: int) -> int:
+    """Mode word of ours with that many splits; 0: as many as the gate says."""
+    return sdpa_backend("fa3", num_splits=num_splits).mode
+
+
+def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"]) -> dict:
+    """The plan of a forced call."""
+    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
+    return native.plan(case.sizes() | dtypes, device, forced(num_splits))

@@ -1,0 +1,115 @@
+"""Few query rows: whether they are packed and among how many CTAs their keys are split. Without a GPU; numbers are
+test_decode's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from graphs import AUTO, FA3
+from splits import CAUSAL_TEXT, MOST, planned
+
+import torch_flashplug
+from torch_flashplug import choices, configs, native, sdpa_backend
+from torch_flashplug.api import DEVICES
+from torch_flashplug.testing import new_case
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """The table afterwards."""
+    yield
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+
+
+@pytest.fixture
+def own_table(restored: None) -> None:
+    """Round figures: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second kernel."""
+    rows = [configs.KernelRow("fwd", 90, 64, 64, mask, 64, 128, 2) for mask in ("full", "causal")]
+    gate = choices.Gate(
+        rows=64, wide_rows=64, wide_ns=0, occupancy=0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500,
+        combine_rate=1500, read_share=1,
+    )  # fmt: skip
+    native.push_rows((*rows, configs.KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 1000)), (), gate)
+
+
+@pytest.mark.usefixtures("own_table")
+@pytest.mark.parametrize(
+    "heads, rows, wanted, tiles, splits, cluster",
+    [
+        ((64, 32, 8), (1, 8192), 0, 512, 1, 1),  # more tiles than SMs
+        ((67, 1, 1), (1, 8192), 0, 67, 1, 1),  # twice as many CTAs would be more than SMs
+        ((66, 1, 1), (1, 8192), 0, 66, 2, 2),
+        ((1, 32, 8), (1, 8192), 0, 8, 16, 1),
+        ((1, 1, 1), (1, 1 << 20), 0, 1, 132, 1),
+        ((1, 32, 8), (16, 193), 0, 8, 4, 4),  # no more than blocks of keys
+        ((1, 32, 8), (1, 128), 0, 8, 1, 1),  # the cluster would cost more than the block that is spared
+        ((1, 32, 8), (1, 512), 0, 8, 8, 8),
+        ((1, 32, 8), (1, 1024), 0, 8, 16, 1),  # and eight blocks cost more than the second kernel
+        ((1, 32, 32), (1, 1024), 3, 32, 3, 3),  # forced, whatever the gate says, in clusters while those find room,
+        ((1, 32, 32), (1, 1024), 4, 32, 4, 1),
+        ((67, 1, 1), (1, 1024), 2, 67, 2, 2),  # pairs always,
+        ((1, 32, 8), (1, 8192), 1, 8, 1, 1),
+        ((1, 32, 8), (1, 129), MOST, 8, 3, 3),  # yet at most one a block,
+        ((1, 32, 8), (1, 1 << 20), MOST, 8, MOST, 1),
+        ((2, 8, 8), (1000, 1000), 4, 256, 4, 1),  # of more rows than a tile has, too,
+        ((1, 32, 32), (100000, 1 << 20), MOST, 50016, 10, 1),  # and partial results are counted in 32 bits
+    ],
+)
+def test_splits(heads, rows, wanted, tiles, splits, cluster):
+    plan = planned(new_case("gate", heads, rows, (64, 64)), wanted)
+    assert (plan["backend"], plan["kernel"]) == ("fa3", "decode_sm90_bf16_d64_full_m64n64s4")
+    assert (plan["tiles"], plan["splits"], plan["cluster"]) == (tiles, splits, cluster)
+
+
+@pytest.mark.usefixtures("own_table")
+def test_other_calls_are_not_split():
+    for rows in ((1, 8192), (1000, 1000)):
+        causal = new_case("causal", (1, 32, 8), rows, (64, 64), "causal")
+        assert planned(causal, 4)["reasons"]["fa3"] == CAUSAL_TEXT
+        assert planned(causal, 1)["kernel"] == "fwd_sm90_bf16_d64_causal_m64n128s2"
+    more_rows = new_case("rows", (1, 32, 8), (17, 8192), (64, 64))
+    assert {planned(more_rows, wanted)["kernel"] for wanted in (0, 1)} == {"fwd_sm90_bf16_d64_full_m64n128s2"}
+
+
+@pytest.mark.usefixtures("restored")
+def test_more_rows_are_packed_where_that_is_faster():
+    """1 us for a block of 64 rows, 1.5 for one of 128, packed or not; 3 us more where packed."""
+    fwd, narrow = (configs.KernelRow(kind, 90, 64, 64, "full", 64, 64, 4, 1000) for kind in ("fwd", "decode"))
+    gate = replace(choices.GATE, rows=64, wide_rows=256, wide_ns=3000, read_share=1)
+    native.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), gate)
+    calls = {
+        "decode, 64 rows": (((1, 32, 8), (16, 1024)), "decode_sm90_bf16_d64_full_m64n64s4"),
+        "8 tiles of 128 rows, split": (((1, 32, 8), (17, 1024)), "decode_sm90_bf16_d64_full_m128n64s4"),
+        "16 blocks unsplit, a wave of either": (((16, 32, 8), (32, 1024)), "decode_sm90_bf16_d64_full_m128n64s4"),
+        "the same without packing": (((16, 8, 8), (65, 64)), "fwd_sm90_bf16_d64_full_m64n64s4"),
+        "one block": (((1, 32, 8), (17, 64)), "fwd_sm90_bf16_d64_full_m64n64s4"),
+        "too many rows": (((1, 32, 8), (65, 1024)), "fwd_sm90_bf16_d64_full_m64n64s4"),
+    }
+    for name, (shape, kernel) in calls.items():
+        plan = planned(new_case(name, *shape, (64, 64)))
+        assert plan["kernel"] == kernel, (name, plan)
+    packed = new_case("packed", (1, 32, 8), (17, 1024), (64, 64))
+    assert "Sq*G = 17*4 = 68 > 64, <= 256: about " in planned(packed)["gate"]
+    assert planned(packed, 1)["kernel"].startswith("fwd")  # unsplit they fill 8 SMs, unpacked 32
+    grad = native.plan(packed.sizes() | {"grad": 1}, DEVICES["h100"], FA3)
+    assert grad["kernel"].startswith("fwd")  # whose gradients choice rows know
+
+
+@pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 2)])
+def test_bad_num_splits(backend, splits):
+    with pytest.raises(ValueError, match=rf"num_splits={splits} with '{backend}'; use 1 to 255, with 'fa3' alone"):
+        sdpa_backend(backend, num_splits=splits)
+
+
+def test_blocks_nest_with_their_splits():
+    q, k = (torch.empty(1, heads, rows, 64, dtype=torch.bfloat16, device="meta") for heads, rows in ((8, 1), (2, 640)))
+    with sdpa_backend("fa3", num_splits=3):
+        for inner, splits in ((MOST, 10), (2, 2)):
+            with sdpa_backend("fa3", num_splits=inner):
+                assert torch_flashplug.explain(q, k, k, enable_gqa=True, device="h100").splits == splits
+            assert native.mode() == FA3 | 3 << 8
+    assert native.mode() == AUTO
