@@ -157,7 +157,7 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     fa3 decode_sm90_bf16_d64_full_m64n64s4 tiles=1 splits=1
-      choice row 13: 0.998 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 13: 1.030 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
@@ -173,13 +173,13 @@ vision_4k_d72
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
-      choice row 16: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 16: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
-      choice row 16: 0.975 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      choice row 16: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
