@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, KernelSpec
-from .parts import sm90
+from .parts import fragments, sm90
 from .parts.backstage import ADDED_SLOTS, Backstage, carry
 from .parts.backward_call import BackwardCall, Call
 from .parts.backward_rows import (
@@ -151,8 +151,8 @@ class Share:
     dP: cute.Tensor  # dP^T, then dS^T
     dK: cute.Tensor
     dV: cute.Tensor
-    P: sm90.OperandA
-    dS: sm90.OperandA
+    P: fragments.OperandA
+    dS: fragments.OperandA
     dQ: QueryGradient
     crossing: tuple  # dS into shared memory: copy, source, target by slot
     facts: tuple  # LSE * log2(e) and delta of a step's queries: (tile_m, stage)
@@ -190,7 +190,7 @@ class BackwardSm90(BackwardCall):
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.dtype, self.d, self.dv, self.mask = sm90.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
+        self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
         self.in_order = spec.kind == "detbwd"  # every run adds to dQ in the same order, key block after key block
@@ -332,7 +332,7 @@ class BackwardSm90(BackwardCall):
             scale=scales[1],
             dQ=sm90.Operand(atoms[6], mdQ, cute.local_tile(sUnits, (SLAB, self.half), (tender, 0))),
             matrices=cute.make_tiled_copy_C(matrices, sm90.make_mma(self.dtype, self.half, "rows", "columns")),
-            pack=sm90.PACKS[self.dtype],
+            pack=fragments.PACKS[self.dtype],
             ring=ring_back.part(tender, slots),
             slots=cute.local_tile(sBack, (unit, slots), (0, tender)),
             added=ring_added,
@@ -410,10 +410,10 @@ class BackwardSm90(BackwardCall):
         columns = tuple(m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
         S, dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
         dK, dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
-        P = dS = sm90.OperandA.create(S, self.dtype)
+        P = dS = fragments.OperandA.create(S, self.dtype)
         acc_dQ = cute.make_tensor(dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
         if self.roomy:
-            dS, acc_dQ = sm90.OperandA.create(S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
+            dS, acc_dQ = fragments.OperandA.create(S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
         my_columns = cute.local_tile(sm90.transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
         tQrK, tQrS = mma_q.make_fragment_B(mma_q.partition_B(my_columns)), mma_q.make_fragment_A(mma_q.partition_A(sdS))
         staging = sdQ[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
@@ -501,8 +501,8 @@ class BackwardSm90(BackwardCall):
         my.issue_dV(slot)
         delta = row_values(my.facts[1], slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
-        dP = sm90.rows_and_columns(my.dP)
-        differentiate(sm90.rows_and_columns(my.S), dP, delta, dP)
+        dP = fragments.rows_and_columns(my.dP)
+        differentiate(fragments.rows_and_columns(my.S), dP, delta, dP)
         my.dS.take(my.dP)
         my.share_dS(done)
         warpgroup.fence()
@@ -529,8 +529,8 @@ class BackwardSm90(BackwardCall):
         my.issue_dP(slot)
         my.issue_dV(slot)
         warpgroup.wait_group(1)  # dP
-        dP = sm90.rows_and_columns(my.dP)
-        differentiate(sm90.rows_and_columns(my.S), dP, row_values(my.facts[1], slot), dP)
+        dP = fragments.rows_and_columns(my.dP)
+        differentiate(fragments.rows_and_columns(my.S), dP, row_values(my.facts[1], slot), dP)
         warpgroup.wait_group(0)
         my.dS.take(my.dP)
         my.share_dS(done)
@@ -542,7 +542,7 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def weigh(self, my: Share, lse_log2: cute.Tensor, hidden: tuple | None, scale_log2: Float32):
         """P in place of S; hidden: mask and number of this step, where some are hidden."""
-        scores = sm90.rows_and_columns(my.S)
+        scores = fragments.rows_and_columns(my.S)
         if cutlass.const_expr(hidden is not None):
             mask, step = hidden
             mask.apply(scores, step)

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
-from .parts import sm90
+from .parts import fragments, sm90
 from .parts.combine import AT_ONCE, LOG2_E, Combine, Partials, Peers, Share
 from .parts.geometry import Geometry
 from .parts.mask import Mask
@@ -71,14 +71,14 @@ class DecodeSm90:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.dtype = sm90.DTYPES[spec.dtype]
+        self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.warpgroups = spec.warpgroups
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
         partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
-        tensors = (*sm90.fake_forward(self.dtype), partials)
+        tensors = (*fragments.fake_forward(self.dtype), partials)
         return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
@@ -125,7 +125,7 @@ class DecodeSm90:
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
         if splits > cluster:
-            Combine(sm90.PACKS[self.dtype])(mO, mLSE, partials, stream)
+            Combine(fragments.PACKS[self.dtype])(mO, mLSE, partials, stream)
 
     @cute.kernel
     def kernel(
@@ -206,8 +206,8 @@ class DecodeSm90:
         tSrK = qk.make_fragment_B(qk.partition_B(sK))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
-        S, output = sm90.rows_and_columns(acc_S), sm90.rows_and_columns(acc_O)
-        P = sm90.OperandA.create(acc_S, self.dtype)
+        S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(acc_O)
+        P = fragments.OperandA.create(acc_S, self.dtype)
         softmax = OnlineSoftmax.create(scale * LOG2_E)
         mask = Mask(work.geo, Int32(0), lane % 4 * 2)
         first_row = work.first_row + wg * ROWS
@@ -292,7 +292,7 @@ class DecodeSm90:
             for peer in cutlass.range(0, work.splits, AT_ONCE, unroll=1):
                 share.add(peers, row, peer, 1, column)
             head, query = work.place(work.first_row + row)
-            share.write(mO[work.batch, head, query, None].iterator + column, sm90.PACKS[self.dtype])
+            share.write(mO[work.batch, head, query, None].iterator + column, fragments.PACKS[self.dtype])
             if column == 0:
                 mLSE[work.batch, head, query] = share.lse()
 
@@ -332,10 +332,10 @@ class DecodeSm90:
         """This thread's columns of its row r, in 16 bits (narrow) or fp32."""
         column = cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
-            at = column + sm90.column_of(c)
+            at = column + fragments.column_of(c)
             if at < Dv:
                 if cutlass.const_expr(narrow):
-                    pair = sm90.pack_pair(sm90.PACKS[self.dtype], output[r, c], output[r, c + 1])
+                    pair = fragments.pack_pair(fragments.PACKS[self.dtype], output[r, c], output[r, c + 1])
                     cute.arch.store(cute.recast_ptr(start + at, dtype=Int32), pair)
                 else:
                     both = cute.make_rmem_tensor((PAIR,), Float32)

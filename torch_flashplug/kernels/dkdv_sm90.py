@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
-from .parts import sm90
+from .parts import fragments, sm90
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.geometry import Geometry
 from .parts.mask import TransposedMask
@@ -89,7 +89,7 @@ class Half:
     keys: cute.Tensor  # K or V: (MMA, 1, D/16)
     rows: cute.Tensor  # Q or dO with rows as columns of the scores: (MMA, 1, D/16, stage)
     acc: cute.Tensor  # S^T, or dP^T
-    weights: sm90.OperandA  # P^T, or dS^T
+    weights: fragments.OperandA  # P^T, or dS^T
     values: cute.Tensor  # the same registers, in the order of `acc`
     facts: cute.Tensor  # LSE * log2(e), or delta, of a step's queries: (TILE_M, stage)
     dV: Sum
@@ -152,7 +152,7 @@ class KeyGradientsSm90:
     """Builds the kernel of one spec."""
 
     def __init__(self, spec: KernelSpec):
-        self.spec, self.dtype, self.d, self.dv = spec, sm90.DTYPES[spec.dtype], spec.d, spec.dv
+        self.spec, self.dtype, self.d, self.dv = spec, fragments.DTYPES[spec.dtype], spec.d, spec.dv
         self.stages, self.raised = spec.stages, RAISED[self.dtype]
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
 
@@ -298,7 +298,7 @@ class KeyGradientsSm90:
         keys = mma.make_fragment_A(mma.partition_A(sKeys[None, None, 0]))
         rows = mma.make_fragment_B(mma.partition_B(sRows))
         acc = sm90.zeros(mma, (ROWS, TILE_M))
-        weights = sm90.OperandA.create(acc, self.dtype)
+        weights = fragments.OperandA.create(acc, self.dtype)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.dtype), acc.layout)
         crossing = sm90.transposed(sX)  # (keys, queries, P or dS)
 
@@ -370,7 +370,7 @@ class KeyGradientsSm90:
     @cute.jit
     def weigh(self, my: Half, done: Int32, mask: TransposedMask | None, step: Int32, scale_log2: Float32):
         """First warpgroup: P."""
-        scores, lse_log2 = sm90.rows_and_columns(my.acc), row_values(my.facts, my.rings.q.slot(done))
+        scores, lse_log2 = fragments.rows_and_columns(my.acc), row_values(my.facts, my.rings.q.slot(done))
         if cutlass.const_expr(self.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.raised))
         if cutlass.const_expr(mask is not None):
@@ -384,7 +384,7 @@ class KeyGradientsSm90:
         delta = row_values(my.facts, my.rings.do.slot(done))
         my.rings.crossing[P].wait(done)
         my.load(my.values)
-        weights, dP = sm90.rows_and_columns(my.values), sm90.rows_and_columns(my.acc)
+        weights, dP = fragments.rows_and_columns(my.values), fragments.rows_and_columns(my.acc)
         differentiate(weights, dP, delta, dP, self.raised)
         my.weights.take(my.acc)
 

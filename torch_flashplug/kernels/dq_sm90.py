@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
-from .parts import sm90
+from .parts import fragments, sm90
 from .parts.backward_rows import differentiate, exponentiate
 from .parts.geometry import Geometry
 from .parts.mask import Mask
@@ -63,7 +63,7 @@ class Share:
     columns: cute.Tensor  # K, summed over its keys: (MMA, 1, TILE_N/16, slot)
     S: cute.Tensor  # then P, then dS
     dP: cute.Tensor
-    dS: sm90.OperandA
+    dS: fragments.OperandA
     dQ: cute.Tensor
 
     def issue_scores(self, count: Int32) -> None:
@@ -93,7 +93,7 @@ class QueryGradientSm90:
     """Builds the kernel of one spec."""
 
     def __init__(self, spec: KernelSpec):
-        self.spec, self.dtype, self.d, self.dv = spec, sm90.DTYPES[spec.dtype], spec.d, spec.dv
+        self.spec, self.dtype, self.d, self.dv = spec, fragments.DTYPES[spec.dtype], spec.d, spec.dv
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
 
@@ -205,7 +205,7 @@ class QueryGradientSm90:
         columns = mma_q.make_fragment_B(mma_q.partition_B(sm90.transposed(sK)))
         S, dP = (sm90.zeros(mma_s, (ROWS, TILE_N)) for _ in range(2))
         dQ = sm90.zeros(mma_q, (ROWS, self.d))
-        return Share(work.rings, scores, sums, rows, keys, columns, S, dP, sm90.OperandA.create(S, self.dtype), dQ)
+        return Share(work.rings, scores, sums, rows, keys, columns, S, dP, fragments.OperandA.create(S, self.dtype), dQ)
 
     @cute.jit
     def consume(self, buffers: tuple, work: Work, out: sm90.Operand, mRows: cute.Tensor, scales: tuple):
@@ -265,7 +265,7 @@ class QueryGradientSm90:
         """dS of a block from its two products."""
         if cutlass.const_expr(hidden is not None):
             mask, n_block = hidden
-            mask.apply(sm90.rows_and_columns(my.S), n_block)
+            mask.apply(fragments.rows_and_columns(my.S), n_block)
         S, dP = by_query(my.S), by_query(my.dP)
         exponentiate(S, two.lse_log2, two.scale_log2)
         differentiate(S, dP, two.delta, S)
@@ -309,5 +309,5 @@ class QueryGradientSm90:
 
 def by_query(acc: cute.Tensor) -> cute.Tensor:
     """(keys, queries) view of a (queries, keys) accumulator."""
-    scores = sm90.rows_and_columns(acc)
+    scores = fragments.rows_and_columns(acc)
     return cute.make_tensor(scores.iterator, cute.select(scores.layout, mode=[1, 0]))

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
-from .parts import sm90
+from .parts import fragments, sm90
 from .parts.geometry import Geometry
 from .parts.mask import Mask
 from .parts.scheduler import TileOrder
@@ -74,7 +74,7 @@ class FirstBlock:
     mask: Mask
     n_block: Int32
     softmax: OnlineSoftmax
-    P: sm90.OperandA
+    P: fragments.OperandA
 
     @cute.jit
     def weigh(self, S: Scores):
@@ -95,7 +95,7 @@ class ForwardSm90:
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
-        self.dtype = sm90.DTYPES[spec.dtype]
+        self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
@@ -113,7 +113,7 @@ class ForwardSm90:
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
         counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-        tensors = sm90.fake_forward(self.dtype)
+        tensors = fragments.fake_forward(self.dtype)
         return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
@@ -174,7 +174,7 @@ class ForwardSm90:
         keys = part.make_fragment_B(part.partition_B(cute.local_tile(sK, (columns, self.d, self.stages), (0, 0, 0))))
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
-        return Scores(product, keys, acc, sm90.rows_and_columns(acc))
+        return Scores(product, keys, acc, fragments.rows_and_columns(acc))
 
     @cute.kernel
     def kernel(
@@ -279,7 +279,8 @@ class ForwardSm90:
         tSrQ = qk.make_fragment_A(qk.partition_A(sQ))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
         acc_O = sm90.zeros(pv, (ROWS, self.dv))
-        P, output = sm90.OperandA.create(S.acc, self.dtype), sm90.rows_and_columns(acc_O)  # P: (MMA, 1, tile_n/16)
+        P = fragments.OperandA.create(S.acc, self.dtype)  # (MMA, 1, tile_n/16)
+        output = fragments.rows_and_columns(acc_O)
         softmax = OnlineSoftmax.create(scales[0])
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()

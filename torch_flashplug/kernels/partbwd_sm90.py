@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from ..spec import KernelSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
-from .parts import sm90
+from .parts import fragments
 from .parts.backward_call import WANT_DKDV, WANT_DQ, BackwardCall, Call
 from .parts.backward_rows import PrepareBackward
 
@@ -22,7 +22,7 @@ class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: KernelSpec):
-        self.dtype = sm90.DTYPES[spec.dtype]
+        self.dtype = fragments.DTYPES[spec.dtype]
         self.prepare = PrepareBackward(self.dtype)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...spec import TENDERS
-from . import sm90
+from . import fragments, sm90
 from .scratch import ADDED, CLEARED, QUAD, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
 
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
@@ -42,7 +42,7 @@ class Backstage:
     scale: Float32
     dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each tender
     matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
-    pack: str  # one of sm90.PACKS
+    pack: str  # one of fragments.PACKS
     ring: sm90.Ring  # of slots, for one tender
     slots: cute.Tensor  # (floats of a unit, slot)
     added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
@@ -152,7 +152,7 @@ class Backstage:
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
                 for r in cutlass.range_constexpr(2):
                     low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
-                    pairs[2 * half + r] = sm90.pack_pair(self.pack, low, high)
+                    pairs[2 * half + r] = fragments.pack_pair(self.pack, low, high)
             halves = cute.recast_ptr(pairs.iterator, dtype=self.dQ.s.element_type)
             cute.copy(copy, cute.make_tensor(halves, cute.make_layout((2 * QUAD, 1, 1))), rows[(None, i), None, None])
 

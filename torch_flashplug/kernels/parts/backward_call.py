@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from . import sm90
+from . import fragments
 
 WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
@@ -42,8 +42,8 @@ class BackwardCall:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        q, k, v, out, lse = sm90.fake_forward(self.dtype)
-        grad, *gradients = (sm90.fake_operand(self.dtype, *x.shape) for x in (out, q, k, v))
+        q, k, v, out, lse = fragments.fake_forward(self.dtype)
+        grad, *gradients = (fragments.fake_operand(self.dtype, *x.shape) for x in (out, q, k, v))
         fp32 = cute.runtime.make_fake_tensor
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         rows = fp32(Float32, (*lse.shape[:2], 2, cute.sym_int()), strides, assumed_align=16)

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS
-from . import sm90
+from . import fragments, sm90
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .sm90 import WARPGROUP
 
@@ -103,7 +103,7 @@ class FinishBackward:
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], d: int):
-        self.pack, self.chunks = sm90.PACKS[dtype], d // WARPGROUPS // VECTOR
+        self.pack, self.chunks = fragments.PACKS[dtype], d // WARPGROUPS // VECTOR
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, ahead: Ahead, stream: cuda.CUstream):
@@ -132,7 +132,7 @@ class FinishBackward:
             for r in cutlass.range_constexpr(2):
                 pairs = cute.make_rmem_tensor((4,), Int32)
                 for i in cutlass.range_constexpr(4):
-                    pairs[i] = sm90.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
+                    pairs[i] = fragments.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
                 if row + 8 * r < Sq and column < D:
                     cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
 
@@ -170,5 +170,5 @@ def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:
     row, lane = sRow[None, slot], cute.arch.lane_idx()
     mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
     for c in range(cute.size(mine)):
-        mine[c] = row[sm90.column_of(c) + lane % 4 * 2]
+        mine[c] = row[fragments.column_of(c) + lane % 4 * 2]
     return mine

@@ -16,8 +16,9 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
+from .fragments import pack_pair
 from .scratch import QUAD, vector_at
-from .sm90 import WARP, pack_pair
+from .sm90 import WARP
 
 LOG2_E = math.log2(math.e)
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
@@ -94,7 +95,7 @@ class Combine:
     """O in 16 bits and LSE from Partials; starts while the kernel before it is still running, and waits for it."""
 
     def __init__(self, pack: str):
-        """pack: one of sm90.PACKS."""
+        """pack: one of fragments.PACKS."""
         self.pack = pack
 
     @cute.jit

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .fragments import column_of
 from .geometry import Geometry
-from .sm90 import column_of
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 policies of TMA loads
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
@@ -98,22 +96,6 @@ class Ring:
         """Producer warp: the slot holds its block, where no bytes are announced."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.arrival(count))
-
-
-def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-
-def fake_forward(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, ...]:
-    """What every forward is called with first, sizes symbolic: q, k, v, o, LSE."""
-    B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
-    D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
-    strides = (cute.sym_int64(), cute.sym_int64(), 1)
-    lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), strides, assumed_align=4)
-    sizes = ((B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), (B, Hq, Sq, Dv))
-    return (*(fake_operand(dtype, *size) for size in sizes), lse)
 
 
 @dataclass(frozen=True)
@@ -363,58 +345,8 @@ class Product:
             cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
 
 
-def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
-    """(2, cols) view of a 64-row accumulator ((2, 2, N/8), 1, 1): mode 0 of wgmma's fragment is the column pair, mode 1
-    the row pair.
-    """
-    columns = cute.size(acc) // 2
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
-
-
-def column_of(c: int) -> int:
-    """Column of a thread's c-th score, relative to its first: wgmma gives each thread pairs, one pair in every eight
-    columns.
-    """
-    return (c // 2) * 8 + c % 2
-
-
-@dataclass(frozen=True)
-class OperandA:
-    """Probabilities in 16 bits, in registers, as the left operand of the next product; packed in pairs.
-
-    The pack is an explicit instruction: LLVM moves a plain conversion behind the loop's back edge, so that 64 fp32
-    values would stay live across the next product instead of 32 packed ones, and everything spills.
-    """
-
-    pairs: cute.Tensor  # (K/4,) Int32
-    fragment: cute.Tensor  # (8, 1, K/16), the same registers as wgmma sees them
-    pack: str  # one of PACKS
-
-    @classmethod
-    def create(cls, acc: cute.Tensor, dtype) -> OperandA:
-        """Room for the 64 x K fp32 accumulator `acc`; both keep elements in the same order."""
-        pairs = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
-        layout = cute.make_layout(((2, 2, 2), 1, cute.size(acc) // 8), stride=((1, 2, 4), 0, 8))
-        fragment = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=dtype), layout)
-        return cls(pairs, fragment, PACKS[dtype])
-
-    def take(self, acc: cute.Tensor) -> None:
-        """Convert an accumulator, round to nearest even; the columns that a narrow one lacks become 0."""
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        for i in range(cute.size(acc) // 2, cute.size(self.pairs)):
-            self.pairs[i] = Int32(0)
-        for i in range(cute.size(acc) // 2):
-            self.pairs[i] = pack_pair(self.pack, flat[2 * i], flat[2 * i + 1])
-
-
 def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
     """Accumulator of one warpgroup, (64, N) fp32, cleared."""
     acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
     acc.fill(0.0)
     return acc
-
-
-def pack_pair(kind: str, low: Float32, high: Float32) -> Int32:
-    """Two numbers in 16 bits, round to nearest even; kind: one of PACKS."""
-    text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
