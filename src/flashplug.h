@@ -227,7 +227,7 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row);
 Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables);
 int64_t packed_rows(const Problem& p);
 int64_t packed_tiles(const Problem& p, const KernelRow& row);
-// ns, beside what the forward takes
+// ns of a call of more rows than decode's, to be held against the forward's estimate.
 double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    Splits splits);
 Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);

@@ -96,7 +96,7 @@ std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& de
 
 std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
-  const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(p.Sq * p.group());
+  const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
   std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.decode_rows);
   if (plan.packed_ns > 0)
     why += ", <= " + number(tables.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +

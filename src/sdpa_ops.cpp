@@ -103,9 +103,10 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
   if (tables().kernels[plan.kernel_row].kind == kKindDecode) {
     Owned partials;
-    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-    if (plan.splits.in_memory())
+    if (plan.splits.in_memory()) {
+      const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
       partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
+    }
     launch_decode(*kernel, p, tensors, partials.get(), plan.splits, softmax_scale(call, p), facts.query.device_index);
   } else {
     launch_forward(*kernel, p, tensors, softmax_scale(call, p), facts.query.device_index);

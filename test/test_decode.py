@@ -326,7 +326,8 @@ def test_eager_compiled_and_captured_give_the_same_bits(road: Road, backend: str
 def test_split_for_the_first_time_under_capture() -> None:
     """One kernel has never run, the other only unsplit: their modules and the combining kernel's are loaded here."""
     for name, warm, splits in (("decode_h8x2_d64v64_1x4097", False, 12), ("decode_1x8k_d128_gqa4", True, 3)):
-        inputs = make_inputs(case := case_named(name), "cuda", SEED)
+        case = case_named(name)
+        inputs = make_inputs(case, "cuda", SEED)
         if warm:
             run(inputs, case, 1)
         replay = graph_of(lambda args=(inputs, case, splits): run(*args)[0])

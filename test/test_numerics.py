@@ -13,11 +13,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from splits import planned
 from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import configs, native
-from torch_flashplug.api import DEVICES
 from torch_flashplug.spec import BACKENDS, DTYPES, KernelSpec
 from torch_flashplug.testing import (
     CASES,
@@ -79,19 +79,14 @@ def stock_strides(inputs: Inputs) -> tuple[int, ...]:
 # ---- without a GPU: cases and table ----
 
 
-def plan_on_h100(case: Case, dtype: str) -> dict:
-    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[dtype] for operand in "qkv"}
-    return native.plan(case.sizes() | dtypes, DEVICES["h100"], FA3)
-
-
 @BY_DTYPE
 def test_every_case_can_run_on_a_kernel(dtype):
-    refused = {case.name: plan["reasons"] for case in CASES if (plan := plan_on_h100(case, dtype))["backend"] != "fa3"}
-    assert not refused
+    plans = {case.name: planned(case.with_dtype(dtype)) for case in CASES}
+    assert not {name: plan["reasons"] for name, plan in plans.items() if plan["backend"] != "fa3"}
 
 
 def test_every_row_is_hit_by_a_case():
-    hit = {plan_on_h100(case, dtype)["kernel"] for case in CASES for dtype in DTYPES}
+    hit = {planned(case.with_dtype(dtype))["kernel"] for case in CASES for dtype in DTYPES}
     rows = [row for row in configs.KERNEL_ROWS if row.kind in {"fwd", "decode"}]
     names = {row.spec(dtype).name() for row in rows for dtype in DTYPES}
     missing = sorted(names - hit)

@@ -37,9 +37,9 @@ def planned(case: Case, facts: dict[str, int], num_splits: int = 0) -> tuple[Spl
     return (plan["splits"], plan["cluster"] > 1), plan["tiles"]
 
 
-def measure(rounds: int) -> tuple[list[Case], Times]:
-    """Every case in every number of splits that it can have, those that are a cluster through memory as well, K and V
-    from memory, then from L2 if they fit.
+def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Times, splits as `written`: every case in every number of splits that it can have, those that are a cluster
+    through memory as well, K and V from memory, then from L2 if they fit.
     """
     import torch
     import torch.nn.functional as F  # noqa: N812
@@ -48,14 +48,15 @@ def measure(rounds: int) -> tuple[list[Case], Times]:
 
     from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
 
-    facts, times, cases = native.device_facts(0), {}, workloads.gate()
-    for case in cases:
+    times = {}
+    for case in workloads.gate():
         times[case.name] = {}
         for state, (copies, turns) in states_of(case).items():
             inputs = [make_inputs(case, "cuda", seed) for seed in range(copies)]
             calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
             runs = {}
             for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
+                # a cluster wherever there can be one
                 native.push_rows(configs.KERNEL_ROWS, (), replace(packing(choices.GATE), cluster=limit, combine_ns=1e9))
                 splits, tiles = planned(case, facts, wanted)
                 if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
@@ -63,10 +64,9 @@ def measure(rounds: int) -> tuple[list[Case], Times]:
                 with torch.no_grad(), sdpa_backend("fa3", num_splits=wanted):
                     runs[written(splits)] = Candidate(captured(in_turn(calls), turns))
             timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
-            times[case.name][state] = {read(n): 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
-            shown = {written(n): round(us, 1) for n, us in times[case.name][state].items()}
-            print(case.name, state, shown, flush=True)
-    return cases, times
+            times[case.name][state] = {n: 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
+            print(case.name, state, {n: round(us, 1) for n, us in times[case.name][state].items()}, flush=True)
+    return times
 
 
 def written(splits: Splits) -> str:
@@ -144,12 +144,8 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
 
     if not times_from:
         facts = native.device_facts(0)
-        cases, times = measure(rounds)
+        us = measure(facts, rounds)
         document = report.header("gate", report.read_clocks(), report.commit())
-        us = {
-            name: {state: {written(n): us for n, us in known.items()} for state, known in states.items()}
-            for name, states in times.items()
-        }
         times_from = [report.write_json(document | {"rounds": rounds, "facts": facts, "us": us}, out)]
         print("wrote", times_from[0])
     documents = [json.loads(path.read_text()) for path in times_from]

@@ -26,7 +26,7 @@ class Gate:
     combine_ns: float  # beyond a cluster: a second kernel,
     combine_rate: float  # and partial results, written to memory and read: bytes per ns
     read_share: float  # of the memory's rate, which reading K and V comes to
-    cluster: int = CLUSTER  # CTAs that may be one
+    cluster: int = CLUSTER  # CTAs of one cluster at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ChoiceRow:
 
 
 # 2026-11-22, H100 and H200: fitted, with cost of the decode kernels' rows, to 1443 times of 101 calls on each
-# (tools/tune.py gate: splits, in a cluster or not, K and V from memory and from L2); wide_ns to 110 calls, packed and
+# (tools/tune.py gate: splits, in a cluster or not, K and V from memory and from L2); wide_ns to 108 calls, packed and
 # not. Only together do these numbers mean anything: reading and working overlap.
 GATE = Gate(
     rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
@@ -87,7 +87,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
     ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
     ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
-    # Few query rows: 469 calls, groups of 1, 4, 16, 32, 64, and 98 of more than 64 rows that are packed. Ratios are
+    # Few query rows: 469 cells, groups of 1, 4, 16, 32, 64, and 98 of more than 64 rows that are packed. Ratios are
     # of K and V from memory, as between the layers of a model. Kernels of larger head dims fill up with zeros: where
     # keys are few, that is not what takes the time.
     ChoiceRow("decode", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),

@@ -23,7 +23,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import fragments, sm90
-from .parts.combine import AT_ONCE, LOG2_E, Combine, Partials, Peers, Share
+from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
 from .parts.geometry import Geometry
 from .parts.mask import Mask
 from .parts.scratch import QUAD, vector_at
@@ -208,7 +208,7 @@ class DecodeSm90:
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(acc_O)
         P = fragments.OperandA.create(acc_S, self.dtype)
-        softmax = OnlineSoftmax.create(scale * LOG2_E)
+        softmax = OnlineSoftmax.create(scale * fragments.LOG2_E)
         mask = Mask(work.geo, Int32(0), lane % 4 * 2)
         first_row = work.first_row + wg * ROWS
 

@@ -5,8 +5,6 @@ Both work on blocks of TILE_M query rows of one head, as the main kernel steps o
 
 from __future__ import annotations
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +20,6 @@ TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, key
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
-LOG2_E = math.log2(math.e)
 
 
 class PrepareBackward:
@@ -67,7 +64,7 @@ class PrepareBackward:
                     o = vector_at(mO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
                     do = vector_at(mdO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
                     delta += (o * do).reduce(cute.ReductionOp.ADD, 0.0, 0)
-                lse = mLSE[batch, head, row] * LOG2_E
+                lse = mLSE[batch, head, row] * fragments.LOG2_E
                 lse = cutlass.select_(lse == -Float32.inf, Float32.inf, lse)  # no key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)

@@ -7,7 +7,6 @@ O = sum w_s O_s / sum w_s, LSE = m + ln(sum w_s) (FlashDecoding, Dao et al. 2023
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -16,11 +15,10 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from .fragments import pack_pair
+from .fragments import LOG2_E, pack_pair
 from .scratch import QUAD, vector_at
 from .sm90 import WARP
 
-LOG2_E = math.log2(math.e)
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
 WARPS = 8
 PEER_PAD = 8  # floats between rows: eight rows of an accumulator lie in different banks

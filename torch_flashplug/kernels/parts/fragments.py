@@ -4,6 +4,7 @@ warpgroup, for wgmma (PTX ISA, fragments of m16n8k16 and of wgmma's m64nNk16).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -12,6 +13,7 @@ from cutlass import Float32, Int32
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
+LOG2_E = math.log2(math.e)
 
 
 def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
