@@ -9,9 +9,10 @@ namespace {
 
 constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
 
-// grad_out as TMA can read it: rows of consecutive elements, everything else on multiples of 16 bytes. An expanded
-// scalar, as `.sum().backward()` gives, is neither.
-Owned readable(AtenTensorHandle tensor) {
+// grad_out as a kernel can read it: rows of consecutive elements, everything else on multiples of 16 bytes, unless it
+// goes element by element. An expanded scalar, as `.sum().backward()` gives, is neither.
+Owned readable(AtenTensorHandle tensor, bool elementwise) {
+  if (elementwise) return Owned::share(tensor);
   const Shape shape = shape_of(tensor);
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
@@ -22,12 +23,13 @@ Owned readable(AtenTensorHandle tensor) {
   return new_like(tensor, 4, shape.size, stride, tensor);
 }
 
-// A gradient as TMA can write it: laid out as empty_like(operand) where that has rows, packed otherwise.
-Owned gradient_of(AtenTensorHandle operand) {
+// A gradient as a kernel can write it: laid out as empty_like(operand) where that has rows, else packed, unless it goes
+// element by element.
+Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
   const Shape like = shape_of(operand);
   int64_t stride[4];
   dense_strides(like.size, like.stride, 4, stride);
-  if (stride[3] != 1) pack_strides(like.size, stride);
+  if (stride[3] != 1 && !elementwise) pack_strides(like.size, stride);
   return new_like(operand, 4, like.size, stride, nullptr);
 }
 
@@ -59,12 +61,12 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
   const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
   const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
-  const Owned out = readable(call.out), grad_out = readable(call.grad_out);
+  const Owned out = readable(call.out, shape.elementwise), grad_out = readable(call.grad_out, shape.elementwise);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = shape.kind == kKindPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
-    result->grads[i] = writes(i) ? gradient_of(operands[i]) : Owned::share(operands[i]);
+    result->grads[i] = writes(i) ? gradient_of(operands[i], shape.elementwise) : Owned::share(operands[i]);
   const BackwardTensors tensors{forward.q,
                                 forward.k,
                                 forward.v,

@@ -37,6 +37,9 @@ double adding_time(const Problem& p, const KernelRow& row, const Tables& tables,
   return tables.cluster_ns + rounds * share / tables.cluster_rate;
 }
 
+// Splits up to here can be a cluster's.
+int64_t largest_cluster(const KernelRow& row, const Tables& tables) { return row.arch == kHopper ? tables.cluster : 1; }
+
 // How often the SMs are filled; tiles of few rows share SMs where there are many.
 double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
   const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
@@ -79,7 +82,7 @@ int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * 
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
   const Splits apart{n, 1}, together{n, n};
   const int64_t busy = n == 3 ? device.sm_count * 3 / 4 : device.sm_count / 2;
-  const bool room = n <= tables.cluster && (n <= 2 || n * packed_tiles(p, row) <= busy);
+  const bool room = n <= largest_cluster(row, tables) && (n <= 2 || n * packed_tiles(p, row) <= busy);
   return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
 }
 
@@ -107,8 +110,9 @@ Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& de
     const Splits splits = split_among(p, row, device, tables, even);
     if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
   };
-  for (int64_t n = 2; n <= std::min(tables.cluster, most); ++n) consider(n);
-  if (most > tables.cluster) consider(std::clamp(equal, tables.cluster + 1, most));
+  const int64_t cluster = largest_cluster(row, tables);
+  for (int64_t n = 2; n <= std::min(cluster, most); ++n) consider(n);
+  if (most > cluster) consider(std::clamp(equal, cluster + 1, most));
   return best;
 }
 

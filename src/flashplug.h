@@ -4,7 +4,8 @@
 //   F.scaled_dot_product_attention
 //     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
 //     sdpa_ops.cpp       the ops torch then calls: tensors -> Problem, outputs, stock fallbacks, backward
-//     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions
+//     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions, like support.cpp
+//                        (can kernels run it?), rows.cpp (which row of the tables?), decode.cpp and plan_backward.cpp
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
 //     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
@@ -40,6 +41,7 @@ struct Mode {
   int64_t word = 0;
   Backend backend() const { return static_cast<Backend>(word & 0xff); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
+  bool forces_kernels() const { return backend() == Backend::kFa3 || backend() == Backend::kFa2; }
 };
 constexpr int64_t kModeMask = 0xffffff;
 
@@ -51,7 +53,8 @@ struct Layout {
   int align_bytes = 16;  // what the base address and every outer stride are multiples of, capped at 16
 };
 
-constexpr int kNumOperands = 3;  // query, key, value
+constexpr int kNumOperands = 3;       // query, key, value
+constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
 
 // Plain facts of one call. Batch is shared; heads of the query may be a multiple of those of key and value.
 struct Problem {
@@ -78,12 +81,17 @@ struct DeviceFacts {
 
 // ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
 
+// What kernels are written for: Hopper's run on Hopper alone, Ampere's on every GPU since.
+constexpr int kHopper = 90, kAmpere = 80;
+
 struct KernelRow {
   int kind, arch;
   int64_t d_max, dv_max;
   MaskKind mask;
   int tile_m, tile_n, stages;
-  int cost;  // ns of one KV block of one tile on one SM
+  int cost;          // ns of one KV block of one tile on one SM
+  bool elementwise;  // takes any addresses and strides, and calls that need it alone
+  int smem_bytes;    // of a CTA
 };
 
 struct ChoiceRow {
@@ -98,11 +106,12 @@ struct ChoiceRow {
   char measured[96];  // date, machine, suite
 };
 
-constexpr int kMaxRows = 128;
+constexpr int kMaxRows = 256;
 constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
 constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
 static_assert(std::size(kKindNames) == kKindDecode + 1, "every kind has a name");
-constexpr int kKindMixBwd = 5, kKindMixDecode = 6;  // of choice rows only: where D != Dv
+// Of choice rows only: where D != Dv; of element-wise kernels, both directions, by what no vector fits.
+constexpr int kKindMixBwd = 5, kKindMixDecode = 6, kKindOddDims = 7, kKindUnaligned = 8, kKindColumns = 9;
 
 struct Tables {
   KernelRow kernels[kMaxRows];
@@ -141,7 +150,7 @@ enum class Why : int {
   kAlignment,
   kNoKernel,
   kSplits,
-  kLaterRelease,
+  kUnmeasuredDevice,
   kNoRow,
   kSlower,
   kDecodeGate,
@@ -182,7 +191,17 @@ struct Plan {
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
   Reason fa3, fa2;  // why not, where not taken
+  bool ours() const { return backend == Backend::kFa3 || backend == Backend::kFa2; }
 };
+
+// The backends that are ours, in the order in which auto asks: whose kernels, and where a plan says why not.
+struct Family {
+  Backend backend;
+  int arch;
+  Reason Plan::* why;
+};
+constexpr Family kFa3Family{Backend::kFa3, kHopper, &Plan::fa3}, kFa2Family{Backend::kFa2, kAmpere, &Plan::fa2};
+constexpr Family kFamilies[] = {kFa3Family, kFa2Family};
 
 // ---- 1. router.cpp ----
 
@@ -198,21 +217,34 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
 void unregister_ops();
 
-// ---- 3. plan.cpp (pure) ----
+// ---- 3. plan.cpp and its parts (pure) ----
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// support.cpp: everything that keeps kernels of an architecture from running this call at all (speed aside); stops
+// after `limit`. Returns how many.
 constexpr int kMaxReasons = 8;
-// Everything that keeps a backend from running this call at all (speed aside); stops after `limit`. Returns how many.
-int fa3_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
-int fa2_unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, Reason* reasons, int limit);
+int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
+                int limit);
+bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
+bool smem_fits(const KernelRow& row, const DeviceFacts& device);
+// With shapes unknown: may some call of this class be ours?
+bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
+// rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
+// row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
+int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& device, const Tables& tables);
+double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
+int choice_kind(const Problem& p, const KernelRow& kernel);
+int find_choice_row(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables);
+bool mask_fits(MaskKind row, Causal causal);
+Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-// Our backward for the gradients of a call, or why another one follows (kernel_row -1).
+// plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
 struct BackwardPlan {
   int kernel_row = -1;
   int choice_row = -1;
@@ -234,8 +266,7 @@ Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& de
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
-// With shapes unknown: may some call of this class be ours?
-bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
+// plan_text.cpp
 std::string call_text(const Problem& p);
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
@@ -251,14 +282,16 @@ struct Kernel {
   std::atomic<uint64_t> devices{0};  // bit i: has run on device i, its module is loaded there
 };
 
-void load_pack(const char* path, int arch);
+// The kernel pack of a target of spec.py's TARGETS ("sm_90a"); an empty path: it is not installed.
+void load_pack(const char* path, const char* target);
 void clear_packs();
 // The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,
 // an error with the way out.
 Kernel* find_kernel(int row, DType dtype, int device_index, bool required);
-bool kernel_missing(int row, DType dtype);  // an earlier search failed; the router then leaves such calls to stock
+// An earlier search for such a device failed; the router then leaves such calls to stock.
+bool kernel_missing(int row, DType dtype, const DeviceFacts& device);
 void forget_kernels();
-using CompileCallback = int (*)(const char* name, void** handle, char* error, int error_bytes);
+using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
 
 // ---- 5. launch.cpp ----

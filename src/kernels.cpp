@@ -1,10 +1,13 @@
-// Where kernels come from: kernel packs (one shared object per architecture, a symbol per kernel), else one up-call
-// into Python (compile.py).
+// Where kernels come from: kernel packs (one shared object per target, a symbol per kernel), else one up-call into
+// Python (compile.py).
 //
-// A kernel is looked up at its first use and kept in an array indexed by table row and dtype: no strings, maps or locks
-// after that.
+// A kernel is looked up at its first use and kept in an array indexed by table row, dtype and generation of the device:
+// no strings, maps or locks after that.
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <vector>
 
@@ -15,11 +18,17 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kNumDtypes = 2;  // bf16, fp16
+constexpr int kNumDtypes = 2;                    // bf16, fp16
+constexpr int kOldest = 8, kNumGenerations = 8;  // major numbers of compute capabilities that are told apart
+constexpr int kNumVariants = kNumDtypes * kNumGenerations;
+
+// GPUs of one major number run the same code.
+int generation(int cc) { return cc / 10; }
 
 struct Pack {
-  std::string path;
-  int arch;
+  std::string path;  // empty: not installed
+  std::string target;
+  int generation;
   void* library = nullptr;
   std::string error;
 };
@@ -30,7 +39,7 @@ struct Entry {
 };
 
 struct Registry {
-  Entry entries[kMaxRows][kNumDtypes];
+  Entry entries[kMaxRows * kNumVariants];
   std::vector<Pack> packs;
   std::atomic<CompileCallback> compile{nullptr};
   std::mutex mutex;  // guards packs and the writing of entries; never held during an up-call, which waits for the GIL
@@ -50,12 +59,17 @@ struct FunctionObject {
   KernelCall safe_call;
 };
 
-KernelCall find_in_packs(const std::string& name, int arch, std::string* why) {
+Entry& entry_of(int row, DType dtype, const DeviceFacts& device) {
+  const int slot = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
+  return registry().entries[row * kNumVariants + slot * kNumDtypes + static_cast<int>(dtype)];
+}
+
+KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std::string* why) {
   Registry& r = registry();
   std::lock_guard<std::mutex> lock(r.mutex);
-  if (r.packs.empty()) *why = "no kernel pack is installed";
+  *why = "no kernel pack for this GPU is installed";
   for (Pack& pack : r.packs) {
-    if (pack.arch != arch) continue;
+    if (pack.generation != generation(device.cc) || pack.path.empty()) continue;
     if (pack.library == nullptr && pack.error.empty()) {
       pack.library = dlopen(pack.path.c_str(), RTLD_NOW | RTLD_LOCAL);
       if (pack.library == nullptr) pack.error = dlerror();
@@ -70,41 +84,52 @@ KernelCall find_in_packs(const std::string& name, int arch, std::string* why) {
   return nullptr;
 }
 
-KernelCall compile(const std::string& name, void** self, std::string* why) {
+KernelCall compile(const std::string& name, const DeviceFacts& device, void** self, std::string* why) {
   CompileCallback callback = registry().compile.load(std::memory_order_acquire);
   if (callback == nullptr) {
     *why += "; no compiler is installed";
     return nullptr;
   }
   char error[1024] = "";
-  if (callback(name.c_str(), self, error, sizeof error) != 0 || *self == nullptr) {
+  if (callback(name.c_str(), device.cc, self, error, sizeof error) != 0 || *self == nullptr) {
     *why += std::string("; not compiled: ") + error;
     return nullptr;
   }
   return reinterpret_cast<FunctionObject*>(*self)->safe_call;
 }
 
-std::string way_out(const std::string& name, const std::string& why) {
+std::string target_of(const DeviceFacts& device) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  for (const Pack& pack : r.packs) {
+    if (pack.generation == generation(device.cc)) return pack.target;
+  }
+  return "TARGET";
+}
+
+std::string way_out(const std::string& name, const std::string& why, const DeviceFacts& device) {
   return "torch_flashplug: kernel " + name + " is not available (" + why +
-         "). Build it ahead of time with `python tools/aot.py --arch sm_90a --out DIR`, or install "
-         "torch_flashplug[jit] and call once outside capture";
+         "). Build it ahead of time with `python tools/aot.py --arch " + target_of(device) +
+         " --out DIR`, or install torch_flashplug[jit] and call once outside capture";
 }
 
 Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index, bool required) {
   const std::string name = kernel_name(row, dtype);
+  const DeviceFacts device = device_facts(device_index);
   std::string why;
   void* self = nullptr;
-  KernelCall call = find_in_packs(name, row.arch, &why);
+  KernelCall call = find_in_packs(name, device, &why);
   if (call == nullptr) {
     const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
     if (capturing) {
       why += "; and a stream capture is under way, during which nothing is compiled";
     } else {
-      call = compile(name, &self, &why);
+      call = compile(name, device, &self, &why);
     }
     if (call == nullptr) {
-      if (required) throw std::runtime_error(way_out(name, why));
-      if (!entry.missing.exchange(!capturing)) log_warning(way_out(name, why) + "; stock attention serves these calls");
+      if (required) throw std::runtime_error(way_out(name, why, device));
+      if (!entry.missing.exchange(!capturing))
+        log_warning(way_out(name, why, device) + "; stock attention serves these calls");
       return nullptr;
     }
   }
@@ -119,20 +144,21 @@ Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index
 }  // namespace
 
 Kernel* find_kernel(int row, DType dtype, int device_index, bool required) {
-  Entry& entry = registry().entries[row][static_cast<int>(dtype)];
+  Entry& entry = entry_of(row, dtype, device_facts(device_index));
   if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
   if (!required && entry.missing.load(std::memory_order_relaxed)) return nullptr;
   return search(entry, tables().kernels[row], dtype, device_index, required);
 }
 
-bool kernel_missing(int row, DType dtype) {
-  return registry().entries[row][static_cast<int>(dtype)].missing.load(std::memory_order_relaxed);
+bool kernel_missing(int row, DType dtype, const DeviceFacts& device) {
+  return entry_of(row, dtype, device).missing.load(std::memory_order_relaxed);
 }
 
-void load_pack(const char* path, int arch) {
+void load_pack(const char* path, const char* target) {
   Registry& r = registry();
+  const int cc = std::atoi(target + std::strcspn(target, "0123456789"));
   std::lock_guard<std::mutex> lock(r.mutex);
-  r.packs.push_back(Pack{path, arch, nullptr, ""});
+  r.packs.push_back(Pack{path, target, generation(cc), nullptr, ""});
 }
 
 void clear_packs() {
@@ -142,12 +168,10 @@ void clear_packs() {
 }
 
 void forget_kernels() {
-  for (auto& row : registry().entries) {
-    for (Entry& entry : row) {
-      entry.kernel.call.store(nullptr, std::memory_order_release);
-      entry.kernel.devices.store(0, std::memory_order_release);
-      entry.missing.store(false, std::memory_order_release);
-    }
+  for (Entry& entry : registry().entries) {
+    entry.kernel.call.store(nullptr, std::memory_order_release);
+    entry.kernel.devices.store(0, std::memory_order_release);
+    entry.missing.store(false, std::memory_order_release);
   }
 }
 

@@ -1,6 +1,6 @@
 // From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
 //
-// Argument order, shared with torch_flashplug/kernels/fwd_sm90.py (backward: parts/backward_call.py):
+// Argument order, shared with torch_flashplug/kernels/parts/forward_call.py (backward: parts/backward_call.py):
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
 // decode_sm90.py: 0 to 4 the same, 5 partials (n,) fp32, 6 scale, 7 splits, 8 cluster, 9 stream
@@ -25,7 +25,7 @@ namespace {
 constexpr double kLog2e = 1.4426950408889634;
 constexpr DLDataType kSingle = {kDLFloat, 32, 1}, kCount = {kDLInt, 32, 1};
 
-// A DLTensor with room for normalised strides; sizes are borrowed from the tensor.
+// A DLTensor with room for its strides; sizes are borrowed from the tensor.
 struct Argument {
   DLTensor tensor;
   int64_t stride[4];
@@ -45,7 +45,6 @@ void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_in
     const bool any = shape.size[i] == 1 && i + 1 < dims;
     out->stride[i] = any ? (shape.size[dims - 1] + 7) / 8 * 8 : shape.stride[i];
   }
-  if (dims == 4) out->stride[3] = 1;
   out->tensor.data = writes ? mutable_data : const_cast<void*>(data);
   out->tensor.device = DLDevice{kDLCUDA, device_index};
   out->tensor.ndim = dims;

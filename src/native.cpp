@@ -109,7 +109,9 @@ FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
                                          static_cast<int>(f[5]),
                                          static_cast<int>(f[6]),
                                          static_cast<int>(f[7]),
-                                         static_cast<int>(f[8])};
+                                         static_cast<int>(f[8]),
+                                         f[9] != 0,
+                                         static_cast<int>(f[10])};
   return 0;
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
@@ -174,7 +176,7 @@ FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_p
 }
 
 FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
-FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, int arch) { load_pack(path, arch); }
+FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, const char* target) { load_pack(path, target); }
 FLASHPLUG_EXPORT void flashplug_clear_packs() { clear_packs(); }
 FLASHPLUG_EXPORT int flashplug_kernel_name(int row, int dtype, char* out, int capacity) {
   if (row < 0 || row >= tables().num_kernels) return copy_text("", out, capacity);

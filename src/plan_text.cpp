@@ -34,7 +34,7 @@ std::string quoted(const std::string& text) {
 std::string device_reason(const Reason& reason, const DeviceFacts& device) {
   if (reason.why == Why::kArch) {
     return "compute capability " + capability(reason.given) + ", these kernels need " +
-           (reason.allowed == 90 ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") +
+           (reason.allowed == kHopper ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") +
            "; stock attention serves this device";
   }
   if (device.cc == 0) return "no CUDA device; these kernels run on GPUs";
@@ -60,23 +60,27 @@ std::string operand_reason(const Reason& reason, const Problem& p) {
     case Why::kLastStride:
       return name + " has stride " + number(reason.given) + " in its last dim, kernels need 1; call .contiguous()";
     default:
-      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), TMA needs " +
+      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), kernels need " +
              number(reason.allowed) + "; call .contiguous() or .clone()";
   }
 }
 
 std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device) {
   switch (reason.why) {
+    case Why::kUnmeasuredDevice:
+      return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
+             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')";
     case Why::kNoRow:
       return "no measured row for this class of calls (compute capability " + capability(device.cc) +
              (p.grad ? ", with grad" : ", no grad") +
-             "); auto takes only what was measured; force it with sdpa_backend('fa3')";
+             "); auto takes only what was measured; force it with sdpa_backend('" +
+             (reason.given == kHopper ? "fa3" : "fa2") + "')";
     case Why::kSlower:
       return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
              " x stock's speed, auto needs the table's serve ratio; stock is faster";
     case Why::kDecodeGate:
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
-             " needed to fill the SMs; keys are split without is_causal only; stock is faster";
+             " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
     default:
       return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
              "torch.no_grad() or the stock backend";
@@ -106,7 +110,10 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
   if (!gate.decode) return why + ": not a decode call";
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
-         number(device.sm_count) + " SMs -> " + (gate.closed ? "stock" : "open");
+         number(device.sm_count) + " SMs -> " +
+         (!gate.closed  ? "open"
+          : plan.ours() ? "closed, but forced"
+                        : "stock");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {
@@ -116,9 +123,22 @@ std::string row_text(int choice_row, const Tables& tables) {
 }
 
 // Why a backend that was not looked at was not needed.
-std::string not_needed(Backend taken, Mode mode) {
-  const std::string name = kBackendNames[static_cast<int>(taken)];
-  return mode.backend() == taken ? name + " is forced" : name + " comes first and serves this call";
+std::string not_needed(const Plan& plan, Mode mode) {
+  const bool forced = mode.backend() != Backend::kAuto;
+  const std::string name = kBackendNames[static_cast<int>(forced ? mode.backend() : plan.backend)];
+  return name + (forced ? " is forced" : " comes first and serves this call");
+}
+
+// Everything that is in the way of one of our backends.
+std::string family_text(const Family& family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
+                        const Tables& tables) {
+  const Reason& why = plan.*family.why;
+  if (!why) return not_needed(plan, mode);
+  Reason all[kMaxReasons];
+  const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
+  std::string text = reason_text(why, p, device);
+  for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device);
+  return text;
 }
 
 }  // namespace
@@ -143,11 +163,12 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "a dimension is 0; stock attention handles empty tensors";
     case Why::kNoKernel:
       return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
+             (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              "; see torch_flashplug/configs.py";
     case Why::kSplits:
-      return "num_splits=" + number(reason.given) + ", keys are split without is_causal only; use num_splits=1";
-    case Why::kLaterRelease:
-      return "its kernels (sm_80 and up) come with a later release";
+      return "num_splits=" + number(reason.given) +
+             ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
+    case Why::kUnmeasuredDevice:
     case Why::kNoRow:
     case Why::kSlower:
     case Why::kDecodeGate:
@@ -162,7 +183,7 @@ std::string kernel_name(const KernelRow& row, DType dtype) {
   std::string head = "d" + number(row.d_max) + (row.dv_max == row.d_max ? "" : "v" + number(row.dv_max));
   return std::string(kKindNames[row.kind]) + "_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") +
          head + (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") + number(row.tile_m) + "n" +
-         number(row.tile_n) + "s" + number(row.stages);
+         number(row.tile_n) + "s" + number(row.stages) + (row.elementwise ? "e" : "");
 }
 
 // Which backward follows our forward.
@@ -175,17 +196,8 @@ std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mod
 
 std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
-  Reason all[kMaxReasons];
-  std::string fa3 = plan.fa3 ? reason_text(plan.fa3, p, device) : "";
-  const int count = fa3_unsupported(p, device, tables, all, kMaxReasons);
-  for (int i = 1; i < count; ++i) fa3 += "; also: " + reason_text(all[i], p, device);
-  if (fa3.empty() && plan.backend != Backend::kFa3) fa3 = not_needed(mode.backend(), mode);
-  std::string fa2 = plan.fa2 ? reason_text(plan.fa2, p, device) : not_needed(plan.backend, mode);
-
   std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
-  out += ", \"kernel\": " + quoted(plan.kernel_row >= 0 && plan.backend == Backend::kFa3
-                                       ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0])
-                                       : "");
+  out += ", \"kernel\": " + quoted(plan.ours() ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
@@ -194,16 +206,15 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
     out += separator + quoted(kBackendNames[static_cast<int>(backend)]) + ": " + quoted(text);
     separator = ", ";
   };
-  add(Backend::kFa3, fa3);
-  add(Backend::kFa2, fa2);
+  for (const Family& family : kFamilies) add(family.backend, family_text(family, plan, p, device, mode, tables));
   add(Backend::kMath, plan.backend == Backend::kStock && mode.backend() != Backend::kStock
                           ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
-                          : not_needed(plan.backend, mode));
-  add(Backend::kStock, not_needed(plan.backend, mode));
+                          : not_needed(plan, mode));
+  add(Backend::kStock, not_needed(plan, mode));
   const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
-         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) + ", \"gradients\": " +
-         quoted(plan.backend == Backend::kFa3 && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
+         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
+         ", \"gradients\": " + quoted(plan.ours() && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
 
@@ -219,13 +230,12 @@ std::string call_text(const Problem& p) {
 
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
-  const bool fa3 = mode.backend() == Backend::kFa3;
+  const Family& family = mode.backend() == Backend::kFa3 ? kFa3Family : kFa2Family;
   Reason all[kMaxReasons];
-  const int count =
-      fa3 ? fa3_unsupported(p, device, tables, all, kMaxReasons) : fa2_unsupported(p, device, tables, all, kMaxReasons);
+  const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
   std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
                      "' is forced and cannot run this call (" + call_text(p) + "):";
-  if (count == 0) text += "\n  - " + reason_text(fa3 ? plan.fa3 : plan.fa2, p, device);
+  if (count == 0) text += "\n  - " + reason_text(plan.*family.why, p, device);
   for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device);
   return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";
 }

@@ -62,7 +62,7 @@ Verdict judge(const Call& call, Mode mode) {
       q.device_index != k.device_index || q.device_index != v.device_index) {
     return Verdict::kStock;
   }
-  const bool forced = mode.backend() == Backend::kFa3 || mode.backend() == Backend::kFa2;
+  const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(q.device_index);
   Problem p;
   p.on_cuda = true;
@@ -96,8 +96,7 @@ Verdict judge(const Call& call, Mode mode) {
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
-  return plan.backend == Backend::kFa3 && !kernel_missing(plan.kernel_row, p.dtype[0]) ? Verdict::kOurs
-                                                                                       : Verdict::kStock;
+  return plan.ours() && !kernel_missing(plan.kernel_row, p.dtype[0], device) ? Verdict::kOurs : Verdict::kStock;
 }
 
 template <int slot>

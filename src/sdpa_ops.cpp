@@ -73,8 +73,6 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-bool forces_kernels(Mode mode) { return mode.backend() == Backend::kFa3 || mode.backend() == Backend::kFa2; }
-
 // Ours: two allocations (three where keys are split) and one call of a kernel. False where no kernel could be had (auto
 // mode goes on to stock).
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
@@ -86,14 +84,16 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, p.dtype[0], facts.query.device_index, forces_kernels(call.mode));
+  Kernel* kernel = find_kernel(plan.kernel_row, p.dtype[0], facts.query.device_index, call.mode.forces_kernels());
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   int64_t out_stride[4];
   output_strides(facts.q, out_size, out_stride);
-  // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where no kernel can write.
-  const bool writable = out_stride[3] == 1;
+  const KernelRow& row = tables().kernels[plan.kernel_row];
+  // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where only single elements can be
+  // written.
+  const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
   static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
                        fp32 = aoti_torch_dtype_float32();
@@ -101,7 +101,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   result->out = empty_strided(4, out_size, out_stride, dtype, facts.query.device_type, facts.query.device_index);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
   const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
-  if (tables().kernels[plan.kernel_row].kind == kKindDecode) {
+  if (row.kind == kKindDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
@@ -133,7 +133,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     if (choice == kChoiceFlash) {  // its results cannot be saved for our backward; ours is the nearest
       const Plan plan = plan_in_op(p, device, call.mode, tables());
-      if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
+      if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
     }
   }
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
@@ -146,9 +146,9 @@ ForwardResult forward(const ForwardCall& call) {
   const Plan plan = remembered_plan(p, device, call.mode, tables());
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
-  if (plan.backend == Backend::kFa3 && our_forward(call, facts, plan, &result)) return result;
+  if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
   if (plan.backend == Backend::kMath) return counted_math(call);
-  if (forces_kernels(call.mode)) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
 }
 
@@ -160,11 +160,12 @@ BackwardResult backward(const BackwardCall& call) {
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.query.device_index);
   BackwardResult result;
-  if (call.forward.mode.backend() == Backend::kMath || !efficient_can_run(p)) {
-    result = math_backward(call);
-  } else if (!our_backward(call, p, device, facts.query.device_index, &result) &&
-             !(cudnn_backward_can_run(p, device) && cudnn_backward(call, p, &result))) {
-    result = efficient_backward(call, p);
+  const bool math = call.forward.mode.backend() == Backend::kMath;
+  if (math || !our_backward(call, p, device, facts.query.device_index, &result)) {
+    if (math || !efficient_can_run(p))
+      result = math_backward(call);
+    else if (!cudnn_backward_can_run(p, device) || !cudnn_backward(call, p, &result))
+      result = efficient_backward(call, p);
   }
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();

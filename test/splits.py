@@ -7,15 +7,17 @@ from torch_flashplug.api import DEVICES
 from torch_flashplug.testing import Case
 
 MOST = 255  # splits that a mode word holds
-CAUSAL_TEXT = "num_splits=4, keys are split without is_causal only; use num_splits=1"
+CAUSAL_TEXT = "num_splits=4, no kernel splits this call's keys (with is_causal none does); use num_splits=1"
 
 
-def forced(num_splits: int) -> int:
+def forced(num_splits: int, backend: str = "fa3") -> int:
     """Mode word of ours with that many splits; 0: as many as the gate says."""
-    return sdpa_backend("fa3", num_splits=num_splits).mode
+    return sdpa_backend(backend, num_splits=num_splits).mode
 
 
-def planned(case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"]) -> dict:
-    """The plan of a forced call."""
+def planned(
+    case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
+) -> dict:
+    """The plan of a forced call; facts: of its operands (native.PROBLEM_FIELDS)."""
     dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
-    return native.plan(case.sizes() | dtypes, device, forced(num_splits))
+    return native.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

@@ -152,6 +152,25 @@ def test_kernels_know_only_parts_and_parts_only_what_all_share():
                 assert known, f"{inside}: kernels never import each other ({target})"
 
 
+def code_of(path: Path) -> list[str]:
+    """Lines that do something: imports, comments and lone punctuation left out."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return [line for line in lines if re.search(r"\w", line) and not re.match(r"#|import |from ", line)]
+
+
+def test_families_look_alike_nowhere():
+    """What Hopper's kernels and those for every GPU since sm_80 have in common stands in parts, once."""
+    run = 6  # lines
+    families = [
+        {tuple(code[i : i + run]): path.name for path in sorted((PACKAGE / "kernels").rglob(f"*sm{arch}.py"))
+         for code in (code_of(path),) for i in range(len(code) - run + 1)}
+        for arch in (80, 90)
+    ]  # fmt: skip
+    assert all(len(runs) > 100 for runs in families)
+    twins = {(families[0][lines], families[1][lines]): lines for lines in families[0].keys() & families[1].keys()}
+    assert not twins, f"these stand in both families; move them to parts: {twins}"
+
+
 def test_nothing_imports_tools_or_tests():
     for path in python_files("torch_flashplug"):
         assert not [name for name, _, _ in imports(path) if name.split(".")[0] in {"tools", "test", "tests"}]

@@ -12,33 +12,35 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import cache, configs
-from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, KernelSpec
+from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
-SPECS = configs.specs(90)
+SPECS = configs.specs(90) + configs.specs(80)
+# Targets of which no GPU was at hand and no pack is built.
+COMPILED_ONLY = dict.fromkeys(
+    ("sm_100", "sm_120"), [spec for spec in configs.specs(80) if spec.dtype == "bf16" and spec.d in {64, 128}]
+)
+BUILT = [("sm_90a", spec) for spec in SPECS] + [("sm_80", spec) for spec in configs.specs(80)]
+BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
 
 
-@pytest.fixture(scope="session")
-def report(tmp_path_factory) -> dict[str, dict]:
-    """The whole table compiled once by the tool that builds packs: {kernel name: row}, and the pack's path under
-    "pack".
-    """
-    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    out = tmp_path_factory.mktemp("pack")
-    command = [
-        sys.executable,
-        ROOT / "tools" / "aot.py",
-        "--arch",
-        "sm_90a",
-        "--out",
-        out,
-        "--report",
-        out / "report.json",
-    ]
+def build(target: str, out: Path) -> dict[str, dict]:
+    """What the tool that builds packs says of a target: {kernel name: row}, and the pack's path under "pack"."""
+    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
+    command += ["--report", out / "report.json"]
+    for spec in COMPILED_ONLY.get(target, ()):
+        command += ["--spec", spec.name()]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads((out / "report.json").read_text())["kernels"]
-    return {row["name"]: row for row in rows} | {"pack": out / "flashplug_sm90a.so"}
+    return {row["name"]: row for row in rows} | {"pack": out / f"flashplug_{target.replace('_', '')}.so"}
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory) -> dict[str, dict[str, dict]]:
+    """The whole table compiled once, for every target."""
+    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
+    return {target: build(target, tmp_path_factory.mktemp(target)) for target in TARGETS}
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
@@ -47,6 +49,10 @@ def test_row_is_legal_and_named_once(spec):
     assert KernelSpec.from_name(spec.name()) == spec
     assert [s.name() for s in SPECS].count(spec.name()) == 1
     assert spec.threads * 128 <= 65536 and spec.smem_bytes() <= SMEM_BYTES[spec.arch]
+
+
+def test_every_target_is_built():
+    assert {target for target, _ in BUILT} == set(TARGETS)
 
 
 def forward_products(spec: KernelSpec) -> tuple[int, int]:
@@ -91,10 +97,16 @@ PRODUCTS = {
 SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up and once down
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_kernel_is_what_its_row_says(spec, report):
-    row = report[spec.name()]
+@pytest.mark.parametrize("target, spec", BUILT, ids=lambda value: getattr(value, "name", lambda: value)())
+def test_kernel_spills_nothing(target, spec, reports):
+    row = reports[target][spec.name()]
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
+    assert row["registers"] <= min(255, 65536 // spec.threads), row
+
+
+@pytest.mark.parametrize("spec", configs.specs(90), ids=KernelSpec.name)
+def test_kernel_is_what_its_row_says(spec, reports):
+    row = reports["sm_90a"][spec.name()]
     # At entry a thread has its share of the register file; the split takes over from there, where there is one.
     assert row["registers"] <= 65536 // (spec.threads * (spec.ctas_per_sm if spec.is_decode else 1)), row
     assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
@@ -104,11 +116,12 @@ def test_kernel_is_what_its_row_says(spec, report):
     assert row["warpgroup"] <= fences, row
 
 
-def test_pack_exports_the_table_and_nothing_else(report):
+@pytest.mark.parametrize("target", TARGETS)
+def test_pack_exports_the_table_and_nothing_else(target, reports):
     symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", report["pack"]], capture_output=True, text=True, check=True
+        ["nm", "-D", "--defined-only", reports[target]["pack"]], capture_output=True, text=True, check=True
     ).stdout.split()[2::3]
-    assert sorted(symbols) == sorted(f"__tvm_ffi_{spec.name()}" for spec in SPECS)
+    assert sorted(symbols) == sorted(f"__tvm_ffi_{spec.name()}" for built, spec in BUILT if built == target)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +136,11 @@ def test_pack_exports_the_table_and_nothing_else(report):
         ({"kind": "bwd"}, "(64, 128)"),
         ({"kind": "decode", "stages": 4}, "232448"),
         ({"kind": "partbwd", "tile_m": 64, "tile_n": 64, "stages": 1}, "2 or 4 stages"),
+        ({"elementwise": True}, "16-byte"),
+        ({"arch": 80}, "stages=2"),
+        ({"arch": 80, "stages": 1}, "280 registers"),
+        ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
+        ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
@@ -206,10 +224,10 @@ def test_cache_key_follows_the_sources(monkeypatch):
     from torch_flashplug import compile as compiler
 
     spec = SPECS[0]
-    before = compiler.key(spec)
-    assert spec.name() in before and before == compiler.key(spec)
+    before = compiler.key(spec, "sm_90a")
+    assert spec.name() in before and before == compiler.key(spec, "sm_90a")
     monkeypatch.setattr(compiler, "source_fingerprint", lambda: "changed")
-    assert compiler.key(spec) != before
+    assert compiler.key(spec, "sm_90a") != before
 
 
 def test_jit_provides_a_kernel_outside_the_packs(tmp_path, monkeypatch):
@@ -219,13 +237,13 @@ def test_jit_provides_a_kernel_outside_the_packs(tmp_path, monkeypatch):
 
     name = "fwd_sm90_bf16_d64_full_m128n64s2"
     assert name not in {spec.name() for spec in SPECS}
-    handle = compiler.provide(name)
-    assert handle and compiler.provide(name) == handle
+    handle = compiler.provide(name, "sm_90a")
+    assert handle and compiler.provide(name, "sm_90a") == handle
     assert [path.name.startswith(name) for path in tmp_path.glob("*.o")] == [True]
 
 
 def test_jit_failure_is_one_clear_sentence():
     from torch_flashplug import compile as compiler
 
-    with pytest.raises(RuntimeError, match=r"m192n256.*shared memory|registers.*tools/aot.py --spec"):
-        compiler.provide("fwd_sm90_bf16_d128_full_m192n256s2")
+    with pytest.raises(RuntimeError, match=r"m192n256.*shared memory|registers.*tools/aot.py --arch sm_90a --spec"):
+        compiler.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a")

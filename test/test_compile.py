@@ -111,9 +111,12 @@ def test_block_around_is_read_when_the_graph_runs(any_road: Road) -> None:
     with sdpa_backend("math"):
         got = compiled(q, k, v)
     assert any_road.took() == {"math_fwd": 1}
-    with sdpa_backend("fa2"), pytest.raises(RuntimeError, match="'fa2' is forced"):
+    with sdpa_backend("fa3", num_splits=4), pytest.raises(RuntimeError, match="'fa3' is forced"):
         compiled(q, k, v)
     assert any_road.took().get("ours_fwd", 0) == 0
+    with sdpa_backend("fa2"):
+        compiled(q, k, v)
+    assert any_road.took() == {"ours_fwd": 1}
     compiled(q, k, v)
     assert any_road.took()["ours_fwd"] == 1 and len(recorder.forwards) == 1
     torch.testing.assert_close(got, want, **TOLERANCE)

@@ -17,12 +17,17 @@ import torch
 from torch_flashplug import _start, choices, configs, native, ops
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.spec import BACKENDS, TARGETS
 
 KERNELS = (
     KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
 )
+
+
+FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
 
 
 def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
@@ -75,9 +80,11 @@ int __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(void *self, const Any *args, int
   *out++ = args[8].type; *out++ = args[8].v.i; *out++ = args[9].type;
   return 0;
 }
-int __tvm_ffi_fwd_sm90_bf16_d128_full_m128n128s2(void *self, const Any *args, int32_t n, Any *result) {
-  return __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(self, args, n, result);
-}
+#define SAME(name) int __tvm_ffi_##name(void *self, const Any *args, int32_t n, Any *result) { \
+  return __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(self, args, n, result); }
+SAME(fwd_sm90_bf16_d128_full_m128n128s2)
+SAME(fwd_sm80_bf16_d64_full_m64n64s1)
+SAME(fwd_sm80_bf16_d64_full_m64n64s1e)
 """
 
 
@@ -90,9 +97,9 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     native.set_facts_override(DEVICES["h100"])
     native.set_standin(2)
     native.clear_packs()
-    native.load_pack(tmp_path / "pack.so", 90)
+    native.load_pack(tmp_path / "pack.so", "sm_90a")
     native.register_ops("CPU", own_ops=False)
-    native.set_mode(BACKENDS.index("fa3"))
+    native.set_mode(FA3)
     yield ctypes.CDLL(str(tmp_path / "pack.so"))
     native.set_mode(0)
     native.unregister_ops()
@@ -103,6 +110,10 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
 
 
+def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:
+    return list((ctypes.c_int64 * 64).in_dll(pack, "seen"))
+
+
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
 
@@ -111,7 +122,7 @@ def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 3, 5, 40, dtype=torch.bfloat16).as_strided((1, 3, 5, 40), (7, 200, 40, 1))
     key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
     CARRIER(query, key, key, scale=0.5)
-    seen = list((ctypes.c_int64 * 64).in_dll(fake_pack, "seen"))
+    seen = seen_by_kernel(fake_pack)
     dl_tensor, bfloat, real, integer, pointer = 7, 4, 2, 1, 4
     half, lse = [dl_tensor, 4, bfloat, 16], [dl_tensor, 3, real, 32]
     q_strides, kv_strides, lse_strides = [40, 200, 40, 1], [40, 0, 40, 1], [8, 5, 1]
@@ -125,13 +136,45 @@ def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
     """No pack and no compiler, under a forced backend: the error names the spec and the command that builds it."""
     native.clear_packs()
-    native.set_compile_callback(lambda name: "not today")
+    native.set_compile_callback(lambda name, cc: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today.*tools/aot.py"):
             CARRIER(query, query, query)
     finally:
         native.set_compile_callback(_start.provide)
+
+
+def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> None:
+    """All four of them, the output's too, which lies as the query does."""
+    native.set_mode(FA2)
+    query = torch.zeros(1, 2, 12, 5, dtype=torch.bfloat16).transpose(2, 3)  # (1, 2, 5, 12), rows innermost
+    key = torch.zeros(1, 2, 6, 13, dtype=torch.bfloat16)[..., 1:]
+    out = CARRIER(query, key, key)[0]
+    strides = [seen_by_kernel(fake_pack)[1 + 8 * i : 9 + 8 * i][4:] for i in range(4)]
+    assert strides == [[16, 60, 1, 5], [16, 78, 13, 1], [16, 78, 13, 1], [16, 60, 1, 5]]
+    assert out.stride() == query.stride()
+
+
+def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
+    """One kernel on GPUs of two generations: each is looked for where code for that GPU is, or compiled for it."""
+    asked = []
+    native.set_mode(FA2)
+    native.clear_packs()
+    for target in TARGETS:
+        native.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
+    native.set_compile_callback(lambda name, cc: asked.append((name, cc)) or "not today")
+    query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    try:
+        for device in ("a100", "rtx4090"):
+            native.set_facts_override(DEVICES[device])
+            CARRIER(query, query, query)
+        with pytest.raises(RuntimeError, match=r"fwd_sm80_bf16_d64.*no kernel pack for this GPU.*aot.py --arch sm_90a"):
+            native.set_facts_override(DEVICES["h100"])
+            CARRIER(query, query, query)
+    finally:
+        native.set_compile_callback(_start.provide)
+    assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90)]
 
 
 BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)
@@ -157,7 +200,7 @@ def test_output_strides_are_promised_ones(fake_pack: ctypes.CDLL, layout: str, v
     assert out.stride() == ops.empty_in_layout_of(query, (*query.shape[:3], value.shape[3])).stride()
     if 0 not in query.stride():
         assert out.stride() == CARRIER(*fakes)[0].stride()
-    seen = list((ctypes.c_int64 * 64).in_dll(fake_pack, "seen"))
+    seen = seen_by_kernel(fake_pack)
     kernel_out = seen[1 + 3 * 8 :][4:8]
     assert kernel_out[3] == 1  # what the kernel writes always has its last dim innermost
     assert all(stride % 8 == 0 for stride in kernel_out[:3])

@@ -226,11 +226,6 @@ def test_forced_and_impossible_says_why(any_road: Road, name: str, text: str) ->
     F.scaled_dot_product_attention(*args, **kwargs)  # auto: stock serves it
 
 
-def test_forced_fa2_names_its_reason(any_road: Road) -> None:
-    with sdpa_backend("fa2"), pytest.raises(RuntimeError, match="'fa2' is forced"):
-        F.scaled_dot_product_attention(*any_road.qkv())
-
-
 @pytest.mark.parametrize("backend", ["math", "stock"])
 def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str) -> None:
     q, k, v = any_road.qkv()

@@ -1,5 +1,5 @@
-"""Gradients: every fourth case of testing.CASES through unmodified F.sdpa with fa3 forced, against fp64 math, added up
-in any order or, under torch.use_deterministic_algorithms, in one; repeatability, races, memory.
+"""Gradients: every fourth case of testing.CASES through unmodified F.sdpa with either family of kernels forced, against
+fp64 math, added up in any order or, under torch.use_deterministic_algorithms, in one; repeatability, races, memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch_flashplug import native
 from torch_flashplug.spec import DTYPES
 from torch_flashplug.testing import (
     CASES,
+    ODD_CASES,
     Case,
     Inputs,
     assert_within_budget,
@@ -66,13 +67,14 @@ def in_order() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])
 ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
 
 
-def forward(case: Case) -> tuple[Tensor, Inputs]:
+def forward(case: Case, family: str) -> tuple[Tensor, Inputs]:
     inputs = make_inputs(case, "cuda", SEED, requires_grad=True)
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
     assert native.counters(reset=True)["ours_fwd"] == 1
     return out, inputs
@@ -94,9 +96,9 @@ def cancelled_sums(case: Case, inputs: Inputs) -> dict[str, float]:
     return {name: sums * terms.get(name, 0.0) for name in NAMES}
 
 
-def check(case: Case) -> None:
+def check(case: Case, family: str) -> None:
     """Three gradients within the budget of plain math's errors."""
-    out, inputs = forward(case)
+    out, inputs = forward(case, family)
     got = gradients(out, inputs)
     assert native.counters()["ours_bwd"] == 1
     exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
@@ -109,19 +111,31 @@ def check(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
-def test_gradients(case: Case, dtype: str) -> None:
-    check(case.with_dtype(dtype))
+@BY_FAMILY
+def test_gradients(family: str, case: Case, dtype: str) -> None:
+    check(case.with_dtype(dtype), family)
+
+
+@pytest.mark.gpu
+@ORDERS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
+def test_odd_gradients(case: Case, dtype: str, order) -> None:
+    """What no vector fits."""
+    with order():
+        check(case.with_dtype(dtype), "fa2")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv", "qv"])
 @pytest.mark.parametrize("case", PARTIAL, ids=lambda case: case.name)
-def test_some_gradients(case: Case, wanted: str) -> None:
-    """Those that are wanted are as exact as all; for the others no memory is taken."""
+@BY_FAMILY
+def test_some_gradients(family: str, case: Case, wanted: str) -> None:
+    """Those that are wanted are as exact as all; kernels in parts take no memory for the others."""
     inputs = make_inputs(case, "cuda", SEED)
     operands = dict(zip("qkv", inputs, strict=True))
     leaves = [operands[name].requires_grad_() for name in wanted]
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
     native.counters(reset=True)
     torch.cuda.reset_peak_memory_stats()
@@ -135,7 +149,7 @@ def test_some_gradients(case: Case, wanted: str) -> None:
         which = "qkv".index(name)
         budget = {"factor": GRAD_FACTOR, "cancelled": cancelled_sums(case, inputs)[NAMES[which]]}
         assert_within_budget(f"{case.name} {NAMES[which]}", ours, exact[which], low[which], **budget, seed=SEED)
-    if set(wanted) & set("kv") and ("q" in wanted or case.D <= 64):
+    if family == "fa2" or set(wanted) & set("kv") and ("q" in wanted or case.D <= 64):
         return  # all three, by a fused kernel
     written = ("q" if "q" in wanted else "") + ("kv" if set(wanted) & set("kv") else "")
     facts = 2 * 4 * case.B * case.Hq * (case.Sq + 64)
@@ -145,19 +159,21 @@ def test_some_gradients(case: Case, wanted: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
-def test_gradients_in_one_order(case: Case) -> None:
+@BY_FAMILY
+def test_gradients_in_one_order(family: str, case: Case) -> None:
     with in_order():
-        check(case)
+        check(case, family)
 
 
 @pytest.mark.gpu
 @ORDERS
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
-def test_the_same_in_1000_runs(case: Case, order) -> None:
+@BY_FAMILY
+def test_the_same_in_1000_runs(family: str, case: Case, order) -> None:
     """dK and dV, and dQ where an order is asked for, bit for bit; dQ in any order to a rounding of its sums. A second
     stream keeps the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows.
     """
-    out, inputs = forward(case)
+    out, inputs = forward(case, family)
     noise, side = torch.randn(1 << 20, device="cuda"), torch.cuda.Stream()
     wrong = torch.zeros(len(NAMES), dtype=torch.int64, device="cuda")
     with order():
@@ -178,7 +194,8 @@ def test_the_same_in_1000_runs(case: Case, order) -> None:
 
 @pytest.mark.gpu
 @ORDERS
-def test_streams_side_by_side(order) -> None:
+@BY_FAMILY
+def test_streams_side_by_side(family: str, order) -> None:
     """CTAs of one launch wait for each other: never for one that another launch keeps from running."""
     cases = (MANY_HEADS[4], MANY_HEADS[5], MANY_HEADS[0])
     streams = [torch.cuda.Stream() for _ in cases]
@@ -188,7 +205,7 @@ def test_streams_side_by_side(order) -> None:
     with order():
         for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward
-                calls.append(forward(case))
+                calls.append(forward(case, family))
                 first.append(gradients(*calls[-1]))
             torch.cuda.synchronize()
         for _ in range(100):
@@ -202,9 +219,10 @@ def test_streams_side_by_side(order) -> None:
 
 @pytest.mark.gpu
 @ORDERS
-def test_memory_is_linear_in_32k_keys(order) -> None:
+@BY_FAMILY
+def test_memory_is_linear_in_32k_keys(family: str, order) -> None:
     case = new_case("long_32k_d128_causal", (1, 2, 2), (32768, 32768), (128, 128), "causal")
-    out, inputs = forward(case)
+    out, inputs = forward(case, family)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""Numbers: every case of testing.CASES, in both dtypes, through unmodified F.sdpa with fa3 forced, against fp64 math.
+"""Numbers: every case of testing.CASES, in both dtypes, through unmodified F.sdpa with either family of kernels forced,
+against fp64 math.
 
 Also what must hold of a kernel beside its numbers: output layout, no read or write outside its tensors, determinism,
 no races, graph replay, memory, tensors of more than 2^31 elements. The first tests need no GPU: they hold the table and
@@ -21,6 +22,7 @@ from torch_flashplug import configs, native
 from torch_flashplug.spec import BACKENDS, DTYPES, KernelSpec
 from torch_flashplug.testing import (
     CASES,
+    ODD_CASES,
     Case,
     DirectForward,
     Inputs,
@@ -36,10 +38,11 @@ from torch_flashplug.testing import (
     plain,
 )
 
-FA3 = BACKENDS.index("fa3")
 SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
+ARCHS = {"fa3": 90, "fa2": 80}  # of each family's kernels
+BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -60,10 +63,10 @@ def poison_outputs(case: Case) -> None:
     poison(((case.B, case.Hq, case.Sq, case.Dv), case.torch_dtype), ((case.B, case.Hq, case.Sq), torch.float32))
 
 
-def forced(call: Callable[[], Tensor]) -> Tensor:
+def forced(family: str, call: Callable[[], Tensor]) -> Tensor:
     """Runs one attention call on our kernel and makes sure that it was ours."""
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(family):
         out = call()
     taken = native.counters()
     assert taken["ours_fwd"] == 1, f"the call took another path: {taken}"
@@ -80,15 +83,19 @@ def stock_strides(inputs: Inputs) -> tuple[int, ...]:
 
 
 @BY_DTYPE
-def test_every_case_can_run_on_a_kernel(dtype):
-    plans = {case.name: planned(case.with_dtype(dtype)) for case in CASES}
-    assert not {name: plan["reasons"] for name, plan in plans.items() if plan["backend"] != "fa3"}
+@BY_FAMILY
+def test_every_case_can_run_on_a_kernel(family, dtype):
+    plans = {case.name: planned(case.with_dtype(dtype), backend=family) for case in CASES}
+    assert not {name: plan["reasons"] for name, plan in plans.items() if plan["backend"] != family}
 
 
-def test_every_row_is_hit_by_a_case():
-    hit = {planned(case.with_dtype(dtype))["kernel"] for case in CASES for dtype in DTYPES}
-    rows = [row for row in configs.KERNEL_ROWS if row.kind in {"fwd", "decode"}]
-    names = {row.spec(dtype).name() for row in rows for dtype in DTYPES}
+@BY_FAMILY
+def test_every_row_is_hit_by_a_case(family):
+    cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in DTYPES]
+    if family == "fa2":
+        cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in DTYPES]
+    hit = {planned(case, backend=family, **facts)["kernel"] for case, facts in cases}
+    names = {spec.name() for spec in configs.specs(ARCHS[family], "fwd", "decode")}
     missing = sorted(names - hit)
     assert not missing, f"no case in torch_flashplug/testing/cases.py reaches {missing}"
 
@@ -104,11 +111,11 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", configs.specs(90, "fwd"), ids=lambda spec: spec.name())
+@pytest.mark.parametrize("spec", configs.specs(90, "fwd") + configs.specs(80, "fwd"), ids=lambda spec: spec.name())
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
-    pack = native.find_built(f"flashplug_sm{spec.arch}a.so")
-    for (sq, sk), less in itertools.product(tile_edges(spec), (0, 8)):
+    pack = native.find_built("flashplug_sm90a.so")
+    for (sq, sk), less in itertools.product(tile_edges(spec), (0, 5 if spec.elementwise else 8)):
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
         case = new_case(f"{spec.name()} {sq}x{sk}", (2, 4, 2), (sq, sk), dims, spec.mask, dtype=spec.dtype)
         inputs = make_inputs(case, "cuda", seed)
@@ -122,20 +129,33 @@ def test_every_kernel_at_its_tile_edges(spec):
 @pytest.mark.gpu
 @BY_DTYPE
 @BY_NAME
-def test_forward(case, dtype):
-    case = case.with_dtype(dtype)
+@BY_FAMILY
+def test_forward(family, case, dtype):
+    check_forward(family, case.with_dtype(dtype))
+
+
+@pytest.mark.gpu
+@BY_DTYPE
+@pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
+def test_odd_forward(case, dtype):
+    """What no vector fits runs fused all the same."""
+    check_forward("fa2", case.with_dtype(dtype))
+
+
+def check_forward(family: str, case: Case) -> None:
     inputs = make_inputs(case, "cuda", SEED)
     poison_outputs(case)
     with torch.no_grad():
-        out = forced(lambda: attend(inputs, case))
+        out = forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
-    assert_within_budget(f"{case.name} {dtype} out", out, exact.out, low.out, seed=SEED)
+    assert_within_budget(f"{case.name} {case.dtype} out", out, exact.out, low.out, seed=SEED)
     promised = stock_strides(inputs)
     assert all(size == 1 or had == want for size, had, want in zip(out.shape, out.stride(), promised, strict=True))
     poison_outputs(case)
-    again, lse, _, _ = torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, int(case.causal), case.scale, FA3)
-    assert_lse(f"{case.name} {dtype}", lse, exact.lse, low.lse, seed=SEED)
-    assert_bitwise_equal(f"{case.name} {dtype} op against F.sdpa", again, out)
+    mode = BACKENDS.index(family)
+    again, lse, _, _ = torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, int(case.causal), case.scale, mode)
+    assert_lse(f"{case.name} {case.dtype}", lse, exact.lse, low.lse, seed=SEED)
+    assert_bitwise_equal(f"{case.name} {case.dtype} op against F.sdpa", again, out)
 
 
 @pytest.mark.gpu
@@ -146,43 +166,47 @@ def test_forward(case, dtype):
      "square_s193_d128", "many_heads_h70000_d64", "odd_tail_sq4099_d128_causal", "head_d128v64",
      "decode_1x8k_d128_gqa4"),
 )  # fmt: skip
-def test_lookup_is_exact(name, dtype):
+@BY_FAMILY
+def test_lookup_is_exact(name, dtype, family):
     """Each row selects one key: a wrong index, which a tolerance can hide, is a wrong integer."""
     case = case_named(name).with_dtype(dtype)
     inputs, expected = make_lookup(case, "cuda", SEED)
     with torch.no_grad():
-        out = forced(lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0})))
+        out = forced(family, lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0})))
     assert_bitwise_equal(f"{case.name} {dtype} lookup", out, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operand", ("q", "k"))
 @pytest.mark.parametrize("name", ("square_s193_d64", "square_s193_d128_causal"))
-def test_nan_stays_where_math_puts_it(name, operand):
+@BY_FAMILY
+def test_nan_stays_where_math_puts_it(name, operand, family):
     case = case_named(name)
     inputs = make_inputs(case, "cuda", SEED)
     getattr(inputs, operand)[0, 1, 150, 3] = float("nan")
     with torch.no_grad():
-        out = forced(lambda: attend(inputs, case))
+        out = forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
 
 
 @pytest.mark.gpu
-def test_equal_huge_scores_weigh_alike():
+@BY_FAMILY
+def test_equal_huge_scores_weigh_alike(family):
     q, k, v = (torch.full_like(tensor, HUGE) for tensor in make_inputs(case_named("square_s256_d64"), "cuda", SEED))
     with torch.no_grad():
-        out = forced(lambda: F.scaled_dot_product_attention(q, k, v))
+        out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v))
     assert torch.equal(out, v)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_the_largest_of_huge_scores_takes_all(causal):
+@BY_FAMILY
+def test_the_largest_of_huge_scores_takes_all(causal, family):
     q, k, v = make_inputs(case_named("square_s256_d64"), "cuda", SEED)
     q, k = q * HUGE, k * HUGE
     with torch.no_grad():
-        out = forced(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+        out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
     scores = q.double() @ k.double().mT
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
@@ -206,26 +230,28 @@ REPEATED = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPEATED)
-def test_same_bits_every_time(name):
+@BY_FAMILY
+def test_same_bits_every_time(name, family):
     case = case_named(name)
     inputs = make_inputs(case, "cuda", SEED)
     with torch.no_grad():
-        first = forced(lambda: attend(inputs, case))
+        first = forced(family, lambda: attend(inputs, case))
         for _ in range(20):
             poison_outputs(case)
-            assert_bitwise_equal(name, forced(lambda: attend(inputs, case)), first)
+            assert_bitwise_equal(name, forced(family, lambda: attend(inputs, case)), first)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPEATED)
-def test_no_race_in_1000_runs(name):
+@BY_FAMILY
+def test_no_race_in_1000_runs(name, family):
     """Two streams keep the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows."""
     case = case_named(name)
     inputs = make_inputs(case, "cuda", SEED)
     noise = torch.randn(1024, 1024, device="cuda")
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+    with torch.no_grad(), torch_flashplug.sdpa_backend(family):
         first = attend(inputs, case)
         torch.cuda.synchronize()
         for i in range(1000):
@@ -240,13 +266,14 @@ def test_no_race_in_1000_runs(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("replayed", (False, True), ids=("eager", "graphs"))
 @pytest.mark.parametrize("name", ("gqa4_d64_causal", "odd_tail_sq4099_d128_causal", "many_heads_d64"))
-def test_streams_side_by_side(name, replayed):
+@BY_FAMILY
+def test_streams_side_by_side(name, replayed, family):
     """One kernel in flight on three streams at once: what it keeps between its CTAs belongs to one launch alone."""
     case = case_named(name)
     streams = [torch.cuda.Stream() for _ in range(3)]
     every = [make_inputs(case, "cuda", SEED + i) for i in range(len(streams))]
     wrong = torch.zeros(len(streams), dtype=torch.int64, device="cuda")
-    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+    with torch.no_grad(), torch_flashplug.sdpa_backend(family):
         expected = [attend(inputs, case) for inputs in every]
         torch.cuda.synchronize()
         calls = [lambda inputs=inputs: attend(inputs, case) for inputs in every]
@@ -275,10 +302,11 @@ def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("gqa4_d64_causal", "square_s513_d128", "cross_77_d128"))
-def test_graph_replay_equals_eager(name):
+@BY_FAMILY
+def test_graph_replay_equals_eager(name, family):
     case = case_named(name)
     inputs, others = make_inputs(case, "cuda", SEED), make_inputs(case, "cuda", SEED + 1)
-    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+    with torch.no_grad(), torch_flashplug.sdpa_backend(family):
         expected, expected_others = attend(inputs, case), attend(others, case)
         torch.cuda.synchronize()
         replay = _graph_of(lambda: attend(inputs, case))
@@ -293,15 +321,16 @@ def test_graph_replay_equals_eager(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", (65536, 131072))
-def test_memory_is_outputs_and_a_constant(length):
+@BY_FAMILY
+def test_memory_is_outputs_and_a_constant(length, family):
     case = new_case("long", (1, 4, 2), (length, length), (128, 128), "causal")
     inputs = make_inputs(case, "cuda", SEED)
     with torch.no_grad():
-        forced(lambda: attend(inputs, case))  # modules are loaded before the measurement
+        forced(family, lambda: attend(inputs, case))  # modules are loaded before the measurement
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = forced(lambda: attend(inputs, case))
+        out = forced(family, lambda: attend(inputs, case))
         torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     lse_bytes = case.B * case.Hq * case.Sq * 4
@@ -328,7 +357,8 @@ def _heads_checked(inputs: Inputs, out: Tensor, case: Case, where: tuple[tuple[i
      new_case("over_2g_keys", (2, 64, 64), (65, 131200), (128, 128))),
     ids=lambda case: case.name,
 )  # fmt: skip
-def test_more_than_2g_elements(case):
+@BY_FAMILY
+def test_more_than_2g_elements(case, family):
     elements = max(case.B * case.Hq * case.Sq * case.D, case.B * case.Hkv * case.Sk * case.D)
     assert elements > 2**31
     torch.cuda.empty_cache()
@@ -339,12 +369,13 @@ def test_more_than_2g_elements(case):
     tensors = [torch.empty(shape, dtype=case.torch_dtype, device="cuda").normal_() for shape in shapes]
     inputs = Inputs(*tensors, grad_out=tensors[0])
     with torch.no_grad():
-        out = forced(lambda: attend(inputs, case))
+        out = forced(family, lambda: attend(inputs, case))
     _heads_checked(inputs, out, case, ((0, 0), (case.B - 1, case.Hq - 1), (case.B // 2, case.Hq // 2)))
 
 
 @pytest.mark.gpu
-def test_strides_of_more_than_2g_elements():
+@BY_FAMILY
+def test_strides_of_more_than_2g_elements(family):
     """A small view of a large buffer: the offset of a batch entry does not fit 32 bits."""
     case = new_case("far_apart", (3, 2, 2), (130, 130), (64, 64))
     torch.cuda.empty_cache()
@@ -358,6 +389,6 @@ def test_strides_of_more_than_2g_elements():
     q.copy_(near.q)
     inputs = Inputs(q, near.k, near.v, near.grad_out)
     with torch.no_grad():
-        out = forced(lambda: attend(inputs, case))
+        out = forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, near), plain(case, near)
     assert_within_budget("far_apart out", out, exact.out, low.out, seed=SEED)

@@ -5,11 +5,11 @@ A change of the rule or the table shows as a diff here. After reading it: EXPECT
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import expecttest
 import pytest
+from plans import CALLS, call, table_of
 
 from torch_flashplug import choices, configs, native
 from torch_flashplug.api import DEVICES
@@ -17,29 +17,7 @@ from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, DTYPES
 
-Call = Mapping[str, int | float]
 FACTS = {**DEVICES, "none": None}
-
-
-def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **more: int | float) -> Call:
-    """heads (B, Hq, Hkv), rows (Sq, Sk), dims (D, Dv)."""
-    names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
-    return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
-
-
-# Calls that the table decides.
-CALLS = {
-    "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
-    "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
-    "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
-    "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
-    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
-    "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
-    "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
-    "vision_4k_d72": call((4, 16, 16), (4096, 4096), (72, 72)),
-    "decode_1x8k_d128_gqa4": call((1, 32, 8), (1, 8192), (128, 128)),
-    "decode_b64_1x8k_d128_gqa4": call((64, 32, 8), (1, 8192), (128, 128)),
-}
 # Calls that kernels cannot run, whatever the table says.
 REFUSED = {
     "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
@@ -83,43 +61,6 @@ def own_table() -> Iterator[None]:
     push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
 
 
-def wrapped(text: str, indent: str) -> str:
-    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent + "  ")
-
-
-def described(plan: dict) -> list[str]:
-    """A plan in lines: what was taken, the reason for each backend that was not, the gate."""
-    taken = f"{plan['backend']} {plan['kernel']}".strip()
-    if plan["kernel"]:
-        taken += f" tiles={plan['tiles']} splits={plan['splits']}"
-    lines = [wrapped(taken, "    ")]
-    if plan["row"]:
-        lines.append(wrapped(plan["row"], "      "))
-    if plan["gradients"]:
-        lines.append(wrapped(f"gradients: {plan['gradients']}", "      "))
-    lines += [
-        wrapped(f"{backend}: {plan['reasons'][backend]}", "      ")
-        for backend in ("fa3",)
-        if backend != plan["backend"]
-    ]
-    if plan["gate"]:
-        lines.append(wrapped(f"gate: {plan['gate']}", "      "))
-    return lines
-
-
-def table_of(calls: Mapping[str, Call], devices: Mapping[str, dict | None], mode: int = 0) -> str:
-    """Every call on every device; devices with the same answer share it."""
-    lines = []
-    for name, problem in calls.items():
-        lines.append(name)
-        answers: dict[str, list[str]] = {}
-        for device, facts in devices.items():
-            answers.setdefault("\n".join(described(native.plan(problem, facts, mode))), []).append(device)
-        for answer, names in answers.items():
-            lines += [f"  {' '.join(names)}", answer]
-    return "\n".join(lines) + "\n"
-
-
 class TestGolden(expecttest.TestCase):
     def test_todays_table(self) -> None:
         push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
@@ -127,14 +68,14 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 27: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 40: 0.981 x stock (2026-11-21 H100,
+      choice row 55: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 68: 0.981 x stock (2026-11-21 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 30: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+      choice row 58: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
         with our backward)
       gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
         serve ratio; stock is faster
@@ -255,7 +196,7 @@ prefill_4k_d128_causal
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
-  l4
+  l4 rtx4090
     stock
       fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
@@ -272,7 +213,7 @@ decode_1x8k_d128_gqa4
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
-  l4
+  l4 rtx4090
     stock
       fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
@@ -326,8 +267,8 @@ last_stride_2
 misaligned
   h100
     stock
-      fa3: key is aligned to 2 bytes (base address and strides), TMA needs 16; call .contiguous() or
-        .clone()
+      fa3: key is aligned to 2 bytes (base address and strides), kernels need 16; call .contiguous()
+        or .clone()
 two_devices
   h100
     stock
@@ -356,8 +297,8 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      gradients: stock's backward; ours: no kernel row takes D=128, Dv=128, Sq=4096; see
-        torch_flashplug/configs.py
+      gradients: stock's backward; ours: no kernel row takes D=128, Dv=128, Sq=4096 in 232448 bytes
+        of shared memory; see torch_flashplug/configs.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -377,7 +318,7 @@ torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
-  - its kernels (sm_80 and up) come with a later release
+  - no kernel row takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/configs.py
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """)
 

@@ -1,5 +1,5 @@
-"""Compile the kernel table into one pack per architecture. Needs no GPU and no nvcc, only the DSL's wheel and a C
-compiler.
+"""Compile the kernel table into one pack per target (spec.TARGETS). Needs no GPU and no nvcc, only the DSL's wheel and
+a C compiler.
 
     python tools/aot.py --arch sm_90a --out DIR --report report.json
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
@@ -38,7 +38,7 @@ import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
 from torch_flashplug.compile import compile_spec  # noqa: E402
-from torch_flashplug.spec import KernelSpec  # noqa: E402
+from torch_flashplug.spec import TARGETS, KernelSpec  # noqa: E402
 
 
 def start_worker(folder: str) -> None:
@@ -48,9 +48,9 @@ def start_worker(folder: str) -> None:
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
-def compile_one(name: str, folder: str) -> dict:
+def compile_one(name: str, folder: str, target: str) -> dict:
     """Worker: one kernel to one object; returns its row of the report."""
-    compiled = compile_spec(KernelSpec.from_name(name), keep_cubin=True)
+    compiled = compile_spec(KernelSpec.from_name(name), target, keep_cubin=True)
     path = Path(folder) / f"{name}.o"
     compiled.export(path)
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
@@ -58,7 +58,7 @@ def compile_one(name: str, folder: str) -> dict:
     return row | (sass.resources(compiled.cubin) or {})
 
 
-def compile_all(names: list[str], folder: Path, jobs: int) -> list[dict]:
+def compile_all(names: list[str], folder: Path, jobs: int, target: str = "sm_90a") -> list[dict]:
     """All kernels in parallel processes, with a progress bar; the first failure stops the build."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -75,7 +75,7 @@ def compile_all(names: list[str], folder: Path, jobs: int) -> list[dict]:
         concurrent.futures.ProcessPoolExecutor(jobs, spawn, start_worker, (str(folder),)) as pool,
     ):
         task = progress.add_task("", total=len(names))
-        pending = [pool.submit(compile_one, name, str(folder)) for name in names]
+        pending = [pool.submit(compile_one, name, str(folder), target) for name in names]
         rows = []
         for done in concurrent.futures.as_completed(pending):
             rows.append(done.result())
@@ -103,7 +103,7 @@ def link(objects: list[Path], pack: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90a", choices=["sm_90a"])
+    parser.add_argument("--arch", default="sm_90a", choices=TARGETS, help="what to compile for")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     parser.add_argument(
         "--report",
@@ -115,12 +115,11 @@ def main() -> None:
     args = parser.parse_args()
 
     start = time.perf_counter()
-    arch = int(args.arch.removeprefix("sm_").removesuffix("a"))
-    names = args.spec or [spec.name() for spec in configs.specs(arch)]
+    names = args.spec or [spec.name() for arch in TARGETS[args.arch] for spec in configs.specs(arch)]
     args.out.mkdir(parents=True, exist_ok=True)
     pack = args.out / f"flashplug_{args.arch.replace('_', '')}.so"
     with tempfile.TemporaryDirectory() as scratch:
-        rows = compile_all(names, Path(scratch), args.jobs)
+        rows = compile_all(names, Path(scratch), args.jobs, args.arch)
         link([Path(scratch) / f"{name}.o" for name in names], pack)
     if args.report:
         args.report.parent.mkdir(parents=True, exist_ok=True)

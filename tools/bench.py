@@ -7,9 +7,12 @@ picture.
     --suite backward         gradients of one forward, ours and peers over head dim, mask and length
     --suite train            the same with the forward
     --suite decode           few query rows against many keys, K and V from memory, then from L2
+    --suite fa2              the kernels for every GPU since sm_80, forced, beside torch's FlashAttention-2: both ways
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
+    --suite odd              the same for calls that Hopper's kernels cannot read, on those for every GPU (fa2, forced),
+                             forward, then forward + backward
 
 A benchmark is not a test: it ends with an error only when numbers are wrong or an option is.
 """
@@ -34,7 +37,6 @@ from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from rich.console import Console
 
 from torch_flashplug import native
-from torch_flashplug.configs import KERNEL_ROWS
 from torch_flashplug.spec import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
@@ -94,10 +96,9 @@ def suite_latency(bench: Bench) -> None:
     _suite_of_forwards(bench, workloads.latency())
 
 
-def _suite_against_stock(bench: Bench, grad: bool) -> None:
-    ours_to = max(row.d_max for row in KERNEL_ROWS if (row.kind == "fwd") != grad)
-    for case in workloads.choice_lattice():
-        if max(case.D, case.Dv) > ours_to or not bench.take(case.name):
+def _suite_against_stock(bench: Bench, cases: list[Case], grad: bool, ours: str = "ours_fa3") -> None:
+    for case in cases:
+        if not bench.take(case.name):
             continue
         inputs = make_inputs(case, bench.device, requires_grad=grad)
 
@@ -109,27 +110,32 @@ def _suite_against_stock(bench: Bench, grad: bool) -> None:
             return call
 
         with torch.set_grad_enabled(grad):
-            candidates, errors, refused = try_each(bench, case, inputs, ("ours_fa3", "stock"), build)
+            candidates, errors, refused = try_each(bench, case, inputs, (ours, "stock"), build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=5.0)
-        more = {"errors": errors, "refused": refused, "tiles": _tiles(case, bench.device)}
+        more = {"errors": errors, "refused": refused, "tiles": _tiles(case, bench.device), "grad": grad}
         bench.add(row_of(case.name, timings, **facts_of(case), **more))
 
 
 def suite_choice(bench: Bench) -> None:
-    _suite_against_stock(bench, grad=False)
+    _suite_against_stock(bench, workloads.choice_lattice(), grad=False)
 
 
 def suite_grad(bench: Bench) -> None:
-    _suite_against_stock(bench, grad=True)
+    _suite_against_stock(bench, workloads.choice_lattice(), grad=True)
+
+
+def suite_odd(bench: Bench) -> None:
+    for grad in (False, True):
+        _suite_against_stock(bench, workloads.odd_lattice(), grad, ours="ours_fa2")
 
 
 # FLOP of a backward and of both together, over the forward's: five and seven products where that has two.
 _GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}
 
 
-def _suite_of_gradients(bench: Bench, what: str) -> None:
-    """Gradients of the grid's calls: "bwd" alone, of one forward, or "train", both."""
-    for case in workloads.grid(what):
+def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
+    """Gradients of the calls: "bwd" alone, of one forward, or "train", both."""
+    for case in cases:
         if not bench.take(case.name):
             continue
         inputs = make_inputs(case, bench.device, requires_grad=True)
@@ -153,11 +159,17 @@ def _suite_of_gradients(bench: Bench, what: str) -> None:
 
 
 def suite_backward(bench: Bench) -> None:
-    _suite_of_gradients(bench, "bwd")
+    _suite_of_gradients(bench, workloads.grid("bwd"), "bwd")
 
 
 def suite_train(bench: Bench) -> None:
-    _suite_of_gradients(bench, "train")
+    _suite_of_gradients(bench, workloads.grid("train"), "train")
+
+
+def suite_fa2(bench: Bench) -> None:
+    dims = (64, 96, 128, 256)
+    _suite_of_forwards(bench, workloads.grid("fa2_fwd", dims))
+    _suite_of_gradients(bench, workloads.grid("fa2_bwd", dims), "bwd")
 
 
 @contextmanager
@@ -216,10 +228,16 @@ SUITES = {
     "backward": suite_backward,
     "train": suite_train,
     "decode": decode.suite_decode,
+    "fa2": suite_fa2,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
+    "odd": suite_odd,
 }
+
+
+# Who takes part unless --providers says so; in other suites all but ours_fa2.
+WANTED = {"fa2": {"ours_fa2", "fa2"}, "odd": {"ours_fa2", "stock"}}
 
 
 def _options() -> argparse.Namespace:
@@ -247,8 +265,7 @@ def main() -> None:
     if options.rounds < 7:
         print(f"--rounds {options.rounds}: fewer than 7 rounds say little; fine for a try, not for a result")
     clocks = report.read_clocks()
-    wanted = set(options.providers.split(",")) if options.providers else None
-    found, absent = who.providers(wanted)
+    found, absent = who.providers(set(options.providers.split(",")) if options.providers else WANTED.get(options.suite))
     deadline = time.monotonic() + options.budget_seconds
     bench = Bench(options.device, options.rounds, deadline, options.filter, not options.no_check, found, absent)
     with warnings.catch_warnings():  # sdpa_kernel warns once per reason where a peer has no kernel; rows say "refused"

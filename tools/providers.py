@@ -83,11 +83,13 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 
 
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
-    """All that can run here, and for the others the reason why not. `wanted` limits both."""
+    """All that can run here, and for the others the reason why not. `wanted` limits both; without it, our second choice
+    is left out.
+    """
     found: dict[str, Provider] = {}
     absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
-    for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3")):
+    for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3"), ("ours_fa2", "fa2")):
         found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
     found["stock"] = Provider("stock", "F.sdpa without the plugin", sdpa, plugin_off)
     for name in ("ours_fa3", "stock"):  # gradients only: both again, the same bits in every run
@@ -102,7 +104,9 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
             absent[name] = reason
         else:
             found[name] = Provider(name, label, _wheel(functools.partial(function, **arguments)), nullcontext)
-    if wanted is not None:
+    if wanted is None:
+        del found["ours_fa2"]
+    else:
         found = {name: p for name, p in found.items() if name in wanted}
         absent = {name: reason for name, reason in absent.items() if name in wanted}
     return found, absent

@@ -177,7 +177,7 @@ def _plot_grid(document, labels):
         names = list(dict.fromkeys(name for row in rows for name in row["all_ms"] if name != "stock"))
         for name in names:
             points = [(row["s"], row["flop"] / row["all_ms"][name] / 1e9) for row in rows if name in row["all_ms"]]
-            bold = name == "ours_fa3"
+            bold = name in {"ours_fa3", "ours_fa2"}
             style = {"linewidth": 3 if bold else 1.3, "linestyle": "--" if name == "ours_auto" else "-"}
             axis.plot(
                 *zip(*points, strict=True), marker="o", label=labels.get(name, name), zorder=3 if bold else 2, **style
@@ -235,7 +235,7 @@ def _plot_decode(document, labels):
     figure, axis = plt.subplots(figsize=(11, 0.24 * len(rows) + 2.5))
     for name, column in times.items():
         points = [(row["kv_bytes"] / ms * 1e-6, y) for y, (row, ms) in enumerate(zip(rows, column, strict=True)) if ms]
-        bold = name == "ours_fa3"
+        bold = name in {"ours_fa3", "ours_fa2"}
         if points:
             x, y = zip(*points, strict=True)
             axis.scatter(x, y, s=60 if bold else 22, label=labels.get(name, name), zorder=3 + bold)

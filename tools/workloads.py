@@ -195,6 +195,18 @@ def choice_lattice() -> list[Case]:
     return cases
 
 
+def odd_lattice() -> list[Case]:
+    """What Hopper's kernels cannot read: addresses, strides, head dims."""
+    kinds = (("off_by_one", 64), ("odd_rows", 128), ("columns", 64), ("bhsd", 20), ("bhsd", 33), ("bhsd", 100),
+             ("bhsd", 250))  # fmt: skip
+    return [
+        _case(f"odd_{layout}_d{d}_{mask}_b{b}h{hq}kv{hkv}_{s}", (b, hq, hkv), (s, s), (d, d), mask == "causal",
+              layout=layout)
+        for layout, d in kinds for mask in MASKS for b, hq, hkv in ((1, 8, 8), (1, 32, 8), (16, 16, 16))
+        for s in (64, 256, 1024, 4096) if b * hq * s * s <= 1 << 30
+    ]  # fmt: skip
+
+
 TINY = _case("tiny", (1, 8, 8), (128, 128), (64, 64), layout="bhsd")
 TINY_DECODE = _case("tiny_decode", (1, 32, 8), (1, 1024), (128, 128))  # split keys
 

@@ -8,9 +8,7 @@ import functools
 import logging
 
 from . import choices, configs, env, integrations, native, tracing
-from .spec import BACKENDS
-
-_PACK_ARCH = {"flashplug_sm90a.so": 90}  # kernel packs and the architecture they are for
+from .spec import BACKENDS, TARGETS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -22,21 +20,20 @@ def _process_backend() -> int:
     return BACKENDS.index(name) if name else 0
 
 
-def provide(name: str) -> int | str:
+def provide(name: str, cc: int) -> int | str:
     """Compiles one kernel at its first use. The compiler is imported here because no other call needs it."""
     if env.JIT.get() == "0":
         return f"{env.JIT.name}=0 forbids compiling"
     from . import compile as compiler
 
-    return compiler.provide(name)
+    return compiler.provide(name, compiler.target_of(cc))
 
 
 def _load_core() -> None:
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
     native.set_process_backend(_process_backend())
-    for pack, arch in _PACK_ARCH.items():
-        if path := native.find_built(pack):
-            native.load_pack(path, arch)
+    for target in TARGETS:
+        native.load_pack(native.find_built(f"flashplug_{target.replace('_', '')}.so"), target)
     native.set_compile_callback(provide)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     native.set_log_callback(_plan_log.log, plans=plans)

@@ -31,6 +31,7 @@ DEVICES: dict[str, dict[str, int]] = {
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},
     "a100": {"cc": 80, "sm_count": 108, "smem_bytes": 166912, "l2_bytes": 40 * _MIB, "memory_rate": 2039},
     "l4": {"cc": 89, "sm_count": 58, "smem_bytes": 101376, "l2_bytes": 48 * _MIB, "memory_rate": 300},
+    "rtx4090": {"cc": 89, "sm_count": 128, "smem_bytes": 101376, "l2_bytes": 72 * _MIB, "memory_rate": 1008},
 }
 
 # ---- on and off ----
@@ -92,9 +93,10 @@ _entered = _Entered()
 class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
 
-    `backend` is "auto", "fa3", "fa2", "math" or "stock". A forced backend that cannot run a call raises an error that
-    lists the reasons. `num_splits`, with "fa3" alone: among how many CTAs the keys of a tile of query rows are split, 1
-    to 255, never more than it has blocks of 64 keys; 0: as the decode gate says.
+    `backend` is "auto", "fa3" (Hopper's kernels), "fa2" (those for every GPU of compute capability 8.0 or more, which
+    auto takes only where they were measured), "math" or "stock". A forced backend that cannot run a call raises an
+    error that lists the reasons. `num_splits`, with "fa3" alone: among how many CTAs the keys of a tile of query rows
+    are split, 1 to 255, never more than it has blocks of 64 keys; 0: as the decode gate says.
 
     Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
     compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
@@ -182,8 +184,8 @@ def explain(
     """The plan for the same call of F.scaled_dot_product_attention, made without running it; autograd and sdpa_backend
     state count.
 
-    `device` names a preset ("h100", "h200", "a100", "l4"): the plan on that GPU, for tensors that may lie anywhere, on
-    the meta device too.
+    `device` names a preset ("h100", "h200", "a100", "l4", "rtx4090"): the plan on that GPU, for tensors that may lie
+    anywhere, on the meta device too.
     """
     if device is not None and device not in DEVICES:
         raise ValueError(

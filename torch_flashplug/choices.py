@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .spec import CLUSTER, KINDS
 
-CHOICE_KINDS = (*KINDS, "mixbwd", "mixdecode")
+CHOICE_KINDS = (*KINDS, "mixbwd", "mixdecode", "odddims", "unaligned", "columns")
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
 
@@ -33,7 +33,9 @@ class Gate:
 class ChoiceRow:
     """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
     "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
-    "mixbwd", "mixdecode": backward and decode where D != Dv.
+    "mixbwd", "mixdecode": backward and decode where D != Dv. "odddims", "unaligned", "columns": element-wise kernels,
+    with the backward's where gradients are wanted, for head dims that are no multiple of 8, addresses or strides that
+    are none of 16 bytes, rows whose elements are apart.
     """
 
     kind: str  # one of CHOICE_KINDS
@@ -71,6 +73,7 @@ _BACKWARD = _GRAD + ", with our backward"
 _WIDE = _BACKWARD.replace("2026-11-21", "2026-11-22")
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
+_ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
@@ -106,6 +109,36 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
     ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.929, _DECODE, max_packed=16),
     ChoiceRow("mixdecode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
+    # What Hopper's kernels cannot read, on those for every GPU, element by element (176 calls, square): short ones,
+    # where stock copies first, and all whose rows' elements are apart, where it goes to math.
+    ChoiceRow("columns", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
+    ChoiceRow("columns", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 1.16, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.34, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.36, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.57, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.69, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.08, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 3.96, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 129, 0.73, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 0, 2.80, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 65, 128, 1, 256, 1, 256, 0, 1.32, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 64, 1, 64, 0, 1.58, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 129, 0.63, _ODD),
+    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 0, 1.07, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 64, 1, 64, 0, 1.57, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 129, 0.95, _ODD),
+    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 0, 1.20, _ODD),
+    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 64, 1, 64, 0, 1.47, _ODD),
+    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 129, 0.22, _ODD),
+    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 0.99, _ODD),
+    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 64, 1, 64, 0, 1.71, _ODD),
+    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 129, 0.56, _ODD),
+    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.49, _ODD),
+    ChoiceRow("unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 129, 0.86, _ODD),
+    ChoiceRow("unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 1.43, _ODD),
+    ChoiceRow("unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 129, 0.92, _ODD),
+    ChoiceRow("unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 0, 1.42, _ODD),
     # Our forward with cuDNN's backward, both together.
     ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
     ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from . import cache
-from .spec import KernelSpec
+from .spec import TARGETS, KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
 
 _lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
-_loaded: dict[str, Any] = {}  # kernel name -> (module, function), kept alive for as long as C++ holds the handle
+# (kernel name, target) -> (module, function), kept alive for as long as C++ holds the handle
+_loaded: dict[tuple[str, str], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,61 +40,82 @@ class Compiled:
         self.function.export_to_c(str(path), function_name=self.spec.name(), export_only_tvm_ffi_symbols=True)
 
 
-def compile_spec(spec: KernelSpec, keep_cubin: bool = False) -> Compiled:
-    """Compile one spec. Raises ValueError if its tile cannot be built. `keep_cubin`: the DSL also dumps it in
-    CUTE_DSL_DUMP_DIR.
+def target_of(cc: int) -> str:
+    """The target whose code runs on GPUs of this compute capability (90 is 9.0): the one of the same major number."""
+    for target in TARGETS:
+        if int(target.removeprefix("sm_").rstrip("af")) // 10 == cc // 10:
+            return target
+    raise ValueError(f"compute capability {cc // 10}.{cc % 10}; kernels are compiled for {', '.join(TARGETS)}")
+
+
+def _misfit(spec: KernelSpec, target: str) -> str | None:
+    """Why this kernel is not compiled for that target; None if it can be."""
+    if target not in TARGETS:
+        return f"target {target!r}; use one of {', '.join(TARGETS)}"
+    if spec.arch not in TARGETS[target]:
+        archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
+        return f"{spec.name()}: {target} runs kernels that are written for {archs}"
+    return spec.check()
+
+
+def compile_spec(spec: KernelSpec, target: str, keep_cubin: bool = False) -> Compiled:
+    """Compile one spec for a key of TARGETS. Raises ValueError if its tile cannot be built, or not for that target.
+    `keep_cubin`: the DSL also dumps it in CUTE_DSL_DUMP_DIR.
     """
-    if reason := spec.check():
+    if reason := _misfit(spec, target):
         raise ValueError(reason)
-    os.environ.setdefault("CUTE_DSL_ARCH", f"sm_{spec.arch}a")  # ops check the architecture when they are constructed
+    # Ops check the architecture when they are constructed. The DSL reads this when it is imported, once: a process
+    # compiles for one target, unless ops are constructed under the options below.
+    os.environ.setdefault("CUTE_DSL_ARCH", target)
     import cutlass.cute as cute
 
     from .kernels import builder
 
     start = time.perf_counter()
     kernel = builder(spec)
-    options = f"--enable-tvm-ffi --gpu-arch sm_{spec.arch}a" + (" --keep-cubin" if keep_cubin else "")
+    options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin" if keep_cubin else "")
     function = cute.compile(kernel, *kernel.fake_arguments(), options=options)
     cubin = bytes(function.__cubin__) if keep_cubin else None
     return Compiled(spec, function, time.perf_counter() - start, cubin)
 
 
-def provide(name: str) -> int:
+def provide(name: str, target: str) -> int:
     """The JIT path: a TVM-FFI function handle for a kernel that no pack holds, from the disk cache or compiled now.
 
     Raises RuntimeError with one clear sentence if it cannot; any failure to import the DSL counts, not only
     ImportError.
     """
     with _lock:
-        if name not in _loaded:
+        if (name, target) not in _loaded:
             try:
-                _loaded[name] = _load(KernelSpec.from_name(name))
+                _loaded[name, target] = _load(KernelSpec.from_name(name), target)
             except Exception as error:
                 raise RuntimeError(
                     f"kernel {name} could not be built here ({type(error).__name__}: {error}); "
-                    f"pip install torch_flashplug[jit], or build it ahead of time: python tools/aot.py --spec {name}"
+                    f"pip install torch_flashplug[jit], or build it ahead of time: "
+                    f"python tools/aot.py --arch {target} --spec {name}"
                 ) from error
-        return _loaded[name][1].__chandle__()
+        return _loaded[name, target][1].__chandle__()
 
 
-def _load(spec: KernelSpec) -> tuple[Any, Any]:
+def _load(spec: KernelSpec, target: str) -> tuple[Any, Any]:
     def build(path: Path) -> None:
-        compiled = compile_spec(spec)
+        compiled = compile_spec(spec, target)
         compiled.export(path)
-        log.info("compiled %s in %.1f s", spec.name(), compiled.seconds)
+        log.info("compiled %s for %s in %.1f s", spec.name(), target, compiled.seconds)
 
     import cutlass.cute as cute
 
     module = cache.load_or_build(
-        key(spec), build, lambda path: cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+        key(spec, target), build, lambda path: cute.runtime.load_module(str(path), enable_tvm_ffi=True)
     )
     return module, module[spec.name()]
 
 
-def key(spec: KernelSpec) -> str:
-    """Cache key: the kernel, its sources and the compiler that made it."""
+def key(spec: KernelSpec, target: str) -> str:
+    """Cache key: the kernel, its sources, the compiler that made it and what for."""
     dsl = importlib.metadata.version("nvidia-cutlass-dsl")
-    return f"{spec.name()}-{source_fingerprint()}-{dsl}-sm{spec.arch}a"
+    return f"{spec.name()}-{source_fingerprint()}-{dsl}-{target}"
 
 
 def source_fingerprint() -> str:

@@ -25,10 +25,12 @@ class KernelRow:
     tile_n: int
     stages: int
     cost: int = 1000  # ns of one KV block of one tile on one SM
+    elementwise: bool = False
 
     def spec(self, dtype: str) -> KernelSpec:
+        head = (self.d_max, self.dv_max, self.mask)
         return KernelSpec(
-            self.kind, self.arch, dtype, self.d_max, self.dv_max, self.mask, self.tile_m, self.tile_n, self.stages
+            self.kind, self.arch, dtype, *head, self.tile_m, self.tile_n, self.stages, self.elementwise
         )
 
 
@@ -118,6 +120,64 @@ KERNEL_ROWS = (
     KernelRow("partbwd", 90, 192, 192, "causal", 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, "full", 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, "causal", 64, 64, 2),
+    KernelRow("fwd", 80, 32, 32, "full", 64, 128, 1, 390),
+    KernelRow("fwd", 80, 32, 32, "causal", 64, 128, 1, 390),
+    KernelRow("fwd", 80, 64, 64, "full", 128, 96, 1, 1268),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 96, 1, 690),
+    KernelRow("fwd", 80, 64, 64, "causal", 128, 96, 1, 1268),
+    KernelRow("fwd", 80, 64, 64, "causal", 64, 96, 1, 690),
+    KernelRow("fwd", 80, 96, 96, "full", 128, 64, 1, 1192),
+    KernelRow("fwd", 80, 96, 96, "full", 64, 64, 1, 696),
+    KernelRow("fwd", 80, 96, 96, "causal", 128, 64, 1, 1192),
+    KernelRow("fwd", 80, 96, 96, "causal", 64, 64, 1, 696),
+    KernelRow("fwd", 80, 128, 128, "full", 128, 48, 1, 1120),
+    KernelRow("fwd", 80, 128, 128, "full", 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, "causal", 128, 48, 1, 1120),
+    KernelRow("fwd", 80, 128, 128, "causal", 64, 64, 1, 841),
+    KernelRow("fwd", 80, 192, 128, "full", 64, 64, 1, 990),
+    KernelRow("fwd", 80, 192, 128, "causal", 64, 64, 1, 990),
+    KernelRow("fwd", 80, 192, 192, "full", 64, 64, 1, 1210),
+    KernelRow("fwd", 80, 192, 192, "causal", 64, 64, 1, 1210),
+    KernelRow("fwd", 80, 256, 256, "full", 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 256, 256, "causal", 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 64, 64, "causal", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 128, 128, "full", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 128, 128, "causal", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 256, 256, "full", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 256, 256, "causal", 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 64, 64, "full", 64, 128, 2),
+    KernelRow("bwd", 80, 64, 64, "causal", 64, 128, 2),
+    KernelRow("bwd", 80, 96, 96, "full", 64, 128, 2),
+    KernelRow("bwd", 80, 96, 96, "causal", 64, 128, 2),
+    KernelRow("bwd", 80, 128, 128, "full", 64, 128, 2),
+    KernelRow("bwd", 80, 128, 128, "causal", 64, 128, 2),
+    KernelRow("bwd", 80, 192, 128, "full", 64, 64, 1),
+    KernelRow("bwd", 80, 192, 128, "causal", 64, 64, 1),
+    KernelRow("bwd", 80, 192, 192, "full", 64, 64, 1),
+    KernelRow("bwd", 80, 192, 192, "causal", 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, "full", 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, "causal", 64, 64, 1),
+    KernelRow("detbwd", 80, 64, 64, "full", 64, 128, 2),
+    KernelRow("detbwd", 80, 64, 64, "causal", 64, 128, 2),
+    KernelRow("detbwd", 80, 96, 96, "full", 64, 128, 2),
+    KernelRow("detbwd", 80, 96, 96, "causal", 64, 128, 2),
+    KernelRow("detbwd", 80, 128, 128, "full", 64, 128, 2),
+    KernelRow("detbwd", 80, 128, 128, "causal", 64, 128, 2),
+    KernelRow("detbwd", 80, 192, 128, "full", 64, 64, 1),
+    KernelRow("detbwd", 80, 192, 128, "causal", 64, 64, 1),
+    KernelRow("detbwd", 80, 192, 192, "full", 64, 64, 1),
+    KernelRow("detbwd", 80, 192, 192, "causal", 64, 64, 1),
+    KernelRow("detbwd", 80, 256, 256, "full", 64, 64, 1),
+    KernelRow("detbwd", 80, 256, 256, "causal", 64, 64, 1),
+    KernelRow("bwd", 80, 64, 64, "full", 64, 128, 2, elementwise=True),
+    KernelRow("bwd", 80, 64, 64, "causal", 64, 128, 2, elementwise=True),
+    KernelRow("bwd", 80, 128, 128, "full", 64, 128, 2, elementwise=True),
+    KernelRow("bwd", 80, 128, 128, "causal", 64, 128, 2, elementwise=True),
+    KernelRow("bwd", 80, 256, 256, "full", 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 256, 256, "causal", 64, 64, 1, elementwise=True),
+    KernelRow("detbwd", 80, 256, 256, "full", 64, 64, 1, elementwise=True),
+    KernelRow("detbwd", 80, 256, 256, "causal", 64, 64, 1, elementwise=True),
 )
 
 # fmt: on

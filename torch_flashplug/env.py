@@ -21,7 +21,10 @@ class Flag:
 
 ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load with every `import torch` (entry point)")
 BACKEND = Flag(
-    "TORCH_FLASHPLUG_BACKEND", "", "one backend for the whole process, ahead of every gate: fa3, fa2, math or stock"
+    "TORCH_FLASHPLUG_BACKEND",
+    "",
+    "one backend for the whole process, ahead of every gate: fa3, fa2, math or stock; calls that a forced fa3 or fa2 "
+    "cannot run raise",
 )
 CACHE_DIR = Flag(
     "TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at run time are kept; empty: the user's cache directory"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import CHOICE_KINDS
+from .spec import DTYPES
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow, Gate
@@ -51,7 +52,8 @@ PATHS = (
     *("routed_ours", "routed_stock"),
 )
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int
+    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int),
+    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 
@@ -133,7 +135,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             ctypes.c_int,
         ]
     library.flashplug_counters.argtypes = [ints, ctypes.c_int]
-    library.flashplug_load_pack.argtypes = [text, ctypes.c_int]
+    library.flashplug_load_pack.argtypes = [text, text]
     return library
 
 
@@ -251,7 +253,9 @@ def clear_rows() -> None:
 
 def add_kernel_row(row: KernelRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, row.d_max, row.dv_max, MASK_IDS[row.mask])
-    if lib().flashplug_add_kernel_row(_ints((*head, row.tile_m, row.tile_n, row.stages, row.cost))):
+    smem_bytes = row.spec(DTYPES[0]).smem_bytes()  # in every dtype the same
+    tile = (row.tile_m, row.tile_n, row.stages, row.cost, int(row.elementwise), smem_bytes)
+    if lib().flashplug_add_kernel_row(_ints((*head, *tile))):
         raise RuntimeError("torch_flashplug: too many kernel rows; raise kMaxRows in src/flashplug.h")
 
 
@@ -323,27 +327,30 @@ def counters(reset: bool = False) -> dict[str, int]:
 # ---- kernels and log ----
 
 
-def load_pack(path: Path, arch: int) -> None:
-    """Registers a kernel pack; it is opened when a kernel is first needed."""
-    lib().flashplug_load_pack(str(path).encode(), arch)
+def load_pack(path: Path | None, target: str) -> None:
+    """Registers the kernel pack of a target (spec.TARGETS); it is opened when a kernel is first needed. None: it is not
+    installed, and messages say how to build it.
+    """
+    lib().flashplug_load_pack(str(path or "").encode(), target.encode())
 
 
 def clear_packs() -> None:
     lib().flashplug_clear_packs()
 
 
-def set_compile_callback(provide: Callable[[str], int | str] | None) -> None:
+def set_compile_callback(provide: Callable[[str, int], int | str] | None) -> None:
     """The up-call for kernels outside the packs.
 
-    provide(name) returns a tvm_ffi function handle, or a text that says why not; what it raises becomes such a text.
+    provide(name, cc) returns a tvm_ffi function handle that runs on GPUs of that compute capability (90 is 9.0), or a
+    text that says why not; what it raises becomes such a text.
     """
     if provide is None:
         lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
         return
 
-    def up_call(name: bytes, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
+    def up_call(name: bytes, cc: int, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
         try:
-            answer = provide(name.decode())
+            answer = provide(name.decode(), cc)
         except BaseException as problem:  # an exception must not cross C
             answer = f"{type(problem).__name__}: {problem}"
         if isinstance(answer, int):

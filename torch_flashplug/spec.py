@@ -18,6 +18,10 @@ KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
 
+# What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
+# every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
+TARGETS = {"sm_80": (80,), "sm_90a": (90, 80), "sm_100": (80,), "sm_120": (80,)}
+
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
 ELEMENT_BYTES = 2
@@ -25,7 +29,7 @@ FP32_BYTES = 4
 CLUSTER = 8  # CTAs of a cluster at most: what every Hopper GPU can place (16 ran slower where they could be)
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
-SMEM_BYTES = {90: 232448}  # usable shared memory of one CTA, by architecture
+SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
 L2_BYTES = {90: 50 << 20}
 SMEM_RESERVED = 1024  # of every CTA beside that
 MAX_REGISTERS = 255  # of a thread
@@ -35,6 +39,10 @@ WARP = 32
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
+SLAB = 16  # rows of one mma.sync
+AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
+AMPERE_NARROW = 128  # up to this head dim a warp of sm_80 owns two slabs of rows: K and V are read half as often
+AMPERE_SCORES = 32  # registers of a backward's scores or their gradient, or dQ
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts
 BACKWARD_WARPGROUPS = 2
@@ -49,7 +57,7 @@ class KernelSpec:
     """Identifies one compiled kernel; equal specs share one object file."""
 
     kind: str  # one of KINDS
-    arch: int  # 90
+    arch: int  # 80 or 90: what it is written for; it runs on what TARGETS says
     dtype: str  # one of DTYPES
     d: int  # head dim of Q and K that the tile holds; smaller ones are zero-filled by TMA
     dv: int  # head dim of V and O, likewise
@@ -57,10 +65,12 @@ class KernelSpec:
     tile_m: int  # query rows: of a CTA (fwd), of one step (bwd)
     tile_n: int  # keys: of one step (fwd), of a CTA (bwd)
     stages: int  # steps in flight in shared memory
+    elementwise: bool = False  # sm_80: loads and stores element by element, whatever the addresses and strides
 
     def name(self) -> str:
         head = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
-        return f"{self.kind}_sm{self.arch}_{self.dtype}_{head}_{self.mask}_m{self.tile_m}n{self.tile_n}s{self.stages}"
+        tile = f"m{self.tile_m}n{self.tile_n}s{self.stages}" + "e" * self.elementwise
+        return f"{self.kind}_sm{self.arch}_{self.dtype}_{head}_{self.mask}_{tile}"
 
     @classmethod
     def from_name(cls, name: str) -> KernelSpec:
@@ -68,8 +78,8 @@ class KernelSpec:
         match = _NAME.fullmatch(name)
         if not match:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
-        kind, arch, dtype, d, dv, mask, *tile = match.groups()
-        return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile))
+        kind, arch, dtype, d, dv, mask, *tile, elements = match.groups()
+        return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
 
     @property
     def is_backward(self) -> bool:
@@ -93,7 +103,25 @@ class KernelSpec:
         return PARTS_TILE if self.in_parts else BACKWARD_TILE
 
     @property
+    def is_ampere(self) -> bool:
+        return self.arch == 80
+
+    @property
+    def column_parts(self) -> int:
+        """sm_80, bwd: warps that share the columns of 32 keys' dK and dV."""
+        return next(parts for parts in (1, 2, 4) if max(self.d, self.dv) <= parts * ROOMY_D)
+
+    @property
+    def slabs(self) -> int:
+        """sm_80, forward: slabs of rows that a warp owns."""
+        return 2 if self.tile_m >= WARPGROUP and max(self.d, self.dv) <= AMPERE_NARROW else 1
+
+    @property
     def threads(self) -> int:
+        if self.is_ampere and self.is_backward:
+            return self.tile_n * self.column_parts
+        if self.is_ampere:
+            return self.tile_m // (SLAB * self.slabs) * WARP
         return WARPGROUP * self.warpgroups + (WARP if self.is_decode else WARPGROUP)
 
     @property
@@ -126,6 +154,12 @@ class KernelSpec:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
         way to scratch and from there to global memory. Barriers.
         """
+        if self.is_ampere and self.is_backward:
+            step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
+            weights = 2 * self.tile_m * self.tile_n * ELEMENT_BYTES  # dS twice, or P and dS
+            return self.stages * step + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
+        if self.is_ampere:
+            return (self.tile_m * max(self.d, self.dv) + self.tile_n * (self.d + self.dv)) * ELEMENT_BYTES
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
@@ -166,6 +200,10 @@ class KernelSpec:
         """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
         their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
+        if self.is_ampere and self.is_backward:
+            return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
+        if self.is_ampere:
+            return self.slabs * (self.tile_n // 2 + self.dv // 2)
         if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -176,6 +214,35 @@ class KernelSpec:
 
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
+        return self._check_ampere() if self.is_ampere else self._check_hopper()
+
+    def _check_ampere(self) -> str | None:
+        if self.is_backward:
+            tile = PARTS_TILE if self.column_parts == 4 else BACKWARD_TILE
+            if (self.tile_m, self.tile_n) != tile:
+                return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward of these head dims has {tile}"
+            if (self.d % 64 or self.dv % 64) and (self.d, self.dv) != (96, 96):
+                return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both"
+            stages = 1 if self.column_parts == 4 else 2
+            if self.stages != stages:
+                return f"{self.name()}: stages={self.stages}; a backward of these head dims has {stages}"
+        elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
+            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; use 64 or 128 rows, 16 to 128 keys in steps of 16"
+        elif self.d % 32 or self.dv % 32:
+            return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 32"
+        elif self.stages != 1:
+            return f"{self.name()}: stages={self.stages}; use 1: what comes next is loaded while another tile is used"
+        need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
+        if need > limit:
+            return f"{self.name()}: needs {need} B of shared memory, sm_80 has {limit}; lower stages or tile_n"
+        registers = self.accumulator_registers() + AMPERE_OVERHEAD
+        if registers > MAX_REGISTERS:
+            return f"{self.name()}: needs about {registers} registers, a thread has {MAX_REGISTERS}; lower tile_n"
+        return None
+
+    def _check_hopper(self) -> str | None:
+        if self.elementwise:
+            return f"{self.name()}: TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
         if self.is_backward and (self.tile_m, self.tile_n) != self._backward_tile:
@@ -200,4 +267,6 @@ class KernelSpec:
         return None
 
 
-_NAME = re.compile(rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({'|'.join(MASKS)})_m(\d+)n(\d+)s(\d+)")
+_NAME = re.compile(
+    rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({'|'.join(MASKS)})_m(\d+)n(\d+)s(\d+)(e?)"
+)

@@ -6,7 +6,10 @@ import importlib
 
 # (kind, arch) -> module.class; the one place that knows which file builds which spec.
 BUILDERS = {
+    ("fwd", 80): ("fwd_sm80", "ForwardSm80"),
     ("fwd", 90): ("fwd_sm90", "ForwardSm90"),
+    ("bwd", 80): ("bwd_sm80", "BackwardSm80"),
+    ("detbwd", 80): ("bwd_sm80", "BackwardSm80"),
     ("bwd", 90): ("bwd_sm90", "BackwardSm90"),
     ("detbwd", 90): ("bwd_sm90", "BackwardSm90"),
     ("partbwd", 90): ("partbwd_sm90", "BackwardInPartsSm90"),

@@ -17,16 +17,17 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import fragments, sm90
+from .parts.forward_call import Call, ForwardCall
 from .parts.geometry import Geometry
 from .parts.mask import Mask
 from .parts.scheduler import TileOrder
-from .parts.softmax import OnlineSoftmax
+from .parts.softmax import OnlineSoftmax, write_lse
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 
@@ -90,7 +91,7 @@ class FirstBlock:
         self.P.take(S.acc)
 
 
-class ForwardSm90:
+class ForwardSm90(ForwardCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
     def __init__(self, spec: KernelSpec):
@@ -110,29 +111,11 @@ class ForwardSm90:
         self.halves = spec.mask == "causal" and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
 
-    def fake_arguments(self) -> tuple:
-        """Arguments for cute.compile, sizes symbolic."""
-        counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-        tensors = fragments.fake_forward(self.dtype)
-        return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
-
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        scale_log2: Float32,
-        scale: Float32,
-        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # CTAs that the device runs at once
-        stream: cuda.CUstream,
-    ):
+    def launch(self, call: Call, stream: cuda.CUstream):
         # V seen as (Dv, Sk), the N x K operand of the second product.
-        mQ, mK, mO = (sm90.rows_first(t) for t in (mQ, mK, mO))
-        mVt = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
+        mQ, mK, mO = (sm90.rows_first(t) for t in (call.q, call.k, call.o))
+        mVt = cute.make_tensor(call.v.iterator, cute.select(call.v.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
             hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.q_columns), self.dtype, self.q_slots),
@@ -146,14 +129,14 @@ class ForwardSm90:
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, one_slot[2], (self.dv, self.tile_n))
         tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, sm90.slab_layout(self.dtype, SLAB, self.dv), (SLAB, self.dv))
 
-        B, Hq, Sq = mLSE.shape
+        B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.dtype.width // 8)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         self.kernel(
-            (tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), mLSE, (scale_log2, scale), mCounter, section, layouts
+            (tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), call.lse, call.scales, call.counter, section, layouts
         ).launch(
-            grid=(cutlass.min(num_m_blocks * total_heads, num_ctas), 1, 1),
+            grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may drop the register split
@@ -370,16 +353,6 @@ class ForwardSm90:
         sO = cute.make_tensor(slot_start, sm90.slab_layout(self.dtype, ROWS, self.dv).outer)  # (64, Dv)
         sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
-
-
-@cute.jit
-def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
-    """The two rows of a thread, where they exist, from one thread of the four; at: (batch, head, its first row)."""
-    batch, head, row = at
-    writes = cute.arch.lane_idx() % 4 == 0
-    for r in cutlass.range_constexpr(2):
-        if writes and row + 8 * r < rows:
-            mLSE[batch, head, row + 8 * r] = lse[r]
 
 
 @cute.jit

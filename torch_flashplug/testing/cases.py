@@ -116,6 +116,27 @@ def _odd_ones(shape, draw):
     return values.as_strided(shape, strides)
 
 
+def _off_by_one(shape, draw):
+    """Every row starts one element behind an address that vectors could be loaded from."""
+    values = draw(shape)
+    buffer = torch.full((values.numel() + 1,), float("nan"), dtype=values.dtype, device=values.device)
+    view = buffer[1:].view(shape)
+    view.copy_(values)
+    return view
+
+
+def _odd_rows(shape, draw):
+    """Rows an odd number of elements apart."""
+    b, h, s, d = shape
+    return draw((b, h, s, d + 1 + d % 2))[..., :d]
+
+
+def _columns(shape, draw):
+    """Neighbouring elements of a row lie far apart."""
+    b, h, s, d = shape
+    return draw((b, h, d, s)).transpose(2, 3)
+
+
 LAYOUTS = {
     "bhsd": _bhsd,
     "bshd": _bshd,
@@ -123,6 +144,9 @@ LAYOUTS = {
     "slice": _slice,
     "expand0": _expand0,
     "odd_ones": _odd_ones,
+    "off_by_one": _off_by_one,
+    "odd_rows": _odd_rows,
+    "columns": _columns,
     "packed_qkv": None,
 }
 
@@ -301,9 +325,20 @@ _DECODE = tuple(
     )
 )  # fmt: skip
 
+# What neither TMA nor 16-byte vectors can read: addresses, strides, head dims.
+ODD_CASES: tuple[Case, ...] = tuple(
+    new_case(f"odd_{layout}_d{dims[0]}v{dims[1]}" + ("_causal" if mask else ""), (2, 4, 2), (200, 333), dims, "gqa",
+             *mask, layout=layout)
+    for layout, dims in (
+        *((layout, (d, d)) for layout in ("off_by_one", "odd_rows", "columns") for d in (64, 128, 256)),
+        ("bhsd", (7, 7)), ("bhsd", (33, 33)), ("bhsd", (65, 127)), ("bhsd", (66, 130)), ("bhsd", (255, 255)),
+        ("bshd", (1, 100)), ("columns", (77, 20)),
+    )
+    for mask in ((), ("causal",))
+)  # fmt: skip
 CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS + _DECODE
-_BY_NAME = {case.name: case for case in CASES}
-if len(_BY_NAME) != len(CASES):
+_BY_NAME = {case.name: case for case in CASES + ODD_CASES}
+if len(_BY_NAME) != len(CASES + ODD_CASES):
     raise RuntimeError("two cases share a name")
 
 

@@ -16,20 +16,24 @@ PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packe
 LOG2_E = math.log2(math.e)
 
 
-def fake_operand(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned."""
+def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False) -> cute.Tensor:
+    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned;
+    elementwise: any strides, any address.
+    """
+    if elementwise:
+        return cute.runtime.make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=2)
     strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
 
-def fake_forward(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, ...]:
+def fake_forward(dtype: type[cutlass.Numeric], elementwise: bool = False) -> tuple[cute.Tensor, ...]:
     """What every forward is called with first, sizes symbolic: q, k, v, o, LSE."""
     B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
-    D, Dv = (cute.sym_int(divisibility=8) for _ in range(2))
+    D, Dv = (cute.sym_int(divisibility=1 if elementwise else 8) for _ in range(2))
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), strides, assumed_align=4)
     sizes = ((B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), (B, Hq, Sq, Dv))
-    return (*(fake_operand(dtype, *size) for size in sizes), lse)
+    return (*(fake_operand(dtype, *size, elementwise=elementwise) for size in sizes), lse)
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
+SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
 COARSE_SHIFT = float(2**26)  # neighbouring fp32 numbers are 4 apart here
 SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
@@ -73,6 +74,43 @@ class OnlineSoftmax:
                 self.row_sum[r] = self.row_sum[r] * correction + block_sum
 
     @cute.jit
+    def grows(self, acc_S: cute.Tensor) -> cutlass.Boolean:
+        """acc_S (2, cols): whether a row of this block, which any lane of the warp may hold, exceeds its running
+        maximum by so much that `raise_to` must follow.
+        """
+        grown = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(ROWS):
+            top = row_reduce(acc_S, r, cute.arch.fmax)
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+            self.correction[r] = cute.arch.fmax(top, self.row_max[r])
+            grown = grown | ((top - self.row_max[r]) * self.scale_log2 > SLACK)
+        return grown
+
+    @cute.jit
+    def raise_to(self, acc_O: cute.Tensor):
+        """The maximum that `grows` has seen becomes the one that O (2, cols) and the sum are relative to."""
+        for r in cutlass.range_constexpr(ROWS):
+            top = self.correction[r]
+            base = 0.0 if top == -Float32.inf else top
+            self.correction[r] = cute.math.exp2((self.row_max[r] - base) * self.scale_log2, fastmath=True)
+            self.row_max[r] = top
+            self.row_sum[r] = self.row_sum[r] * self.correction[r]
+        self.rescale(acc_O)
+
+    @cute.jit
+    def weigh(self, acc_S: cute.Tensor):
+        """acc_S (2, cols): scores in, probabilities out, up to 2^SLACK."""
+        for r in cutlass.range_constexpr(ROWS):
+            base = 0.0 if self.row_max[r] == -Float32.inf else self.row_max[r]
+            shift = base * self.scale_log2
+            factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
+            shift = base * factor
+            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
+                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * factor - shift, fastmath=True)
+            self.row_sum[r] = self.row_sum[r] + row_reduce(acc_S, r, lambda a, b: a + b)
+
+    @cute.jit
     def rescale(self, acc_O: cute.Tensor):
         """acc_O (2, cols): bring the output of earlier blocks to the new maximum."""
         for r in cutlass.range_constexpr(ROWS):
@@ -101,3 +139,13 @@ def row_reduce(acc: cute.Tensor, row: int, combine):
     for c in range(4, columns):
         chains[c % 4] = combine(chains[c % 4], acc[row, c])
     return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))
+
+
+@cute.jit
+def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
+    """The two rows of a thread, where they exist, from one thread of the four; at: (batch, head, its first row)."""
+    batch, head, row = at
+    writes = cute.arch.lane_idx() % 4 == 0
+    for r in cutlass.range_constexpr(2):
+        if writes and row + 8 * r < rows:
+            mLSE[batch, head, row + 8 * r] = lse[r]

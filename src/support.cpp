@@ -1,0 +1,106 @@
+// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in plan_text.cpp.
+#include <algorithm>
+
+#include "flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kUnitBytes = 16;  // what addresses are multiples of
+
+bool is_half(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kFp16; }
+
+// Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
+struct Collector {
+  Reason* reasons;
+  int limit;
+  int count = 0;
+  bool full() const { return count >= limit; }
+  void add(Why why, int64_t given = 0, int64_t allowed = 0, int operand = 0) {
+    if (!full()) reasons[count++] = Reason{why, given, allowed, operand};
+  }
+};
+
+// The largest head dims that such kernels hold on this device; 0: there are none.
+struct HeadDims {
+  int64_t d = 0, dv = 0;
+};
+HeadDims largest_head_dims(int arch, bool elementwise, const DeviceFacts& device, const Tables& tables) {
+  HeadDims most;
+  for (int i = 0; i < tables.num_kernels; ++i) {
+    const KernelRow& row = tables.kernels[i];
+    if (row.kind != kKindFwd || row.arch != arch || row.elementwise != elementwise || !smem_fits(row, device)) continue;
+    most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+  }
+  return most;
+}
+
+void add_broken_units(const Problem& p, Collector* out) {
+  if (p.D % kUnitElements != 0) out->add(Why::kHeadDimStep, p.D, kUnitElements, 0);
+  if (p.Dv % kUnitElements != 0) out->add(Why::kHeadDimStep, p.Dv, kUnitElements, 2);
+  for (int i = 0; i < kNumOperands; ++i) {
+    const Layout& layout = p.layout[i];
+    if (layout.last_stride != 1) out->add(Why::kLastStride, layout.last_stride, 1, i);
+    if (layout.align_bytes < kUnitBytes) out->add(Why::kAlignment, layout.align_bytes, kUnitBytes, i);
+  }
+}
+
+}  // namespace
+
+bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
+  return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
+}
+
+bool whole_units(const Problem& p) {
+  const auto whole = [](const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; };
+  return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0 && std::all_of(p.layout, p.layout + kNumOperands, whole);
+}
+
+int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
+                int limit) {
+  Collector out{reasons, limit};
+  const bool runs = arch == kHopper ? device.cc == kHopper : device.cc >= arch;
+  if (!p.on_cuda || device.cc == 0)
+    out.add(Why::kDevice);
+  else if (!runs)
+    out.add(Why::kArch, device.cc, arch);
+  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
+    out.add(Why::kMixedDtype);
+  else if (!is_half(p.dtype[0]))
+    out.add(Why::kDtype);
+  if (p.has_mask) out.add(Why::kMask);
+  if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
+  if (p.dropout_p != 0.0) out.add(Why::kDropout);
+  if (!p.positive_scale) out.add(Why::kScale);
+  if (out.full()) return out.count;
+  if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
+    out.add(Why::kEmpty);
+    return out.count;
+  }
+  const bool whole = whole_units(p);
+  const DeviceFacts holder = runs ? device : DeviceFacts{};  // what others could hold is not in the way
+  HeadDims most = largest_head_dims(arch, !whole, holder, tables);
+  if (!whole && most.d == 0) {  // no kernel of this architecture goes element by element
+    add_broken_units(p, &out);
+    most = largest_head_dims(arch, false, holder, tables);
+  }
+  if (most.d == 0) out.add(Why::kNoKernel);
+  if (most.d != 0 && p.D > most.d) out.add(Why::kHeadDimLimit, p.D, most.d, 0);
+  if (most.d != 0 && p.Dv > most.dv) out.add(Why::kHeadDimLimit, p.Dv, most.dv, 2);
+  return out.count;
+}
+
+// Choice rows hold for Hopper: no other GPU was measured.
+bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
+      !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) {
+    return false;
+  }
+  return std::any_of(tables.choices, tables.choices + tables.num_choices, [&p](const ChoiceRow& row) {
+    const bool backward = row.kind == kKindBwd || row.kind == kKindMixBwd || row.kind == kKindPartBwd;
+    return !backward && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);
+  });
+}
+
+}  // namespace flashplug

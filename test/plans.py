@@ -1,0 +1,73 @@
+"""Named calls, and their plans as text: what the golden tables are made of."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from torch_flashplug import native
+
+Call = Mapping[str, int | float]
+
+
+def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **more: int | float) -> Call:
+    """heads (B, Hq, Hkv), rows (Sq, Sk), dims (D, Dv)."""
+    names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
+    return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
+
+
+# Calls that the table decides.
+CALLS = {
+    "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
+    "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
+    "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
+    "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
+    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
+    "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
+    "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
+    "vision_4k_d72": call((4, 16, 16), (4096, 4096), (72, 72)),
+    "decode_1x8k_d128_gqa4": call((1, 32, 8), (1, 8192), (128, 128)),
+    "decode_b64_1x8k_d128_gqa4": call((64, 32, 8), (1, 8192), (128, 128)),
+}
+
+
+def wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def described(plan: dict, backends: Sequence[str]) -> list[str]:
+    """A plan in lines: what was taken, the reason for each of these backends that was not, the gate."""
+    taken = f"{plan['backend']} {plan['kernel']}".strip()
+    if plan["kernel"]:
+        taken += f" tiles={plan['tiles']} splits={plan['splits']}"
+    lines = [wrapped(taken, "    ")]
+    if plan["row"]:
+        lines.append(wrapped(plan["row"], "      "))
+    if plan["gradients"]:
+        lines.append(wrapped(f"gradients: {plan['gradients']}", "      "))
+    lines += [
+        wrapped(f"{backend}: {plan['reasons'][backend]}", "      ")
+        for backend in backends
+        if backend != plan["backend"]
+    ]
+    if plan["gate"]:
+        lines.append(wrapped(f"gate: {plan['gate']}", "      "))
+    return lines
+
+
+def table_of(
+    calls: Mapping[str, Call],
+    devices: Mapping[str, dict | None],
+    mode: int = 0,
+    backends: Sequence[str] = ("fa3",),
+) -> str:
+    """Every call on every device; devices with the same answer share it."""
+    lines = []
+    for name, problem in calls.items():
+        lines.append(name)
+        answers: dict[str, list[str]] = {}
+        for device, facts in devices.items():
+            answers.setdefault("\n".join(described(native.plan(problem, facts, mode), backends)), []).append(device)
+        for answer, names in answers.items():
+            lines += [f"  {' '.join(names)}", answer]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,362 @@
+"""Plans for the kernels that run on every GPU since sm_80: what fits which GPU, which calls go element by element, when
+auto takes them, whose backward follows. No GPU. Golden tables as in test_plan.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import expecttest
+import pytest
+from plans import CALLS, call, table_of
+
+from torch_flashplug import choices, configs, native
+from torch_flashplug import compile as compiler
+from torch_flashplug.api import DEVICES, SPLITS_SHIFT
+from torch_flashplug.choices import ANY, ChoiceRow
+from torch_flashplug.configs import KernelRow
+from torch_flashplug.spec import BACKENDS, SMEM_BYTES, TARGETS, KernelSpec
+
+FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
+BOTH = ("fa3", "fa2")
+GPUS = {name: DEVICES[name] for name in ("h100", "a100", "l4", "rtx4090")}
+# Calls that vector loads cannot read.
+BY_ELEMENT = {
+    "head_dim_60": call((1, 8, 8), (512, 512), (60, 64)),
+    "head_dim_12_causal": call((1, 8, 8), (512, 512), (12, 12), causal=1),
+    "head_dims_250": call((1, 8, 8), (512, 512), (250, 250)),
+    "last_stride_2": call((1, 8, 8), (512, 512), (128, 128), last_stride_v=2),
+    "misaligned": call((1, 8, 8), (512, 512), (64, 64), align_k=2),
+}
+REFUSED = {
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
+    "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
+    "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
+    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5, has_mask=1),
+}
+# A table of its own: vectors up to 128 in two sizes, elements up to 64; and all backwards.
+FORWARDS = (
+    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1),
+    KernelRow("fwd", 80, 128, 128, "full", 128, 64, 1),
+    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, 4000, elementwise=True),
+)
+HOPPER_BACKWARDS = (
+    KernelRow("bwd", 90, 128, 128, "full", 64, 128, 2),
+    KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
+)
+AMPERE_BACKWARDS = (
+    KernelRow("bwd", 80, 128, 128, "full", 64, 64, 1),
+    KernelRow("bwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
+)
+
+
+def served(kind: str, grad: bool = False) -> ChoiceRow:
+    return ChoiceRow(kind, 80, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
+
+
+def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
+    native.push_rows(kernels, rows, choices.GATE)
+
+
+@pytest.fixture(autouse=True)
+def restored_table() -> Iterator[None]:
+    yield
+    push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
+
+
+class TestGolden(expecttest.TestCase):
+    def setUp(self) -> None:
+        push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
+
+    def test_forced(self) -> None:
+        names = ("prefill_4k_d128_causal", "prefill_16k_d64_fp16", "odd_tail_sq113_sk203_d72", "vision_4k_d72")
+        few = {name: CALLS[name] for name in names} | {"wide_d256": call((1, 16, 16), (4096, 4096), (256, 256))}
+        text = table_of(few, GPUS, FA2, ("fa2",))
+        few = {name: CALLS[name] for name in ("decode_1x8k_d128_gqa4", "decode_b64_1x8k_d128_gqa4")}
+        text += table_of(few, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
+        self.assertExpectedInline(text, """\
+prefill_4k_d128_causal
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d128_causal_m128n48s1 tiles=2048 splits=1
+prefill_16k_d64_fp16
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_fp16_d64_full_m128n96s1 tiles=2048 splits=1
+odd_tail_sq113_sk203_d72
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d96_full_m64n64s1 tiles=16 splits=1
+vision_4k_d72
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d96_full_m128n64s1 tiles=2048 splits=1
+wide_d256
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d256_full_m64n64s1 tiles=1024 splits=1
+decode_1x8k_d128_gqa4
+  a100
+    fa2 fwd_sm80_bf16_d128_full_m64n64s1 tiles=32 splits=1
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1*8*1 = 8 < 0.800*108 SMs -> closed,
+        but forced
+decode_b64_1x8k_d128_gqa4
+  a100
+    fa2 fwd_sm80_bf16_d128_full_m64n64s1 tiles=2048 splits=1
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 64*8*1 = 512 >= 0.800*108 SMs ->
+        open
+""")
+
+    def test_forced_element_by_element(self) -> None:
+        self.assertExpectedInline(table_of(BY_ELEMENT, GPUS, FA2, ("fa2",)), """\
+head_dim_60
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
+head_dim_12_causal
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d64_causal_m64n64s1e tiles=64 splits=1
+head_dims_250
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d256_full_m64n64s1e tiles=64 splits=1
+last_stride_2
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d128_full_m64n64s1e tiles=64 splits=1
+misaligned
+  h100 a100 l4 rtx4090
+    fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
+""")
+
+    def test_auto(self) -> None:
+        few = {"prefill_4k_d128_causal": CALLS["prefill_4k_d128_causal"], "head_dim_60": BY_ELEMENT["head_dim_60"]}
+        self.assertExpectedInline(table_of(few, GPUS | {"none": None}, 0, BOTH), """\
+prefill_4k_d128_causal
+  h100
+    fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
+      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fa2: fa3 comes first and serves this call
+      gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+      fa2: auto takes only what was measured, and no GPU of compute capability 8.0 was at hand; opt
+        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+  l4 rtx4090
+    stock
+      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device
+      fa2: auto takes only what was measured, and no GPU of compute capability 8.9 was at hand; opt
+        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+  none
+    stock
+      fa3: no CUDA device; these kernels run on GPUs
+      fa2: no CUDA device; these kernels run on GPUs
+head_dim_60
+  h100
+    fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
+      choice row 28: 1.360 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
+      fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
+      gate: Sq*G = 512*1 = 512 > 64: not a decode call
+  a100
+    stock
+      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device; also: query has head dim 60, kernels take multiples of 8; pad the head
+        dim
+      fa2: auto takes only what was measured, and no GPU of compute capability 8.0 was at hand; opt
+        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+  l4 rtx4090
+    stock
+      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
+        serves this device; also: query has head dim 60, kernels take multiples of 8; pad the head
+        dim
+      fa2: auto takes only what was measured, and no GPU of compute capability 8.9 was at hand; opt
+        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+  none
+    stock
+      fa3: no CUDA device; these kernels run on GPUs; also: query has head dim 60, kernels take
+        multiples of 8; pad the head dim
+      fa2: no CUDA device; these kernels run on GPUs
+""")
+
+    def test_refused(self) -> None:
+        text = table_of(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
+        text += native.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
+        text += native.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"
+        self.assertExpectedInline(text, """\
+fp32
+  a100
+    stock
+      fa2: dtype float32, kernels take bfloat16 and float16; cast, or use torch.autocast
+no_keys
+  a100
+    stock
+      fa2: a dimension is 0; stock attention handles empty tensors
+two_devices
+  a100
+    stock
+      fa2: tensors are not all on one CUDA device; move query, key and value to the same GPU
+three_reasons
+  a100
+    stock
+      fa2: attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the
+        mask says; also: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: value has
+        head dim 264, kernels take up to 256; stock attention serves larger ones
+torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 masked):
+  - attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says
+  - dropout_p=0.500, kernels have no dropout; pass dropout_p=0
+  - value has head dim 264, kernels take up to 256; stock attention serves larger ones
+Use sdpa_backend('auto') to let stock attention serve such calls.
+torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):
+  - compute capability 7.5, these kernels need 8.0 or more; stock attention serves this device
+Use sdpa_backend('auto') to let stock attention serve such calls.
+""")
+
+
+# ---- which row ----
+
+
+def test_a_kernel_fits_the_shared_memory_of_its_gpu() -> None:
+    push(configs.KERNEL_ROWS)
+    for device in ("l4", "a100"):
+        for d in (*range(1, 9), *range(16, 257, 8)):
+            problem = call((1, 8, 8), (1024, 1024), (d, d))
+            kernel = KernelSpec.from_name(native.plan(problem, DEVICES[device], FA2)["kernel"])
+            assert kernel.smem_bytes() <= DEVICES[device]["smem_bytes"], (device, d)
+            assert kernel.elementwise == (d % 8 != 0)
+    wide = call((1, 8, 8), (4096, 4096), (256, 256))
+    known, unknown = (native.plan(wide, DEVICES["a100"] | {"smem_bytes": size}, FA2) for size in (99 << 10, 0))
+    assert KernelSpec.from_name(known["kernel"]).smem_bytes() <= 99 << 10
+    assert KernelSpec.from_name(unknown["kernel"]).smem_bytes() <= SMEM_BYTES[80]
+    nothing_fits = native.plan(wide, DEVICES["a100"] | {"smem_bytes": 1024}, FA2)
+    assert nothing_fits["backend"] == "stock" and "1024 bytes of shared memory" in nothing_fits["reasons"]["fa2"]
+
+
+def test_without_elementwise_rows_the_layout_is_the_reason() -> None:
+    push(FORWARDS[:3])
+    reasons = {name: native.plan(BY_ELEMENT[name], DEVICES["a100"], FA2)["reasons"]["fa2"] for name in BY_ELEMENT}
+    for name, part in {"head_dim_60": "multiples of 8", "last_stride_2": "stride 2", "misaligned": "2 bytes"}.items():
+        assert part in reasons[name]
+
+
+def test_elementwise_rows_are_for_nothing_else() -> None:
+    push(FORWARDS[3:])
+    plan = native.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA2)
+    assert plan["backend"] == "stock" and "no kernel row" in plan["reasons"]["fa2"]
+
+
+def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
+    push(FORWARDS)
+    problem, forced = CALLS["decode_1x8k_d128_gqa4"], FA2 | 4 << SPLITS_SHIFT
+    assert "num_splits=4" in native.plan(problem, DEVICES["h100"], forced)["reasons"]["fa2"]
+    decode = KernelRow("decode", 80, 128, 128, "full", 64, 64, 1, 500)
+    push((*FORWARDS, decode))
+    for mode, splits in ((forced, 4), (FA2, 16)):
+        plan = native.plan(problem, DEVICES["h100"], mode)
+        assert (plan["backend"], plan["kernel"]) == ("fa2", decode.spec("bf16").name())
+        assert (plan["splits"], plan["cluster"]) == (splits, 1)
+    push((*FORWARDS, KernelRow("decode", 90, 128, 128, "full", 64, 64, 1, 500)))
+    assert native.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
+
+
+# ---- auto ----
+
+
+def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
+    odd, plain = BY_ELEMENT["head_dim_60"], CALLS["encoder_512_d64"]
+    push(FORWARDS, (served("odddims"), served("fwd")))
+    plan = native.plan(odd, DEVICES["h100"])
+    assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].spec("bf16").name())
+    assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 comes first" in plan["reasons"]["stock"]
+    assert "choice row 0" in plan["row"]
+    assert native.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].spec("bf16").name()  # no row for fa3
+    for device in ("a100", "l4", "rtx4090"):
+        plan = native.plan(odd, DEVICES[device])
+        assert plan["backend"] == "stock" and "TORCH_FLASHPLUG_BACKEND=fa2" in plan["reasons"]["fa2"]
+    push(FORWARDS, ())
+    plan = native.plan(odd, DEVICES["h100"])
+    assert plan["backend"] == "stock" and "force it with sdpa_backend('fa2')" in plan["reasons"]["fa2"]
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("head_dim_60", "odddims"), ("last_stride_2", "columns"), ("misaligned", "unaligned")]
+)
+def test_rows_of_what_no_vector_fits_are_apart(name, kind) -> None:
+    for measured in ("odddims", "columns", "unaligned", "fwd"):
+        push(configs.KERNEL_ROWS, (served(measured),))
+        plan = native.plan(BY_ELEMENT[name], DEVICES["h100"])
+        assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
+
+
+def test_fa3_comes_first() -> None:
+    hopper = ChoiceRow("fwd", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
+    push(FORWARDS, (served("fwd"), hopper))
+    plan = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
+    assert plan["backend"] == "fa3" and "fa3 comes first" in plan["reasons"]["fa2"]
+    forced = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
+    assert forced["backend"] == "fa2" and forced["reasons"]["fa3"] == "fa2 is forced"
+
+
+# ---- gradients ----
+
+PLAIN = call((4, 8, 8), (1024, 1024), (128, 128), grad=1)
+ODD = call((4, 8, 8), (1024, 1024), (60, 60), grad=1)
+ORDERED = PLAIN | {"deterministic": 1}
+
+
+@pytest.mark.parametrize(
+    "problem, device, mode, backwards, kernel",
+    [
+        (PLAIN, "h100", FA2, HOPPER_BACKWARDS, HOPPER_BACKWARDS[0]),  # as long as there is no other
+        (PLAIN, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[0]),
+        (PLAIN, "h100", FA3, HOPPER_BACKWARDS + AMPERE_BACKWARDS, HOPPER_BACKWARDS[0]),
+        (PLAIN, "a100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[0]),
+        (PLAIN, "a100", FA2, HOPPER_BACKWARDS, None),
+        (ODD, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[1]),
+        (ODD, "h100", FA2, HOPPER_BACKWARDS, None),
+        (ODD, "l4", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[1]),
+        (ORDERED, "a100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, None),  # none of them adds in one order
+        (ORDERED, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, HOPPER_BACKWARDS[1]),
+    ],
+)
+def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> None:
+    push(FORWARDS + backwards)
+    plan = native.plan(problem, DEVICES[device], mode)
+    assert plan["backend"] == BACKENDS[mode]
+    if kernel is None:
+        assert plan["gradients"].startswith("stock's backward; ours: no kernel row")
+    else:
+        assert plan["gradients"] == kernel.spec("bf16").name()
+
+
+def test_element_by_element_both_directions_are_measured_together() -> None:
+    push(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (served("odddims", grad=True),))
+    plan = native.plan(ODD, DEVICES["h100"])
+    assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].spec("bf16").name())
+    ordered = native.plan(ODD | {"deterministic": 1}, DEVICES["h100"])
+    assert ordered["backend"] == "stock" and "deterministic" in ordered["reasons"]["fa2"]
+
+
+# ---- what is compiled for which GPU ----
+
+
+@pytest.mark.parametrize(
+    "cc, target", [(80, "sm_80"), (86, "sm_80"), (89, "sm_80"), (90, "sm_90a"), (100, "sm_100"), (120, "sm_120")]
+)
+def test_target_of_a_gpu(cc, target):
+    assert compiler.target_of(cc) == target
+
+
+@pytest.mark.parametrize("cc", [75, 110])
+def test_a_gpu_without_target_is_named(cc):
+    with pytest.raises(ValueError, match=rf"compute capability {cc // 10}\.{cc % 10}; .*sm_80, sm_90a"):
+        compiler.target_of(cc)
+
+
+def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
+    hopper, ampere = (configs.specs(arch)[0] for arch in (90, 80))
+    with pytest.raises(ValueError, match=r"fwd_sm90_.*: sm_80 runs kernels that are written for sm_80"):
+        compiler.compile_spec(hopper, "sm_80")
+    with pytest.raises(ValueError, match="target 'sm_75'; use one of sm_80"):
+        compiler.compile_spec(ampere, "sm_75")
+
+
+def test_a_cached_kernel_is_of_one_target() -> None:
+    pytest.importorskip("cutlass", reason="the key names the compiler's version")
+    ampere = configs.specs(80)[0]
+    assert len({compiler.key(ampere, target) for target in TARGETS}) == len(TARGETS)

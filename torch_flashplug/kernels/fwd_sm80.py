@@ -1,0 +1,169 @@
+"""Attention forward for sm_80 and later: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
+
+A CTA has one tile of query rows, a warp one or two slabs of 16 of them, from their Q to their O: no warp needs another
+one's results (FlashAttention-2, arXiv 2307.08691, section 3.3). K and V come by cp.async, each while the product with
+the other one runs; two CTAs of an SM fill each other's gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+
+from ..spec import SLAB, KernelSpec
+from .parts import fragments, sm80
+from .parts.forward_call import Call, ForwardCall
+from .parts.geometry import Geometry
+from .parts.mask import Mask
+from .parts.scheduler import TileOrder
+from .parts.softmax import OnlineSoftmax, write_lse
+
+
+@dataclass(frozen=True)
+class Keys:
+    """K and V of a head, on their way block by block."""
+
+    mover: sm80.Mover
+    gK: cute.Tensor  # (Sk, D)
+    gV: cute.Tensor  # (Sk, Dv)
+    k: sm80.Tile
+    v: sm80.Tile
+
+    def load_k(self, block: Int32, whole: bool) -> None:
+        self.mover.load(self.gK, block * self.k.rows, self.k, whole)
+
+    def load_v(self, block: Int32, whole: bool) -> None:
+        self.mover.load(self.gV, block * self.v.rows, self.v, whole)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What a warp keeps of 16 of its rows."""
+
+    S: cute.Tensor  # scores, then probabilities
+    out: cute.Tensor
+    P: fragments.OperandA
+    softmax: OnlineSoftmax
+    mask: Mask
+
+    @classmethod
+    def create(cls, dtype, tile_n: int, dv: int, scale_log2: Float32, mask: Mask) -> Slab:
+        S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
+        return cls(S, out, fragments.OperandA.create(S, dtype), OnlineSoftmax.create(scale_log2), mask)
+
+
+class ForwardSm80(ForwardCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec, self.elementwise = spec, spec.elementwise
+        self.dtype = fragments.DTYPES[spec.dtype]
+        self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
+
+    @cute.jit
+    def launch(self, call: Call, stream: cuda.CUstream):
+        """Every tile has a CTA: the call's counter and the number of CTAs are the other architecture's kernels'."""
+        B, Hq, Sq = call.lse.shape
+        num_m_blocks = cute.ceil_div(Sq, self.tile_m)
+        kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.dtype.width // 8)
+        section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
+        self.kernel((call.q, call.k, call.v, call.o), call.lse, call.scales, section).launch(
+            grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, mLSE: cute.Tensor, scales: tuple, section: Int32):
+        mQ, mK, mV, mO = tensors
+        B, Hq, Sq = mLSE.shape
+        order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
+        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
+        kv_head = head // (Hq // mK.shape[1])
+        first_row = m_block * self.tile_m
+        geo = Geometry(self.spec.mask, self.tile_n, Sq, mK.shape[2])
+
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        q, o = sm80.Tile(start, self.tile_m, self.d), sm80.Tile(start, self.tile_m, self.dv)
+        k = sm80.Tile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
+        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
+        mover = sm80.Mover(self.spec.threads, self.dtype, self.elementwise)
+        keys = Keys(mover, mK[batch, kv_head, None, None], mV[batch, kv_head, None, None], k, v)
+
+        slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
+        lane = cute.arch.lane_idx()
+        slabs = []
+        for i in cutlass.range_constexpr(self.spec.slabs):
+            row = first_row + (slab + i) * SLAB + lane // 4
+            slabs.append(Slab.create(self.dtype, self.tile_n, self.dv, scales[0], Mask(geo, row, lane % 4 * 2)))
+        left_q = sm80.Matrices.create(q, self.dtype, "A", first_row=slab * SLAB)
+
+        mover.load(mQ[batch, head, None, None], first_row, q)
+        self.attend(geo, keys, first_row, left_q, slabs)
+
+        for i in cutlass.range_constexpr(self.spec.slabs):
+            output = fragments.rows_and_columns(slabs[i].out)
+            lse = slabs[i].softmax.finish(output, scales[1])
+            write_lse(mLSE, lse, (batch, head, slabs[i].mask.row), Sq)
+            row = first_row + (slab + i) * SLAB
+            mover.store(slabs[i].out, mO[batch, head, None, None], row, o, slab + i)
+
+    @cute.jit
+    def attend(self, geo: Geometry, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list):
+        """All KV blocks that a row of the tile sees, from the right: the masked ones first."""
+        product = sm80.Product.create(self.dtype)
+        right_k = sm80.Matrices.create(keys.k, self.dtype, "B")
+        right_v = sm80.Matrices.create(keys.v, self.dtype, "B", transposed=True)
+        blocks = geo.num_blocks(first_row + self.tile_m)
+        partial = geo.num_partial(blocks, first_row)
+        keys.load_k(blocks - 1, whole=False)
+        sm80.arrive()
+        for j in cutlass.range(blocks, unroll=1):
+            block = blocks - 1 - j
+            keys.load_v(block, whole=False)
+            self.multiply_qk(product, left_q, right_k, slabs)
+            sm80.arrive()
+            if block > 0:
+                keys.load_k(block - 1, whole=True)
+            if j < partial:
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].mask.apply(fragments.rows_and_columns(slabs[i].S), block)
+            grown = cutlass.Boolean(False)
+            for i in cutlass.range_constexpr(len(slabs)):
+                grown = grown | slabs[i].softmax.grows(fragments.rows_and_columns(slabs[i].S))
+            if cute.arch.vote_any_sync(grown):
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].softmax.raise_to(fragments.rows_and_columns(slabs[i].out))
+            for i in cutlass.range_constexpr(len(slabs)):
+                slabs[i].softmax.weigh(fragments.rows_and_columns(slabs[i].S))
+                slabs[i].P.take(slabs[i].S)
+            self.multiply_pv(product, right_v, slabs)
+            sm80.arrive()
+
+    def multiply_qk(self, product: sm80.Product, left_q: sm80.Matrices, right_k: sm80.Matrices, slabs: list) -> None:
+        """S = Q K^T."""
+        for s in slabs:
+            s.S.fill(0.0)
+        scores = tuple(s.S for s in slabs)
+        left = [sm80.room(self.dtype) for _ in slabs]
+        right = sm80.room(self.dtype)
+        for column in range(0, self.d, sm80.PAIR):
+            for i, fragment in enumerate(left):
+                left_q.fetch(i * SLAB, column, fragment)
+            for key in range(0, self.tile_n, SLAB):
+                right_k.fetch(key, column, right)
+                product.step(scores, tuple(left), right, key)
+
+    def multiply_pv(self, product: sm80.Product, right_v: sm80.Matrices, slabs: list) -> None:
+        """O += P V."""
+        outputs = tuple(s.out for s in slabs)
+        right = sm80.room(self.dtype)
+        for key in range(0, self.tile_n, SLAB):
+            lefts = tuple(s.P.fragment[None, 0, key // SLAB] for s in slabs)
+            for column in range(0, self.dv, sm80.PAIR):
+                right_v.fetch(key, column, right)
+                product.step(outputs, lefts, right, column)
