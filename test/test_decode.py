@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ from torch_flashplug.testing.budget import GRAD_FACTOR
 
 SEED = 20261122
 CAPACITY = 1100  # keys of a cache
+FAMILIES = {90: "fa3", 80: "fa2"}  # by the architecture of their kernels
+BY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values())
+KERNELS = [spec for arch in FAMILIES for spec in configs.specs(arch, "decode")]
+# Without those that a GPU of more shared memory has another one for.
+KERNELS = [spec for spec in KERNELS if all(spec.stages >= other.stages for other in KERNELS
+                                           if replace(other, stages=spec.stages) == spec)]  # fmt: skip
 
 
 # ---- on both roads ----
@@ -77,9 +84,9 @@ def test_one_graph_while_keys_grow(road: Road, backend: str) -> None:
 # ---- on a GPU: numbers ----
 
 
-def run(inputs: Inputs, case: Case, num_splits: int) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, case: Case, num_splits: int, family: str = "fa3") -> tuple[Tensor, Tensor]:
     """out, lse"""
-    return torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, 0, case.scale, forced(num_splits))[:2]
+    return torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, 0, case.scale, forced(num_splits, family))[:2]
 
 
 def bytes_needed(case: Case, plan: dict) -> tuple[int, int, int]:
@@ -94,53 +101,58 @@ def poison(case: Case, plan: dict) -> None:
     del held
 
 
-def check(case: Case, inputs: Inputs, wanted: Iterable[int], kernel: str = "decode_") -> None:
+def check(case: Case, inputs: Inputs, wanted: Iterable[int], kernel: str = "decode_", family: str = "fa3") -> None:
     """Out and LSE within their budgets, once for each number of splits that `wanted` comes down to."""
     exact, low = oracle(case, inputs), plain(case, inputs)
-    plans = {num_splits: planned(case, num_splits, native.device_facts()) for num_splits in wanted}
+    plans = {num_splits: planned(case, num_splits, native.device_facts(), family) for num_splits in wanted}
     assert all(plan["kernel"].startswith(kernel) for plan in plans.values()), plans
     for splits, num_splits in {plan["splits"]: num_splits for num_splits, plan in plans.items()}.items():
         poison(case, plans[num_splits])
-        out, lse = run(inputs, case, num_splits)
+        out, lse = run(inputs, case, num_splits, family)
         assert_within_budget(f"{case.name} in {splits} splits", out, exact.out, low.out, seed=SEED)
         assert_lse(f"{case.name} in {splits} splits", lse, exact.lse, low.lse, seed=SEED)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", configs.specs(90, "decode"), ids=lambda spec: spec.name())
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name())
 def test_every_kernel_at_its_edges(spec):
     """One tile of rows; then several. Tiles of 128 rows are for more than 64, which may run unpacked where unsplit."""
-    family = [other.tile_m for other in configs.specs(90, "decode") if (other.d, other.dv) == (spec.d, spec.dv)]
-    groups, wanted = ((1, 1), (4, 1), (9, 7), (4, 16)), (MOST, 3, 2, 1, 0)
-    if spec.tile_m > min(family):
+    tiles = {other.tile_m for other in KERNELS if replace(other, tile_m=0, tile_n=0, stages=0) == replace(
+        spec, tile_m=0, tile_n=0, stages=0)}  # fmt: skip
+    below = max((tile for tile in tiles if tile < spec.tile_m), default=0)  # rows that a smaller tile has
+    groups, wanted = ((1, 1), (4, 1), (9, 7), (4, 16), (17, 1), (5, 3)), (MOST, 3, 2, 1, 0)
+    if below >= 64:
         groups, wanted = ((65, 1), (17, 4), (8, 16)), (MOST, 3, 2)
+    groups = [(group, sq) for group, sq in groups if below < group * sq <= spec.tile_m]
     n = spec.tile_n
     keys = (1, n - 1, n, n + 1, 2 * n - 1, 2 * n + 1, 1000)
     shapes = [((2, 2 * group, 2), (sq, sk), wanted) for group, sq in groups for sk in keys]
-    if spec.tile_m == max(family):
+    if spec.tile_m == max(tiles):
         larger = (((2, 2, 2), (65, 200)), ((1, 8, 2), (33, 1000)), ((2, 3, 1), (129, 65)), ((1, 4, 1), (32, 64)))
         shapes += [(heads, rows, (2, 3, MOST)) for heads, rows in larger]
     for i, (heads, rows, wanted) in enumerate(shapes):
         dims = (spec.d - i % 2 * 8, spec.dv - i % 2 * 8)
         case = new_case(f"{spec.name()} heads {heads} rows {rows} dims {dims}", heads, rows, dims, dtype=spec.dtype)
-        check(case, make_inputs(case, "cuda", SEED), wanted, spec.name())
+        check(case, make_inputs(case, "cuda", SEED), wanted, spec.name(), FAMILIES[spec.arch])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, rows, dim", [((1, 32, 8), (33, 8192), 128), ((2, 16, 2), (24, 4099), 64),
                                               ((4, 8, 1), (32, 2001), 96), ((1, 8, 1), (17, 1023), 256)])  # fmt: skip
-def test_packed_where_that_is_faster(heads, rows, dim):
+@BY_FAMILY
+def test_packed_where_that_is_faster(family, heads, rows, dim):
     """More than 64 rows, and nothing forced."""
     case = new_case(f"wide_{rows}_d{dim}", heads, rows, (dim, dim))
-    check(case, make_inputs(case, "cuda", SEED), (0,))
+    check(case, make_inputs(case, "cuda", SEED), (0,), family=family)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, rows, dim", [((1, 1, 1), 1, 128), ((2, 30, 15), 1, 40), ((1, 5, 1), 14, 256)])
-def test_many_splits(heads, rows, dim):
+@BY_FAMILY
+def test_many_splits(family, heads, rows, dim):
     """At and beside where the combining kernel changes its ways; unequal splits of 257 blocks."""
     case = new_case(f"many_splits_{rows}_d{dim}", heads, (rows, 16385), (dim, dim), dtype="fp16")
-    check(case, make_inputs(case, "cuda", SEED), (2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, MOST))
+    check(case, make_inputs(case, "cuda", SEED), (2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 128, MOST), family=family)
 
 
 @pytest.mark.gpu
@@ -148,10 +160,11 @@ def test_many_splits(heads, rows, dim):
 @pytest.mark.parametrize(
     "name", ("decode_1x8k_d128_gqa4", "decode_h4x4_d64v64_64x1000", "decode_h8x2_d192v128_1x4097", "square_s513_d128")
 )
-def test_lookup_is_exact(name, num_splits):
+@BY_FAMILY
+def test_lookup_is_exact(family, name, num_splits):
     """Each row selects one key, so a wrong index is a wrong integer; and all splits but one weigh nothing."""
     inputs, expected = make_lookup(case_named(name), "cuda", SEED)
-    with sdpa_backend("fa3", num_splits=num_splits), torch.no_grad():
+    with sdpa_backend(family, num_splits=num_splits), torch.no_grad():
         out = sdpa(*inputs, scale=4.0, enable_gqa=True)
     assert_bitwise_equal(f"{name} lookup", out, expected)
 
@@ -239,12 +252,13 @@ def graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.mark.gpu
 @REPEATED
-def test_same_bits_in_1000_replays(name, num_splits):
+@BY_FAMILY
+def test_same_bits_in_1000_replays(family, name, num_splits):
     """Another stream keeps the SMs unevenly busy, so that CTAs meet in orders that a quiet GPU never shows."""
     inputs = make_inputs(case_named(name), "cuda", SEED)
     noise, side = torch.randn(1 << 20, device="cuda"), torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    with torch.no_grad(), sdpa_backend("fa3", num_splits=num_splits):
+    with torch.no_grad(), sdpa_backend(family, num_splits=num_splits):
         first, replay = attend(*inputs), graph_of(lambda: attend(*inputs))
         torch.cuda.synchronize()
         for i in range(1000):
@@ -259,12 +273,13 @@ def test_same_bits_in_1000_replays(name, num_splits):
 @pytest.mark.gpu
 @pytest.mark.parametrize("replayed", (False, True), ids=("eager", "graphs"))
 @REPEATED
-def test_streams_side_by_side(name, num_splits, replayed):
+@BY_FAMILY
+def test_streams_side_by_side(family, name, num_splits, replayed):
     """Partial results belong to one launch alone."""
     every = [make_inputs(case_named(name), "cuda", SEED + i) for i in range(3)]
     streams = [torch.cuda.Stream() for _ in every]
     wrong = torch.zeros(len(every), dtype=torch.int64, device="cuda")
-    with torch.no_grad(), sdpa_backend("fa3", num_splits=num_splits):
+    with torch.no_grad(), sdpa_backend(family, num_splits=num_splits):
         expected = [attend(*inputs) for inputs in every]
         calls = [lambda inputs=inputs: attend(*inputs) for inputs in every]
         calls = [graph_of(call) for call in calls] if replayed else calls
@@ -278,7 +293,8 @@ def test_streams_side_by_side(name, num_splits, replayed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", (0, 1, 3, 10))
-def test_a_chain_of_calls(num_splits):
+@BY_FAMILY
+def test_a_chain_of_calls(family, num_splits):
     """What calls wrote, as query and as last key, is not read too early by kernels that are launched ahead of time. The
     large scale keeps a chain far from where all queries are alike.
     """
@@ -295,7 +311,7 @@ def test_a_chain_of_calls(num_splits):
             k[:, :, keys], v[:, :, keys] = q[:, ::4, 0], q[:, 3::4, 0]
         return q
 
-    with torch.no_grad(), sdpa_backend("fa3", num_splits=num_splits):
+    with torch.no_grad(), sdpa_backend(family, num_splits=num_splits):
         expected, replay = chain(torch.cuda.synchronize), graph_of(chain)
         assert expected.isfinite().all()
         for _ in range(20):

@@ -99,9 +99,9 @@ def test_more_rows_are_packed_where_that_is_faster():
     assert grad["kernel"].startswith("fwd")  # whose gradients choice rows know
 
 
-@pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 2)])
+@pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256)])
 def test_bad_num_splits(backend, splits):
-    with pytest.raises(ValueError, match=rf"num_splits={splits} with '{backend}'; use 1 to 255, with 'fa3' alone"):
+    with pytest.raises(ValueError, match=rf"num_splits={splits} with '{backend}'; use 1 to 255, with 'fa3' or 'fa2'"):
         sdpa_backend(backend, num_splits=splits)
 
 

@@ -197,8 +197,8 @@ def choice_lattice() -> list[Case]:
 
 def odd_lattice() -> list[Case]:
     """What Hopper's kernels cannot read: addresses, strides, head dims."""
-    kinds = (("off_by_one", 64), ("odd_rows", 128), ("columns", 64), ("bhsd", 20), ("bhsd", 33), ("bhsd", 100),
-             ("bhsd", 250))  # fmt: skip
+    kinds = (("off_by_one", 64), ("odd_rows", 128), ("columns", 64), ("columns", 128), ("columns", 256), ("bhsd", 20),
+             ("bhsd", 33), ("bhsd", 100), ("bhsd", 250))  # fmt: skip
     return [
         _case(f"odd_{layout}_d{d}_{mask}_b{b}h{hq}kv{hkv}_{s}", (b, hq, hkv), (s, s), (d, d), mask == "causal",
               layout=layout)

@@ -95,8 +95,8 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
     `backend` is "auto", "fa3" (Hopper's kernels), "fa2" (those for every GPU of compute capability 8.0 or more, which
     auto takes only where they were measured), "math" or "stock". A forced backend that cannot run a call raises an
-    error that lists the reasons. `num_splits`, with "fa3" alone: among how many CTAs the keys of a tile of query rows
-    are split, 1 to 255, never more than it has blocks of 64 keys; 0: as the decode gate says.
+    error that lists the reasons. `num_splits`, with "fa3" or "fa2": among how many CTAs the keys of a tile of query
+    rows are split, 1 to 255, never more than it has blocks of keys; 0: as the decode gate says.
 
     Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
     compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
@@ -106,8 +106,8 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     def __init__(self, backend: str, *, num_splits: int = 0) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
-        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend != "fa3"):
-            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with 'fa3' alone")
+        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in {"fa3", "fa2"}):
+            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with 'fa3' or 'fa2'")
         self.backend, self.num_splits = backend, num_splits
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT
 

@@ -42,6 +42,7 @@ REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, 
 SLAB = 16  # rows of one mma.sync
 AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
 AMPERE_NARROW = 128  # up to this head dim a warp of sm_80 owns two slabs of rows: K and V are read half as often
+RESULT_PAD = 8  # decode of sm_80: floats between rows of results; eight rows of an accumulator lie in different banks
 AMPERE_SCORES = 32  # registers of a backward's scores or their gradient, or dQ
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts
@@ -108,8 +109,8 @@ class KernelSpec:
 
     @property
     def column_parts(self) -> int:
-        """sm_80, bwd: warps that share the columns of 32 keys' dK and dV."""
-        return next(parts for parts in (1, 2, 4) if max(self.d, self.dv) <= parts * ROOMY_D)
+        """sm_80, bwd: warps that share the columns of 32 keys' dK and dV. Loads of single elements need registers."""
+        return 4 if self.elementwise else next(parts for parts in (1, 2, 4) if max(self.d, self.dv) <= parts * ROOMY_D)
 
     @property
     def slabs(self) -> int:
@@ -117,11 +118,16 @@ class KernelSpec:
         return 2 if self.tile_m >= WARPGROUP and max(self.d, self.dv) <= AMPERE_NARROW else 1
 
     @property
+    def teams(self) -> int:
+        """sm_80, decode: parts of a block's keys, each with warps of its own for all rows; four warps in all."""
+        return WARPGROUP // (self.tile_m // SLAB * WARP) if self.is_decode else 1
+
+    @property
     def threads(self) -> int:
         if self.is_ampere and self.is_backward:
             return self.tile_n * self.column_parts
         if self.is_ampere:
-            return self.tile_m // (SLAB * self.slabs) * WARP
+            return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
         return WARPGROUP * self.warpgroups + (WARP if self.is_decode else WARPGROUP)
 
     @property
@@ -151,13 +157,17 @@ class KernelSpec:
         return self.d + self.dv <= 2 * ROOMY_D
 
     def smem_bytes(self) -> int:
-        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its
-        way to scratch and from there to global memory. Barriers.
+        """fwd: Q and O, the K and V rings. decode of sm_80: Q, the rings; in their place at last, every team's results.
+        bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way to scratch and from there to global
+        memory. Barriers.
         """
         if self.is_ampere and self.is_backward:
             step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
             weights = 2 * self.tile_m * self.tile_n * ELEMENT_BYTES  # dS twice, or P and dS
             return self.stages * step + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
+        if self.is_ampere and self.is_decode:
+            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
+            return max(self.tile_m * self.d * ELEMENT_BYTES + self._kv_bytes(), results)
         if self.is_ampere:
             return (self.tile_m * max(self.d, self.dv) + self.tile_n * (self.d + self.dv)) * ELEMENT_BYTES
         if self.in_parts:
@@ -203,7 +213,7 @@ class KernelSpec:
         if self.is_ampere and self.is_backward:
             return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
         if self.is_ampere:
-            return self.slabs * (self.tile_n // 2 + self.dv // 2)
+            return self.slabs * (self.tile_n // self.teams // 2 + self.dv // 2)
         if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -226,6 +236,12 @@ class KernelSpec:
             stages = 1 if self.column_parts == 4 else 2
             if self.stages != stages:
                 return f"{self.name()}: stages={self.stages}; a backward of these head dims has {stages}"
+        elif self.is_decode:
+            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n % (SLAB * self.teams) or self.tile_n > 128:
+                return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; use 16 or 64 rows, 64 or 128 keys"
+            if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
+                given = f"head dims ({self.d}, {self.dv}), stages={self.stages}"
+                return f"{self.name()}: {given}; use multiples of 64, and 1 to 4"
         elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
             return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; use 64 or 128 rows, 16 to 128 keys in steps of 16"
         elif self.d % 32 or self.dv % 32:

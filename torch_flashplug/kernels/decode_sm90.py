@@ -24,8 +24,10 @@ from cutlass.tensor_utils import LayoutEnum
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
 from .parts import fragments, sm90
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
+from .parts.forward_call import DecodeCall, FewRows
 from .parts.geometry import Geometry
 from .parts.mask import Mask
+from .parts.packed import Part
 from .parts.scratch import QUAD, vector_at
 from .parts.softmax import OnlineSoftmax
 
@@ -42,31 +44,14 @@ class Barrier(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Work:
-    """What both roles follow: the rings between them, and this CTA's part of the problem."""
+class Work(Part):
+    """What both roles follow: this CTA's part of the problem, and the rings between them."""
 
     ring_k: sm90.Ring
     ring_v: sm90.Ring
-    geo: Geometry
-    kv_head: Int32
-    batch: Int32
-    first_row: Int32  # packed, of the KV head: query head of the group * Sq + query
-    rows: Int32  # packed, of the KV head
-    split: Int32
-    splits: Int32
-
-    def blocks(self) -> tuple[Int32, Int32]:
-        """This split's key blocks, from and to; sizes differ by one at most."""
-        total = self.geo.num_blocks(self.geo.Sq)
-        return total * self.split // self.splits, total * (self.split + 1) // self.splits
-
-    def place(self, row: Int32) -> tuple[Int32, Int32]:
-        """Query head and query of a packed row."""
-        group = self.rows // self.geo.Sq
-        return self.kv_head * group + row // self.geo.Sq, row % self.geo.Sq
 
 
-class DecodeSm90:
+class DecodeSm90(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
     def __init__(self, spec: KernelSpec):
@@ -75,30 +60,12 @@ class DecodeSm90:
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.warpgroups = spec.warpgroups
 
-    def fake_arguments(self) -> tuple:
-        """Arguments for cute.compile, sizes symbolic."""
-        partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
-        tensors = (*fragments.fake_forward(self.dtype), partials)
-        return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
-
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > cluster
-        scale: Float32,
-        splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
-        cluster: Int32,  # CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1
-        stream: cuda.CUstream,
-    ):
-        B, Hq, Sq, Dv = mO.shape
-        Hkv = mK.shape[1]
+    def launch(self, call: FewRows, stream: cuda.CUstream):
+        B, Hq, Sq, Dv = call.o.shape
+        Hkv = call.k.shape[1]
         # V seen as (Dv, Sk), the N x K operand of the second product.
-        mK, mVt = sm90.rows_first(mK), cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[3, 2, 1, 0]))
+        mVt = cute.make_tensor(call.v.iterator, cute.select(call.v.layout, mode=[3, 2, 1, 0]))
         row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         layouts = (
             hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.warpgroups),
@@ -107,25 +74,26 @@ class DecodeSm90:
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_slot, v_slot = (cute.slice_(layout, (None, None, 0)) for layout in layouts[1:])
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, k_slot, (self.tile_n, self.d))
+        tma_k, mK = cpasync.make_tiled_tma_atom(load, sm90.rows_first(call.k), k_slot, (self.tile_n, self.d))
         tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, v_slot, (self.dv, self.tile_n))
         m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
-        partials = Partials(mPartials.iterator, B * Hq * Sq, splits, Dv)
-        arguments = ((tma_k, tma_v), (mK, mVt), mQ, mO, mLSE, partials.start, scale, splits, layouts)
+        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        outside = (call.q, call.o, call.lse, partials.start)
+        arguments = ((tma_k, tma_v), (mK, mVt), *outside, call.scale, call.splits, layouts)
         launch = {
-            "grid": (m_tiles * splits * Hkv * B, 1, 1),
+            "grid": (m_tiles * call.splits * Hkv * B, 1, 1),
             "block": (self.spec.threads, 1, 1),
             "stream": stream,
             "min_blocks_per_mp": self.spec.ctas_per_sm,
             "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU, and there may be none here
             "use_pdl": True,
         }
-        if cluster > 1:
-            self.kernel(*arguments, clustered=True).launch(cluster=(cluster, 1, 1), **launch)
+        if call.cluster > 1:
+            self.kernel(*arguments, clustered=True).launch(cluster=(call.cluster, 1, 1), **launch)
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
-        if splits > cluster:
-            Combine(fragments.PACKS[self.dtype])(mO, mLSE, partials, stream)
+        if call.splits > call.cluster:
+            Combine(fragments.PACKS[self.dtype])(call.o, call.lse, partials, stream)
 
     @cute.kernel
     def kernel(
@@ -149,7 +117,9 @@ class DecodeSm90:
         # (64, D, warpgroup), (tile_n, D, slot), (Dv, tile_n, slot)
         sQ, sK, sVt = (smem.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts)
         mK, mVt = tensors
-        work = self.my_work(ring_k, ring_v, mQ, mK, splits)
+        geo = Geometry("full", self.tile_n, mQ.shape[2], mK.shape[0])
+        part = Part.of_cta(geo, (mQ.shape[1], mK.shape[2]), self.tile_m, splits)
+        work = Work(**vars(part), ring_k=ring_k, ring_v=ring_v)
         sm90.start_cta(warp_idx, atoms, tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         cute.arch.griddepcontrol_wait()  # launched ahead of the end of the kernel before
         cute.arch.griddepcontrol_launch_dependents()
@@ -162,17 +132,6 @@ class DecodeSm90:
             if warp_idx < 4 * self.warpgroups:
                 self.add_up(sVt, work, mO, mLSE)
             sm90.join_cluster()  # a peer may still read here
-
-    def my_work(self, ring_k: sm90.Ring, ring_v: sm90.Ring, mQ: cute.Tensor, mK: cute.Tensor, splits: Int32) -> Work:
-        """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys."""
-        heads, Sq = mK.shape[2], mQ.shape[2]
-        rows = mQ.shape[1] // heads * Sq
-        m_tiles = cute.ceil_div(rows, self.tile_m)
-        number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
-        kv = number // m_tiles
-        geo = Geometry("full", self.tile_n, Sq, mK.shape[0])
-        first_row = number % m_tiles * self.tile_m
-        return Work(ring_k, ring_v, geo, kv % heads, kv // heads, first_row, rows, split, splits)
 
     @cute.jit
     def load(self, k: sm90.Operand, v: sm90.Operand, work: Work):

@@ -39,11 +39,13 @@ class BackwardCall:
     """What cute.compile calls; launches are left to `launch` of the class that inherits."""
 
     dtype: type[cutlass.Numeric]
+    elementwise = False  # tensors of any strides at any address
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        q, k, v, out, lse = fragments.fake_forward(self.dtype)
-        grad, *gradients = (fragments.fake_operand(self.dtype, *x.shape) for x in (out, q, k, v))
+        q, k, v, out, lse = fragments.fake_forward(self.dtype, self.elementwise)
+        fake = lambda x: fragments.fake_operand(self.dtype, *x.shape, elementwise=self.elementwise)  # noqa: E731
+        grad, *gradients = (fake(x) for x in (out, q, k, v))
         fp32 = cute.runtime.make_fake_tensor
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         rows = fp32(Float32, (*lse.shape[:2], 2, cute.sym_int()), strides, assumed_align=16)

@@ -25,9 +25,9 @@ VECTOR = 8  # elements of one 16-byte access
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks; scratch's counters and first heads cleared."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], clears: int = 0):
-        """clears: columns of dQ in scratch; 0: there is none."""
-        self.dtype, self.unit_floats = dtype, TILE_M * clears // UNITS
+    def __init__(self, dtype: type[cutlass.Numeric], clears: int = 0, elementwise: bool = False):
+        """clears: columns of dQ in scratch; 0: there is none. elementwise: O and dO of any strides at any address."""
+        self.dtype, self.unit_floats, self.elementwise = dtype, TILE_M * clears // UNITS, elementwise
 
     @cute.jit
     def __call__(
@@ -60,10 +60,11 @@ class PrepareBackward:
             row = block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < Sq:
-                for column in cutlass.range(thread % LANES * VECTOR, Dv, LANES * VECTOR, unroll=1):
-                    o = vector_at(mO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
-                    do = vector_at(mdO[batch, head, row, None].iterator + column, self.dtype, VECTOR).load().to(Float32)
-                    delta += (o * do).reduce(cute.ReductionOp.ADD, 0.0, 0)
+                if cutlass.const_expr(self.elementwise):
+                    for column in cutlass.range(thread % LANES, Dv, LANES, unroll=1):
+                        delta += mO[batch, head, row, column].to(Float32) * mdO[batch, head, row, column].to(Float32)
+                else:
+                    delta = self.product(mO[batch, head, row, None], mdO[batch, head, row, None], thread % LANES)
                 lse = mLSE[batch, head, row] * fragments.LOG2_E
                 lse = cutlass.select_(lse == -Float32.inf, Float32.inf, lse)  # no key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
@@ -71,6 +72,16 @@ class PrepareBackward:
             if thread % LANES == 0:
                 mRows[batch, head, 0, row] = lse
                 mRows[batch, head, 1, row] = delta
+
+    @cute.jit
+    def product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
+        """Of one row of O and dO, a lane's part, by vectors."""
+        delta = Float32(0.0)
+        for column in cutlass.range(lane * VECTOR, gO.shape[0], LANES * VECTOR, unroll=1):
+            o = vector_at(gO.iterator + column, self.dtype, VECTOR).load().to(Float32)
+            do = vector_at(gdO.iterator + column, self.dtype, VECTOR).load().to(Float32)
+            delta += (o * do).reduce(cute.ReductionOp.ADD, 0.0, 0)
+        return delta
 
     @cute.jit
     def clear(self, clearing: tuple):
@@ -99,8 +110,9 @@ class FinishBackward:
     In a unit of scratch (scratch.Scratch) the four lanes of a quad have all eight columns of two rows: 64 bytes on end.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], d: int):
-        self.pack, self.chunks = fragments.PACKS[dtype], d // WARPGROUPS // VECTOR
+    def __init__(self, dtype: type[cutlass.Numeric], d: int, elementwise: bool = False):
+        """elementwise: dQ of any strides at any address."""
+        self.pack, self.chunks, self.elementwise = fragments.PACKS[dtype], d // WARPGROUPS // VECTOR, elementwise
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, ahead: Ahead, stream: cuda.CUstream):
@@ -112,26 +124,41 @@ class FinishBackward:
 
     @cute.kernel
     def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, first_head: Int32):
-        Sq, D = mdQ.shape[2], mdQ.shape[3]
+        Sq = mdQ.shape[2]
         number, blocks = cute.arch.block_idx()[0], cute.ceil_div(Sq, TILE_M)
         block, linear = number % blocks, number // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
         # A task is a quad's eight columns of two rows; neighbouring threads take neighbouring columns, so that rows are
         # written in whole sectors.
-        for part in cutlass.range_constexpr(self.chunks // 4):
+        for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
             task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
             chunk, quad, warp = task % self.chunks, task // self.chunks % 8, task // (self.chunks * 8)  # of 8 warps
             at = start + ((warp * self.chunks + chunk) * 8 + quad) * 16
-            fours = [vector_at(mScratch.iterator + (at + 4 * i), Float32, 4).load() for i in range(4)]
             row = block * TILE_M + warp % 4 * 16 + quad
             column = (warp // 4 * self.chunks + chunk) * VECTOR
-            for r in cutlass.range_constexpr(2):
-                pairs = cute.make_rmem_tensor((4,), Int32)
-                for i in cutlass.range_constexpr(4):
-                    pairs[i] = fragments.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
-                if row + 8 * r < Sq and column < D:
-                    cute.autovec_copy(pairs, vector_at(mdQ[batch, head, row + 8 * r, None].iterator + column, Int32, 4))
+            if cutlass.const_expr((part + 1) * 4 <= self.chunks):
+                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], (row, column), scale)
+            elif warp < UNITS:  # the last tasks do not need all threads
+                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], (row, column), scale)
+
+    @cute.jit
+    def write(self, floats: cute.Pointer, gdQ: cute.Tensor, place: tuple, scale: Float32):
+        """A task: that place and the one eight rows below."""
+        fours = [vector_at(floats + 4 * i, Float32, 4).load() for i in range(4)]
+        row, column = place
+        for r in cutlass.range_constexpr(2):
+            pairs = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                pairs[i] = fragments.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
+            there = row + 8 * r < gdQ.shape[0]
+            if cutlass.const_expr(self.elementwise):
+                values = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=gdQ.element_type), cute.make_layout(8))
+                for c in cutlass.range_constexpr(VECTOR):
+                    if there and column + c < gdQ.shape[1]:
+                        gdQ[row + 8 * r, column + c] = values[c]
+            elif there and column < gdQ.shape[1]:
+                cute.autovec_copy(pairs, vector_at(gdQ[row + 8 * r, None].iterator + column, Int32, 4))
 
 
 @cute.jit

@@ -14,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
+from cutlass.base_dsl import Arch
+from cutlass.cutlass_dsl import BaseDSL
 
 from .fragments import LOG2_E, pack_pair
 from .scratch import QUAD, vector_at
@@ -90,7 +92,7 @@ class Peers:
 
 
 class Combine:
-    """O in 16 bits and LSE from Partials; starts while the kernel before it is still running, and waits for it."""
+    """O in 16 bits and LSE from Partials; where it can, starts while the one before is still running, and waits."""
 
     def __init__(self, pack: str):
         """pack: one of fragments.PACKS."""
@@ -106,7 +108,7 @@ class Combine:
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
-            use_pdl=True,
+            use_pdl=starts_early(),
         )
 
     @cute.kernel
@@ -126,8 +128,7 @@ class Combine:
         begin = lane // lanes + cutlass.select_(many, warp * (WARP // COLUMN_LANES), Int32(0))
         step = cutlass.select_(many, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
+        follow()
         part = Share.create()
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
@@ -144,6 +145,18 @@ class Combine:
                 part.write(mO[batch, head, query, None].iterator + column, self.pack)
             if column == 0:
                 mLSE[batch, head, query] = part.lse()
+
+
+def starts_early() -> bool:
+    """Whether the target can launch a kernel ahead of the end of the one before: all do since sm_90."""
+    return BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90
+
+
+def follow() -> None:
+    """What the kernel before has written is there; the one after may start, and waits in turn."""
+    if starts_early():
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,16 @@ class Share:
         pairs = cute.make_tensor(place, cute.make_layout(2))
         for i in cutlass.range_constexpr(2):
             pairs[i] = pack_pair(pack, self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
+
+    @cute.jit
+    def leave(self, partials: Partials, row: Int32, split: Int32, column: Int32):
+        """The columns of the sum, and once for a row its LSE, as a partial result."""
+        inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
+        for i in cutlass.range_constexpr(QUAD):
+            self.out[i] = self.out[i] * inverse
+        cute.autovec_copy(self.out, vector_at(partials.output(row, split) + column, Float32, QUAD))
+        if column == 0:
+            cute.arch.store(partials.lse(row, split), self.lse())
 
     @cute.jit
     def join_lanes(self):

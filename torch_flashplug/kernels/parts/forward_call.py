@@ -1,4 +1,4 @@
-"""The ABI of every forward but decode, in one place: what src/launch.cpp passes, and what a kernel file makes of it."""
+"""The ABI of every forward and decode, in one place: what src/launch.cpp passes, and what a kernel file makes of it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,46 @@ class ForwardCall:
         stream: cuda.CUstream,
     ):
         self.launch(Call(mQ, mK, mV, mO, mLSE, (scale_log2, scale), mCounter, num_ctas), stream)
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """One decode call's arguments, but for the stream; tensors as DecodeCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    partials: cute.Tensor
+    scale: Float32
+    splits: Int32
+    cluster: Int32
+
+
+class DecodeCall:
+    """The same for decode."""
+
+    dtype: type[cutlass.Numeric]
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile, sizes symbolic."""
+        partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
+        tensors = (*fragments.fake_forward(self.dtype), partials)
+        return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > cluster
+        scale: Float32,
+        splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
+        cluster: Int32,  # CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1
+        stream: cuda.CUstream,
+    ):
+        self.launch(FewRows(mQ, mK, mV, mO, mLSE, mPartials, scale, splits, cluster), stream)

@@ -98,9 +98,12 @@ class Matrices:
         round, where `transposed` differs: an operand A becomes operands B. All from one address, so that a loop of
         changing tiles keeps one register.
         """
-        first = self.addresses[0] + (tile.start - self.tile.start)
+        here = self.addresses[0] + (tile.start - self.tile.start)
+        first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[here])
         addresses = tuple(first ^ (32 * pair) for pair in range(len(self.addresses)))
-        return Matrices(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type))
+        return Matrices(
+            tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type)
+        )
 
     def beside(self, tile: Tile) -> Matrices:
         """The same places of a tile that is a constant distance away."""
@@ -124,10 +127,15 @@ class Matrices:
 
 
 def zero_of(step: Int32) -> Int32:
-    """Zero, of a step that is not negative, which the compiler does not know: addresses that it is added to are made in
-    every step of a loop, instead of waiting in registers.
+    """Zero, of a number that is not negative, which the compiler does not know: addresses that it is added to are made
+    in every step of a loop, instead of waiting in registers.
     """
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
+
+
+def target_from(arch: Arch) -> bool:
+    """Whether what is compiled for is that architecture or a later one."""
+    return BaseDSL._get_dsl().get_arch_enum() >= arch
 
 
 def room(dtype) -> cute.Tensor:
@@ -165,7 +173,7 @@ def accumulator(columns: int) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Mover:
-    """All threads of a CTA, moving tiles: each has one unit of a panel's row, of every so many rows."""
+    """All threads of a CTA, or of a warp, moving tiles: each has one unit of a panel's row, of every so many rows."""
 
     threads: int
     dtype: type[cutlass.Numeric]
@@ -181,7 +189,8 @@ class Mover:
         """Rows of gX (rows, columns) from first_row on, on their way into shared memory; zeros beyond its ends.
         whole: there are as many rows.
         """
-        row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
+        thread = cute.arch.lane_idx() if self.threads == WARP else cute.arch.thread_idx()[0]
+        row, unit, step = self.place(tile, thread)
         place, source = tile.unit(row, unit), first_row + row
         if cutlass.const_expr(self.elementwise):
             # Not unrolled: eight loads under way are enough for registers.
@@ -193,7 +202,8 @@ class Mover:
             start = gX.iterator.toint() + (Int64(source) * gX.stride[0] + unit * VECTOR) * 2
             for r in cutlass.range_constexpr(0, tile.rows, step):
                 there = cutlass.Boolean(True) if whole else source < gX.shape[0] - r
-                addresses = (start + gX.stride[0] * (2 * r), place + r * tile.row_bytes)
+                turned = place ^ (r % 8 * VECTOR_BYTES)  # a warp's step may be four rows: there bit 2 of the row is new
+                addresses = (start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes)
                 if cutlass.const_expr(r + step <= tile.rows):
                     copy_row(addresses, tile, gX.shape[1] - unit * VECTOR, there)
                 elif row < tile.rows - r:  # the last rows do not need all threads
@@ -232,7 +242,6 @@ class Mover:
                     if row + r0 + r < rows and column < columns:
                         target = vector_at(gX[row + r0 + r, None].iterator + column, self.dtype, VECTOR)
                         cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.dtype), target)
-
 
     @cute.jit
     def unload(self, tile: Tile, gX: cute.Tensor, first_row: Int32):
@@ -337,7 +346,7 @@ def arrive(later: cutlass.Constexpr[int] = 0):
 
 def add_quad(target: Int64, quad: tuple) -> None:
     """Four floats to 16-byte aligned global memory: at once where the target can."""
-    if BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90:
+    if target_from(Arch.sm_90):
         text = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
         cute.arch.inline_ptx(text, read_only_args=[target, *quad])
     else:

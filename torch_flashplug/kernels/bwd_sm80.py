@@ -1,0 +1,522 @@
+"""Attention backward for sm_80 and later: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
+
+A CTA has one block of keys of one KV head. It keeps their dK and dV in registers while it walks over the query rows
+that see them, of every query head of the group. Scores are computed transposed (keys x queries), so that P^T and dS^T
+are the left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K
+needs all keys of the CTA: dS crosses shared memory, and the product is added to fp32 scratch in global memory, in the
+order in which registers hold it.
+
+Up to head dim 128 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
+multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Above, no warp has
+room for all columns: P crosses shared memory, too, and a warp has a quarter of the columns of 32 keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+
+from ..spec import AMPERE_NARROW, FP32_BYTES, SLAB, WARP, KernelSpec
+from .parts import fragments, sm80
+from .parts.backward_call import BackwardCall, Call
+from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
+from .parts.geometry import Geometry, Steps
+from .parts.mask import TransposedMask
+from .parts.scheduler import TileOrder
+from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
+
+STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
+ROW_FACTS = 2  # LSE and delta
+SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
+HALF = 32  # queries that a warp has scores of at once
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Q and dO with LSE and delta, on their way step by step into their slots."""
+
+    mover: sm80.Mover
+    mQ: cute.Tensor  # (Hq, Sq, D)
+    mdO: cute.Tensor  # (Hq, Sq, Dv)
+    mRows: cute.Tensor  # (Hq, 2, padded Sq)
+    q: sm80.Tile  # of slot 0
+    do: sm80.Tile
+    slot_bytes: int
+
+    @property
+    def rows(self) -> Int32:
+        """Address of slot 0's LSE and delta."""
+        return self.do.start + self.do.bytes
+
+    def slot(self, tile: sm80.Tile, nth: Int32) -> sm80.Tile:
+        return tile.moved(nth * self.slot_bytes)
+
+    def load_q(self, head: Int32, block: Int32, nth: Int32) -> None:
+        self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.slot(self.q, nth))
+        self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + nth * self.slot_bytes)
+
+    def load_do(self, head: Int32, block: Int32, nth: Int32) -> None:
+        self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.slot(self.do, nth))
+
+    def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
+        """Its matrix. Element by element, the compiler would keep the offset of each column of a thread in registers
+        through all products: too many where these need all.
+        """
+        gX = mX[head, None, None]
+        if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= AMPERE_NARROW:
+            return gX
+        stride = (gX.stride[0], gX.stride[1] + Int64(sm80.zero_of(head)))
+        return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
+
+    @cute.jit
+    def load_rows(self, gRows: cute.Tensor, first: Int32, target: Int32):
+        thread, units = cute.arch.thread_idx()[0], self.q.rows // QUAD
+        if thread < ROW_FACTS * units:
+            row = first + thread % units * QUAD
+            source = gRows.iterator.toint() + (Int64(thread // units) * gRows.stride[0] + row) * FP32_BYTES
+            size = cutlass.select_(row < gRows.shape[1], Int32(sm80.VECTOR_BYTES), Int32(0))
+            sm80.copy_unit(source, target + thread * sm80.VECTOR_BYTES, size)
+
+    def facts(self, which: int, nth: Int32, first: Int32 | int) -> cute.Tensor:
+        """LSE * log2(e) (0) or delta (1) of a lane's columns, of HALF queries from `first` on."""
+        return row_pairs(self.rows + nth * self.slot_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
+
+
+def row_pairs(address: Int32, count: int) -> cute.Tensor:
+    """One of `count` rows' facts, in shared memory, of this lane's columns."""
+    mine = cute.make_rmem_tensor((count // 4,), Float32)
+    for c in range(count // 8):
+        place = address + (cute.arch.lane_idx() % 4 * 2 + 8 * c) * FP32_BYTES
+        source = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=8)
+        pair = cute.make_layout(2)
+        cute.autovec_copy(cute.make_tensor(source, pair), cute.make_tensor(mine.iterator + 2 * c, pair))
+    return mine
+
+
+@dataclass(frozen=True)
+class QueryGradient:
+    """dQ = dS K: a warp's rows and columns of it. A warp has `pairs` pairs of units of every panel of K's row."""
+
+    product: sm80.Product
+    left: sm80.Matrices  # dS: keys x this warp's queries
+    right: sm80.Matrices  # K: keys x this warp's columns
+    slabs: int  # of rows
+    pairs: int
+    scratch: Scratch
+    first_slab: Int32
+    nth: Int32  # which columns
+
+    @cute.jit
+    def add(self, slot: Int32, block: Int32, turn: Int32 | None):
+        """Of the dS in a slot, to a block of scratch; turn: after so many adds of every warp."""
+        k, ds = self.right.tile, self.left.tile
+        accs = self.multiply(self.left.over(ds.moved(slot * ds.bytes), True))
+        counter = self.scratch.turn(block * UNITS)
+        if cutlass.const_expr(turn is not None):
+            sm80.wait_for_turn(counter, turn)
+        start = self.scratch.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
+        for p in cutlass.range_constexpr(k.columns // k.panel):
+            for u in cutlass.range_constexpr(self.pairs):
+                column = p * k.panel + (self.nth * self.pairs + u) * sm80.PAIR
+                for s in cutlass.range_constexpr(self.slabs):
+                    self.add_pair(start, accs[s], (p * self.pairs + u) * 2, self.first_slab + s, column)
+        if cutlass.const_expr(turn is not None):
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count_up(counter)
+
+    def multiply(self, left: sm80.Matrices) -> tuple:
+        """An accumulator for each slab."""
+        k, room = self.right.tile, lambda: sm80.room(self.product.dtype)
+        panels = range(k.columns // k.panel)
+        accs = tuple(sm80.accumulator(len(panels) * self.pairs * sm80.PAIR) for _ in range(self.slabs))
+        lefts, right = tuple(room() for _ in accs), room()
+        for key in range(0, k.rows, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(key, s * SLAB, weights)
+            for p in panels:
+                for u in range(self.pairs):
+                    self.right.fetch(key, p * k.panel + u * sm80.PAIR, right)
+                    self.product.step(accs, lefts, right, (p * self.pairs + u) * sm80.PAIR)
+        return accs
+
+    def add_pair(self, start: Int64, acc: cute.Tensor, chunk: int, slab: Int32, column: Int32) -> None:
+        """Sixteen columns of a slab, from that chunk of an accumulator on, to a lane's place in a block of scratch."""
+        half = self.right.tile.columns // 2
+        unit = column // half * (UNITS // 2) + slab
+        place = (unit * (half // 8) + column % half // 8) * (WARP * QUAD * FP32_BYTES)
+        for e in range(2):
+            quad = tuple(acc[(chunk + e) * QUAD + i] for i in range(QUAD))
+            sm80.add_quad(start + Int64(place) + e * (WARP * QUAD * FP32_BYTES), quad)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warp keeps of the keys."""
+
+    product: sm80.Product
+    keys: sm80.Matrices  # as left operands of scores
+    rows: sm80.Matrices  # queries as right operands
+    columns: sm80.Matrices  # of a product that sums over queries
+    dK: tuple  # accumulators, one for each slab
+    dV: tuple
+
+    def multiply(self, keys: sm80.Matrices, rows: sm80.Matrices, accs: tuple, first: int) -> None:
+        """Scores (K Q^T, or V dO^T) of some queries, from `first` on."""
+        lefts, right = tuple(sm80.room(self.product.dtype) for _ in accs), sm80.room(self.product.dtype)
+        for acc in accs:
+            acc.fill(0.0)
+        for column in range(0, keys.tile.columns, sm80.PAIR):
+            for s, left in enumerate(lefts):
+                keys.fetch(s * SLAB, column, left)
+            for query in range(0, cute.size(accs[0]) * 2, SLAB):
+                rows.fetch(first + query, column, right)
+                self.product.step(accs, lefts, right, query)
+
+    def accumulate(self, accs: tuple, lefts: tuple, columns: sm80.Matrices, query: int) -> None:
+        """dV += P^T dO or dK += dS^T Q of 16 queries, this warp's columns."""
+        tile, fragment, first = columns.tile, sm80.room(self.product.dtype), 0
+        for panel in range(0, tile.columns, tile.panel):
+            for pair in range(len(columns.addresses)):
+                columns.fetch(query, panel + pair * sm80.PAIR, fragment)
+                self.product.step(accs, lefts, fragment, first)
+                first += sm80.PAIR
+
+
+def step_after(head: Int32, block: Int32, steps: Steps) -> tuple[Int32, Int32]:
+    """(head, block) of the next step: the same blocks of every head, one head after the other."""
+    last = block + 1 >= steps.end
+    return head + Int32(last), cutlass.select_(last, steps.begin, block + 1)
+
+
+class BackwardSm80(BackwardCall):
+    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
+    they are traced.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.spec, self.elementwise = spec, spec.elementwise
+        self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
+        self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
+        self.in_order = spec.kind == "detbwd"  # every run adds to dQ in the same order, key block after key block
+        self.last_first = self.in_order and spec.mask == "causal"  # so that each block is a few steps behind another
+        self.warps = spec.threads // WARP
+        self.prepare = PrepareBackward(self.dtype, clears=spec.d, elementwise=spec.elementwise)
+        self.finish = FinishBackward(self.dtype, spec.d, elementwise=spec.elementwise)
+
+    @cute.jit
+    def launch(self, call: Call, stream: cuda.CUstream):
+        B, Hkv, Sk, _ = call.k.shape
+        Sq, num_n_blocks, group = call.q.shape[2], cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
+        section = Int32(1)  # heads whose tiles take turns
+        if cutlass.const_expr(self.mask == "causal"):
+            head_bytes = Int64(Sq) * group * ((self.d + self.dv) * self.dtype.width // 8 + self.d * FP32_BYTES)
+            section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
+        elif cutlass.const_expr(self.in_order):
+            # So many heads take turns that a block starts some steps after the one before it and never waits for it.
+            steps = cute.ceil_div(Sq, self.tile_m) * group
+            section = cutlass.min(cute.ceil_div(call.num_ctas * STEPS_BEHIND, steps), B * Hkv)
+        everything = Ahead(B * Hkv, group, num_n_blocks)
+        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, stream)
+        tensors = (call.q, call.k, call.v, call.do, call.dk, call.dv)
+        self.kernel(tensors, call.rows, call.scratch, call.scales, section).launch(
+            grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
+        )
+        self.finish(call.scratch, call.dq, call.scales[1], everything, stream)
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, section: Int32):
+        mQ, mK, mV, mdO, mdK, mdV = tensors
+        B, Hkv, Sk, _ = mK.shape
+        Hq, Sq = mQ.shape[1], mQ.shape[2]
+        num_n_blocks = cute.ceil_div(Sk, self.tile_n)
+        order = TileOrder(True, num_n_blocks, Hkv, B * Hkv, section)
+        n_block, kv_head, batch = order.tile(cute.arch.block_idx()[0])
+        if cutlass.const_expr(not self.last_first):
+            n_block = num_n_blocks - 1 - n_block  # the first keys, which most queries see, first
+        first_key = n_block * self.tile_n
+
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        k = sm80.Tile(start, self.tile_n, self.d)
+        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
+        weights = sm80.Tile(v.start + v.bytes, self.tile_n, self.tile_m)  # of two
+        q = sm80.Tile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
+        do = sm80.Tile(q.start + q.bytes, self.tile_m, self.dv)
+        slot_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
+        mover = sm80.Mover(self.spec.threads, self.dtype, self.elementwise)
+        mine = tuple(x[batch, None, None, None] for x in (mQ, mdO, mRows))
+        queries = Queries(mover, *mine, q, do, slot_bytes)
+
+        mover.load(mK[batch, kv_head, None, None], first_key, k)
+        mover.load(mV[batch, kv_head, None, None], first_key, v)
+        geo = Geometry(self.mask, self.tile_n, Sq, Sk)
+        scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
+        tiles = (k, v, weights)
+        group = Hq // Hkv
+        if cutlass.const_expr(self.parts == 4):
+            self.walk_together(geo, queries, tiles, scratch, (n_block, kv_head * group, batch * Hq, group), scales)
+        else:
+            self.walk(geo, queries, tiles, scratch, (n_block, kv_head * group, batch * Hq, group), scales)
+        sm80.arrive()
+        mover.unload(k, mdK[batch, kv_head, None, None], first_key)
+        mover.unload(v, mdV[batch, kv_head, None, None], first_key)
+
+    def turn(self, geo: Geometry, n_block: Int32, block: Int32) -> Int32 | None:
+        """How many warps add to the queries of a block before those of this CTA, where all do so in launch order."""
+        if not self.in_order:
+            return None
+        before = n_block
+        if self.last_first:
+            last = cutlass.min(block * self.tile_m // self.tile_n, cute.ceil_div(geo.Sk, self.tile_n) - 1)
+            before = last - n_block
+        return before * self.warps
+
+    def gradient(self, tiles: tuple, scratch: Scratch, warp: Int32) -> QueryGradient:
+        """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
+        k, _, weights = tiles
+        parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # of the columns
+        slabs = self.tile_m // SLAB * parts // self.warps
+        pairs = k.panel // sm80.PAIR // parts
+        left = sm80.Matrices.create(weights, self.dtype, "A", transposed=True).share(warp // parts, slabs)
+        right = sm80.Matrices.create(k, self.dtype, "B", transposed=True).share(warp % parts, pairs)
+        product = sm80.Product.create(self.dtype)
+        return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
+
+    def share(self, k: sm80.Tile, slabs: tuple, half: Int32 | int, part: Int32) -> Share:
+        """A warp's: its first slab of scores, and of dK and dV; half of the queries; part of the columns."""
+        mine = sm80.Matrices.create(k, self.dtype, "A", first_row=slabs[0] * SLAB)
+        rows = sm80.Matrices.create(k, self.dtype, "B", first_row=half * HALF)
+        columns = sm80.Matrices.create(k, self.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
+        dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
+        return Share(sm80.Product.create(self.dtype), mine, rows, columns, dK, dV)
+
+    @cute.jit
+    def walk(self, geo: Geometry, queries: Queries, tiles: tuple, scratch: Scratch, place: tuple, scales: tuple):
+        """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
+        k, v, weights = tiles
+        n_block, first_head, heads_before, group = place
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        part, first_slab = warp % self.parts, warp // self.parts * SLABS
+        my = self.share(k, (first_slab, first_slab), part, part)
+        gradient = self.gradient(tiles, scratch, warp)
+        key = n_block * self.tile_n + first_slab * SLAB + lane // 4
+        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + part * HALF)
+
+        steps = geo.steps(n_block, self.tile_m)
+        total = (steps.end - steps.begin) * group
+        head, block, last, last_block = first_head, steps.begin, Int32(0), Int32(0)
+        queries.load_q(head, block, Int32(0))
+        queries.load_do(head, block, Int32(0))
+        for i in cutlass.range(total, unroll=1):
+            sm80.arrive()
+            later = step_after(head, block, steps)
+            if i + 1 < total:
+                queries.load_q(*later, 1 - i % 2)
+                queries.load_do(*later, 1 - i % 2)
+            if i > 0:
+                gradient.add(1 - i % 2, last, self.turn(geo, n_block, last_block))
+            hidden = (mask, block, steps.middle)
+            if cutlass.const_expr(self.parts == 1):
+                self.step_alone(my, queries, tiles, i % 2, hidden, scales[0], first_slab)
+            else:
+                self.step_in_pairs(my, queries, tiles, i % 2, hidden, scales[0], (first_slab, part))
+            last, last_block = (heads_before + head) * scratch.num_m_blocks + block, block
+            head, block = later
+        sm80.arrive()
+        if total > 0:
+            gradient.add((total - 1) % 2, last, self.turn(geo, n_block, last_block))
+        sm80.arrive()
+        self.put(my, (k, v), first_slab * SLAB, scales[1], part)
+
+    def put(self, my: Share, tiles: tuple, first_row: Int32, scale: Float32, part: Int32) -> None:
+        """A warp's dK and dV into tiles."""
+        for accs, tile, factor in ((my.dK, tiles[0], scale), (my.dV, tiles[1], None)):
+            for s, acc in enumerate(accs):
+                if factor is not None:
+                    acc.store(acc.load() * factor)
+                pairs = tile.panel // sm80.PAIR // self.parts
+                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, fragments.PACKS[self.dtype])
+
+    @cute.jit
+    def weigh(self, scores: tuple, lse: cute.Tensor, hidden: tuple, first: int, scale_log2: Float32) -> list:
+        """P in place of scores, of the queries from `first` on, and in 16 bits."""
+        mask, block, middle = hidden
+        if block < middle:
+            for s in cutlass.range_constexpr(len(scores)):
+                mine = replace(mask, key=mask.key + s * SLAB, query=mask.query + first)
+                mine.apply(fragments.rows_and_columns(scores[s]), block)
+        P = []
+        for s in cutlass.range_constexpr(len(scores)):
+            exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
+            P.append(fragments.OperandA.create(scores[s], self.dtype))
+            P[s].take(scores[s])
+        return P
+
+    @cute.jit
+    def slope(self, P: tuple, dP: tuple, delta: cute.Tensor) -> list:
+        """dS in 16 bits; dP is lost."""
+        dS = []
+        for s in cutlass.range_constexpr(len(P)):
+            slopes = fragments.rows_and_columns(dP[s])
+            differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
+            dS.append(fragments.OperandA.create(dP[s], self.dtype))
+            dS[s].take(dP[s])
+        return dS
+
+    @cute.jit
+    def step_alone(
+        self, my: Share, queries: Queries, tiles: tuple, slot: Int32, hidden: tuple, scale_log2: Float32,
+        first_slab: Int32,
+    ):  # fmt: skip
+        """dK and dV of one block of queries, and its dS into shared memory."""
+        k, v, weights = tiles
+        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        target = weights.moved(slot * weights.bytes)
+        for first in cutlass.range_constexpr(0, self.tile_m, HALF):
+            S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
+            zero = sm80.zero_of(slot)
+            keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
+            my.multiply(keys, rows, S, first)
+            P = self.weigh(S, queries.facts(0, slot, first), hidden, first, scale_log2)
+            columns = my.columns.over(q, True)
+            for query in cutlass.range_constexpr(0, HALF, SLAB):
+                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
+                my.accumulate(my.dV, lefts, columns.beside(do), first + query)
+            my.multiply(keys.beside(v.moved(zero)), rows.beside(do), dP, first)
+            dS = self.slope(S, dP, queries.facts(1, slot, first))
+            for s in cutlass.range_constexpr(SLABS):
+                sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
+            for query in cutlass.range_constexpr(0, HALF, SLAB):
+                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
+                my.accumulate(my.dK, lefts, columns, first + query)
+
+    @cute.jit
+    def step_in_pairs(
+        self, my: Share, queries: Queries, tiles: tuple, slot: Int32, hidden: tuple, scale_log2: Float32,
+        place: tuple,
+    ):  # fmt: skip
+        """The same where two warps have a half of the queries of the same scores each, then all of them for a half of
+        the columns: P, and then dS in the same place, cross shared memory.
+        """
+        first_slab, half = place
+        k, v, weights = tiles
+        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        keys, rows = my.keys, my.rows.over(q, False)
+        target = weights.moved(slot * weights.bytes)
+        S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
+        my.multiply(keys, rows, S, 0)
+        P = self.weigh(S, queries.facts(0, slot, half * HALF), hidden, 0, scale_log2)
+        for s in cutlass.range_constexpr(SLABS):
+            sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
+        left = sm80.Matrices.create(target, self.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
+        self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), place)
+        my.multiply(keys.beside(v), rows.beside(do), dP, 0)
+        dS = self.slope(S, dP, queries.facts(1, slot, half * HALF))
+        self.meet(first_slab)  # P has been read
+        for s in cutlass.range_constexpr(SLABS):
+            sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
+        self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), place)
+
+    def meet(self, first_slab: Int32) -> None:
+        """The warps of the same keys."""
+        cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
+
+    def accumulate_halves(
+        self, my: Share, accs: tuple, own: list, left: sm80.Matrices, columns: sm80.Matrices, place: tuple
+    ) -> None:
+        """The half of the queries that this warp holds, and the other warp's from shared memory."""
+        first_slab, half = place
+        lefts, mine = tuple(sm80.room(self.dtype) for _ in own), columns.below(half * HALF)
+        for query in range(0, HALF, SLAB):
+            my.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
+        self.meet(first_slab)
+        others = columns.below((1 - half) * HALF)
+        for query in range(0, HALF, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(s * SLAB, query, weights)
+            my.accumulate(accs, lefts, others, query)
+
+    @cute.jit
+    def walk_together(
+        self, geo: Geometry, queries: Queries, tiles: tuple, scratch: Scratch, place: tuple, scales: tuple
+    ):  # fmt: skip
+        """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
+        two slabs' dK and dV, which go to where K and V were.
+        """
+        k, v, weights = tiles
+        n_block, first_head, heads_before, group = place
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        part, first_slab = warp % self.parts, warp // self.parts * SLABS
+        slab, half = first_slab + part // 2, part % 2
+        my = self.share(k, (slab, first_slab), half, part)
+        gradient = self.gradient(tiles, scratch, warp)
+        key = n_block * self.tile_n + slab * SLAB + lane // 4
+        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + half * HALF)
+        left = sm80.Matrices.create(weights, self.dtype, "A", first_row=first_slab * SLAB)
+
+        steps = geo.steps(n_block, self.tile_m)
+        total = (steps.end - steps.begin) * group
+        head, block = first_head, steps.begin
+        queries.load_q(head, block, Int32(0))
+        cute.arch.cp_async_commit_group()
+        queries.load_do(head, block, Int32(0))
+        for i in cutlass.range(total, unroll=1):
+            later = step_after(head, block, steps)
+            number = (heads_before + head) * scratch.num_m_blocks + block
+            zero, hidden = sm80.zero_of(i), (mask, block, steps.middle)
+            q, do, dS = queries.q.moved(zero), queries.do.moved(zero), weights.moved(zero)
+            P = dS.moved(weights.bytes)
+            self.weigh_together(
+                my, queries, (k.moved(zero), v.moved(zero), q, do, dS, P), hidden, scales[0], (slab, half)
+            )
+            cute.arch.sync_threads()
+            columns, weights_of = my.columns.over(q, True), left.over(dS, False)
+            self.accumulate_all(my, my.dK, weights_of, columns)
+            cute.arch.sync_threads()  # nobody needs this Q any more
+            if i + 1 < total:
+                queries.load_q(*later, Int32(0))
+            cute.arch.cp_async_commit_group()
+            self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
+            cute.arch.sync_threads()  # nor this dO
+            if i + 1 < total:
+                queries.load_do(*later, Int32(0))
+            gradient.add(zero, number, self.turn(geo, n_block, block))
+            head, block = later
+        sm80.arrive()
+        first_row = first_slab * SLAB + (sm80.zero_of(head) if self.elementwise else 0)
+        self.put(my, (k, v), first_row, scales[1], part)
+
+    @cute.jit
+    def weigh_together(
+        self, my: Share, queries: Queries, tiles: tuple, hidden: tuple, scale_log2: Float32, place: tuple
+    ):  # fmt: skip
+        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
+        k, v, q, do, *targets = tiles
+        slab, half = place
+        keys, rows, S, dP = (
+            my.keys.over(k, False),
+            my.rows.over(q, False),
+            *((sm80.accumulator(HALF),) for _ in range(2)),
+        )
+        sm80.arrive(1)  # Q
+        my.multiply(keys, rows, S, 0)
+        sm80.arrive()  # dO
+        my.multiply(keys.beside(v), rows.beside(do), dP, 0)
+        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), hidden, 0, scale_log2)
+        dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
+        for weights, target in zip((dS, P), targets, strict=True):
+            sm80.put_operand(weights[0], target, slab * SLAB, half * HALF)
+
+    def accumulate_all(self, my: Share, accs: tuple, left: sm80.Matrices, columns: sm80.Matrices) -> None:
+        """dV += P^T dO or dK += dS^T Q."""
+        lefts = tuple(sm80.room(self.dtype) for _ in accs)
+        for query in range(0, self.tile_m, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(s * SLAB, query, weights)
+            my.accumulate(accs, lefts, columns, query)

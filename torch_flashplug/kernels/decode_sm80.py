@@ -1,0 +1,264 @@
+"""Decode for sm_80 and later: few query rows against many keys, at the speed of memory.
+
+The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
+fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023), which leave fp32
+partials for the Combine kernel. A CTA has four warps. Up to 16 rows each of them is a team of its own: it takes a
+quarter of the keys of every block, has its own ring of K and V under way and waits for no other; the teams' results are
+added up in shared memory at last. Of 64 rows the four warps are one team.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+
+from ..spec import RESULT_PAD, SLAB, WARP, KernelSpec
+from .parts import fragments, sm80
+from .parts.combine import Combine, Partials, Share, follow, starts_early
+from .parts.forward_call import DecodeCall, FewRows
+from .parts.geometry import Geometry
+from .parts.mask import Mask
+from .parts.packed import Part
+from .parts.scratch import QUAD
+from .parts.softmax import OnlineSoftmax
+
+PAIR = 2  # neighbouring columns of a thread
+
+
+@dataclass(frozen=True)
+class Ring:
+    """K and V of a team's share of every block, `stages` of each in shared memory: those of a split's nth block at slot
+    nth % stages.
+    """
+
+    mover: sm80.Mover  # of the team's warps
+    gK: cute.Tensor  # (Sk, D)
+    gV: cute.Tensor  # (Sk, Dv)
+    k: sm80.Tile  # the first slots
+    v: sm80.Tile
+    stages: int
+    first_key: Int32  # of the first block's share
+    step: int  # keys from block to block
+    blocks: Int32
+
+    def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
+        return sm80.Tile(tile.start + nth % self.stages * tile.bytes, tile.rows, tile.columns)
+
+    def load_k(self, nth: Int32 | int) -> None:
+        self.load(self.gK, self.k, nth)
+
+    def load_v(self, nth: Int32 | int) -> None:
+        self.load(self.gV, self.v, nth)
+
+    @cute.jit
+    def load(self, gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
+        """Zeros beyond the last key; nothing beyond the last block, but a group all the same, so that the number of
+        those under way is a constant.
+        """
+        if nth < self.blocks:
+            self.mover.load(gX, self.first_key + nth * self.step, self.slot(tile, nth))
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def arrive(self, everyone: cutlass.Constexpr[bool] = False):
+        """The oldest load is there for the team (or for all), and nobody of it reads what lay before at its slot."""
+        cute.arch.cp_async_wait_group(2 * self.stages - 2)
+        if cutlass.const_expr(everyone or self.mover.threads > WARP):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.sync_warp()
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Results of every team in shared memory, for Share to add up: fp32 outputs of rows, `pitch` floats apart, then
+    LSEs.
+    """
+
+    start: cute.Pointer
+    rows: int
+    pitch: int
+    splits: Int32  # teams
+
+    def output(self, row: Int32, team: Int32) -> cute.Pointer:
+        return self.start + (team * self.rows + row) * self.pitch
+
+    def lse(self, row: Int32, team: Int32) -> cute.Pointer:
+        return self.start + self.splits * (self.rows * self.pitch) + team * self.rows + row
+
+    def lse_of(self, row: Int32, team: Int32) -> Float32:
+        return cute.arch.load(self.lse(row, team), Float32)
+
+    def load_quad(self, row: Int32, team: Int32, column: Int32, quad: cute.Tensor):
+        cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
+
+
+class DecodeSm80(DecodeCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        self.dtype = fragments.DTYPES[spec.dtype]
+        self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
+        self.team_warps = spec.tile_m // SLAB
+        self.keys = spec.tile_n // spec.teams  # of a team, of every block
+
+    @cute.jit
+    def launch(self, call: FewRows, stream: cuda.CUstream):
+        B, Hq, Sq, Dv = call.o.shape
+        Hkv = call.k.shape[1]
+        m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
+        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        self.kernel((call.q, call.k, call.v, call.o), call.lse, partials.start, call.scale, call.splits).launch(
+            grid=(m_tiles * call.splits * Hkv * B, 1, 1),
+            block=(self.spec.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.spec.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU, and there may be none here
+            use_pdl=starts_early(),
+        )
+        if call.splits > 1:
+            Combine(fragments.PACKS[self.dtype])(call.o, call.lse, partials, stream)
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32, splits: Int32):
+        mQ, mK, mV, mO = tensors
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        team, slab = warp // self.team_warps, warp % self.team_warps
+        geo = Geometry("full", self.tile_n, mQ.shape[2], mK.shape[2])
+        work = Part.of_cta(geo, (mQ.shape[1], mK.shape[1]), self.tile_m, splits)
+        q = sm80.Tile(start, self.tile_m, self.d)
+        ring = self.my_ring(mK, mV, work, start + q.bytes, team)
+        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
+        mask = Mask(work.geo, Int32(0), team * self.keys + lane % 4 * PAIR)
+
+        follow()
+        self.load_queries(mQ, q, work)
+        self.attend(ring, sm80.Matrices.create(q, self.dtype, "A", first_row=slab * SLAB), out, softmax, mask)
+        lse = softmax.finish(fragments.rows_and_columns(out), scale)
+
+        cute.arch.sync_threads()  # nobody reads what lies where results go
+        floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
+        teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
+        leave(fragments.rows_and_columns(out), lse, teams, team, slab * SLAB + lane // 4)
+        cute.arch.sync_threads()
+        self.add_up(teams, work, mO, mLSE, partials)
+
+    def my_ring(self, mK: cute.Tensor, mV: cute.Tensor, work: Part, start: Int32, team: Int32) -> Ring:
+        """Of this warp's team."""
+        begin, end = work.blocks()
+        k = sm80.Tile(start, self.keys, self.d)
+        v = sm80.Tile(start, self.keys, self.dv)
+        mine = start + team * (self.stages * (k.bytes + v.bytes))
+        k = sm80.Tile(mine, self.keys, self.d)
+        v = sm80.Tile(mine + self.stages * k.bytes, self.keys, self.dv)
+        mover = sm80.Mover(self.team_warps * WARP, self.dtype, elementwise=False)
+        gK, gV = (mX[work.batch, work.kv_head, None, None] for mX in (mK, mV))
+        first_key = begin * self.tile_n + team * self.keys
+        return Ring(mover, gK, gV, k, v, self.stages, first_key, self.tile_n, end - begin)
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, work: Part):
+        """All threads: the tile's rows on their way, from as many heads as they are of; zeros beyond the last one."""
+        mover = sm80.Mover(self.spec.threads, self.dtype, elementwise=False)
+        row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
+        for r in cutlass.range_constexpr(0, q.rows, step):
+            number = work.first_row + row + r
+            head, query = work.place(cutlass.min(number, work.rows - 1))
+            source = mQ[work.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
+            place = q.unit(row, unit) + r * q.row_bytes
+            sm80.copy_row((source, place), q, mQ.shape[3] - unit * sm80.VECTOR, number < work.rows)
+
+    @cute.jit
+    def attend(self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, mask: Mask):
+        """A warp's 16 rows against its team's keys of this split's blocks."""
+        product = sm80.Product.create(self.dtype)
+        right_k = sm80.Matrices.create(ring.k, self.dtype, "B")
+        right_v = sm80.Matrices.create(ring.v, self.dtype, "B", transposed=True)
+        acc_S = sm80.accumulator(self.keys)
+        S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
+        P = fragments.OperandA.create(acc_S, self.dtype)
+        first_block = ring.first_key // self.tile_n
+        for nth in cutlass.range_constexpr(self.stages):
+            ring.load_k(nth)  # the first one with the queries
+            if cutlass.const_expr(nth < self.stages - 1):
+                ring.load_v(nth)
+        ring.arrive(everyone=True)
+        for nth in cutlass.range(ring.blocks, unroll=1):
+            ring.load_v(nth + self.stages - 1)
+            self.multiply_qk(product, acc_S, left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
+            ring.arrive()
+            ring.load_k(nth + self.stages)
+            if (first_block + nth + 1) * self.tile_n > mask.geo.Sk:
+                mask.apply(S, first_block + nth)
+            if cute.arch.vote_any_sync(softmax.grows(S)):
+                softmax.raise_to(output)
+            softmax.weigh(S)
+            P.take(acc_S)
+            self.multiply_pv(product, out, P, right_v.over(ring.slot(ring.v, nth), transposed=True))
+            ring.arrive()
+
+    def multiply_qk(self, product: sm80.Product, acc_S: cute.Tensor, q: sm80.Matrices, k: sm80.Matrices) -> None:
+        """S = Q K^T."""
+        acc_S.fill(0.0)
+        left, right = sm80.room(self.dtype), sm80.room(self.dtype)
+        for column in range(0, self.d, sm80.PAIR):
+            q.fetch(0, column, left)
+            for key in range(0, self.keys, SLAB):
+                k.fetch(key, column, right)
+                product.step((acc_S,), (left,), right, key)
+
+    def multiply_pv(self, product: sm80.Product, out: cute.Tensor, P: fragments.OperandA, v: sm80.Matrices) -> None:
+        """O += P V."""
+        right = sm80.room(self.dtype)
+        for key in range(0, self.keys, SLAB):
+            left = P.fragment[None, 0, key // SLAB]
+            for column in range(0, self.dv, sm80.PAIR):
+                v.fetch(key, column, right)
+                product.step((out,), (left,), right, column)
+
+    @cute.jit
+    def add_up(self, teams: Teams, work: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer):
+        """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
+        B, Hq, Sq, Dv = mO.shape
+        parts, quads = Partials(partials, B * Hq * Sq, work.splits, Dv), Dv // QUAD
+        total = cutlass.min(work.rows - work.first_row, self.tile_m) * quads
+        for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
+            row, column = unit // quads, unit % quads * QUAD
+            share = Share.create()
+            share.add(teams, row, 0, 1, column)
+            head, query = work.place(work.first_row + row)
+            if work.splits == 1:
+                share.write(mO[work.batch, head, query, None].iterator + column, fragments.PACKS[self.dtype])
+                if column == 0:
+                    mLSE[work.batch, head, query] = share.lse()
+            else:
+                index = (work.batch * Hq + head) * Sq + query
+                share.leave(parts, index, work.split, column)
+
+
+@cute.jit
+def leave(output: cute.Tensor, lse: cute.Tensor, teams: Teams, team: Int32, row: Int32):
+    """A thread's two rows to its team's results; row: its first, of the tile."""
+    lane = cute.arch.lane_idx()
+    for r in cutlass.range_constexpr(2):
+        start = teams.output(row + 8 * r, team) + lane % 4 * PAIR
+        for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), PAIR):
+            both = cute.make_rmem_tensor((PAIR,), Float32)
+            both[0], both[1] = output[r, c], output[r, c + 1]
+            cute.autovec_copy(both, shared_floats(start + fragments.column_of(c), PAIR))
+        if lane % 4 == 0:
+            cute.arch.store(teams.lse(row + 8 * r, team), lse[r])
+
+
+def shared_floats(place: cute.Pointer, size: int) -> cute.Tensor:
+    """So many in one access."""
+    aligned = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
+    return cute.make_tensor(aligned, cute.make_layout(size))
