@@ -8,7 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "flashplug.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 

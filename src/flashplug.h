@@ -9,7 +9,7 @@
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
 //     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
-//   below all of them: state.cpp (switches and tables), torch_symbols.cpp (libtorch and driver symbols found at run
+//   below all of them: state.cpp (switches and tables), torch_symbols.h (libtorch and driver symbols found at run
 //   time)
 //
 // Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
@@ -36,12 +36,14 @@ enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
 
-// bits 0-7 backend, 8-15 num_splits (0 = auto), 16-23 precision (0 = that of the inputs)
+// bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
 struct Mode {
   int64_t word = 0;
-  Backend backend() const { return static_cast<Backend>(word & 0xff); }
+  static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | 0x80}; }
+  Backend backend() const { return static_cast<Backend>(word & 0x7f); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
-  bool forces_kernels() const { return backend() == Backend::kFa3 || backend() == Backend::kFa2; }
+  bool is_preference() const { return (word & 0x80) != 0; }
+  bool forces_kernels() const { return !is_preference() && (backend() == Backend::kFa3 || backend() == Backend::kFa2); }
 };
 constexpr int64_t kModeMask = 0xffffff;
 
@@ -229,7 +231,7 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
 bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 // With shapes unknown: may some call of this class be ours?
-bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables);
+bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
 // row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
 int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& device, const Tables& tables);
@@ -340,61 +342,5 @@ void log_warning(const std::string& text);
 bool plans_are_logged();
 void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan);
 void set_last_error(const std::string& text);
-
-// ---- torch_symbols.cpp ----
-
-using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*,
-                                   double, bool, std::optional<double>, bool);
-struct TorchSymbols {
-  void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
-  bool signature = false;       // its function type is the one we were written for
-  void* cpu_default = nullptr;  // stock's choice function for CPU tensors
-  bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
-  bool overrideable_enabled() const;
-  bool math_enabled() const;
-  bool deterministic() const;
-  bool requires_grad(AtenTensorHandle tensor) const;
-  bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
-  bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
-  bool complete() const;
-};
-const TorchSymbols& torch_symbols();
-void* current_cuda_stream(int device_index);
-bool stream_is_capturing(void* stream);
-// Driver calls that record nothing while a stream is captured: relaxed for the lifetime of this object.
-class RelaxedCapture {
- public:
-  RelaxedCapture();
-  ~RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  int previous_ = -1;
-};
-DeviceFacts query_device(int device_index);
-// Threads that have not called the CUDA runtime yet, as autograd's, have no context, and the driver refuses them.
-void ensure_context(int device_index);
-void* device_zeros(size_t bytes);  // on the current device, never freed, also while a stream is captured; null if none
-// What libtorch said when a shim failed on this thread (torch 2.13 and later; older ones log it).
-std::string shim_error();
-// Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these
-// lives.
-class QuietShims {
- public:
-  QuietShims();
-  ~QuietShims();
-  QuietShims(const QuietShims&) = delete;
-  QuietShims& operator=(const QuietShims&) = delete;
-
- private:
-  int previous_ = 0;
-};
-// cuDNN's forward, whose mixed returns only its C shim can hand over. False where this torch has none, or it refuses.
-struct CudnnForward {
-  AtenTensorHandle out = nullptr, lse = nullptr;
-};
-bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
-                        std::optional<double> scale, CudnnForward* result);
 
 }  // namespace flashplug

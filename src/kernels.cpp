@@ -13,6 +13,7 @@
 
 #include "flashplug.h"
 #include "state.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 

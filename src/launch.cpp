@@ -12,6 +12,7 @@
 
 #include "flashplug.h"
 #include "tensor_facts.h"
+#include "torch_symbols.h"
 #include "values.h"
 
 namespace flashplug {

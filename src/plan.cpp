@@ -2,8 +2,9 @@
 // path.
 //
 // Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
-// Is there a kernel row (rows.cpp)? In auto: does the decode gate let it through, and does a measured row say that it
-// is at least as fast as stock? The words for every answer are in plan_text.cpp.
+// Is there a kernel row (rows.cpp)? Unless forced: are gradients deterministic where they must be? In auto: does the
+// decode gate let it through, and does a measured row say that it is at least as fast as stock? The words for every
+// answer are in plan_text.cpp.
 #include "flashplug.h"
 
 namespace flashplug {
@@ -46,11 +47,14 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
   return {};
 }
 
-Reason slower_than_stock(const Problem& p, const DeviceFacts& device, const Tables& tables, Plan* plan) {
-  if (device.cc != kHopper) return Reason{Why::kUnmeasuredDevice, device.cc};
+// Why kernels that could run should not, unless they are forced. A preferred backend goes ahead of what was measured.
+Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
+  const bool measured = mode.backend() == Backend::kAuto;
+  if (measured && device.cc != kHopper) return Reason{Why::kUnmeasuredDevice, device.cc};
   // Stock's backward after our forward is not deterministic.
-  if (p.grad && p.deterministic && plan_backward(p, device, Mode{}, tables).kernel_row < 0)
+  if (p.grad && p.deterministic && plan_backward(p, device, mode, tables).kernel_row < 0)
     return Reason{Why::kDeterministic};
+  if (!measured) return {};
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   if (plan->gate.closed && kernel.kind != kKindDecode)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
@@ -63,7 +67,7 @@ Plan attempt(const Problem& p, const DeviceFacts& device, Mode mode, const Table
   Plan plan;
   Reason& why = plan.*family.why;
   why = resolve(p, device, mode, tables, family.arch, &plan);
-  if (!why && mode.backend() == Backend::kAuto) why = slower_than_stock(p, device, tables, &plan);
+  if (!why && !mode.forces_kernels()) why = unwanted(p, device, mode, tables, &plan);
   if (!why) plan.backend = family.backend;
   return plan;
 }

@@ -124,9 +124,11 @@ std::string row_text(int choice_row, const Tables& tables) {
 
 // Why a backend that was not looked at was not needed.
 std::string not_needed(const Plan& plan, Mode mode) {
-  const bool forced = mode.backend() != Backend::kAuto;
-  const std::string name = kBackendNames[static_cast<int>(forced ? mode.backend() : plan.backend)];
-  return name + (forced ? " is forced" : " comes first and serves this call");
+  const bool asked = mode.backend() != Backend::kAuto;
+  const std::string name = kBackendNames[static_cast<int>(asked ? mode.backend() : plan.backend)];
+  return name + (!asked                 ? " comes first and serves this call"
+                 : mode.is_preference() ? " is asked for by TORCH_FLASHPLUG_BACKEND"
+                                        : " is forced");
 }
 
 // Everything that is in the way of one of our backends.

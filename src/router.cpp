@@ -10,6 +10,7 @@
 
 #include "flashplug.h"
 #include "tensor_facts.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 
@@ -76,7 +77,7 @@ Verdict judge(const Call& call, Mode mode) {
   p.grad = wants_grad(call);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
-  if (!forced && !plans_are_logged() && !class_may_serve(p, device, tables())) return Verdict::kStock;
+  if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return Verdict::kStock;
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return Verdict::kStock;
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   const bool traced = torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
@@ -86,7 +87,7 @@ Verdict judge(const Call& call, Mode mode) {
   if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
     // ours.
-    return traced && (forced || class_may_serve(p, device, tables())) ? Verdict::kOurs : Verdict::kStock;
+    return traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
   }
   if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
   fill_shapes(shape_q, shape_k, shape_v, &p);

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "state.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 
@@ -34,8 +35,8 @@ Standin standin() { return state().standin.load(std::memory_order_relaxed); }
 Backend process_backend() { return static_cast<Backend>(state().process_backend.load(std::memory_order_relaxed)); }
 
 Mode effective_mode() {
-  int forced = state().process_backend.load(std::memory_order_relaxed);
-  return forced != 0 ? Mode{forced} : Mode{thread_mode};
+  const Backend everywhere = process_backend();
+  return everywhere != Backend::kAuto ? Mode::preferring(everywhere) : Mode{thread_mode};
 }
 
 DeviceFacts device_facts(int device_index) {

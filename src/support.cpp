@@ -11,6 +11,8 @@ constexpr int kUnitBytes = 16;  // what addresses are multiples of
 
 bool is_half(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kFp16; }
 
+bool runs_on(int arch, const DeviceFacts& device) { return arch == kHopper ? device.cc == kHopper : device.cc >= arch; }
+
 // Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
 struct Collector {
   Reason* reasons;
@@ -60,7 +62,7 @@ bool whole_units(const Problem& p) {
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit) {
   Collector out{reasons, limit};
-  const bool runs = arch == kHopper ? device.cc == kHopper : device.cc >= arch;
+  const bool runs = runs_on(arch, device);
   if (!p.on_cuda || device.cc == 0)
     out.add(Why::kDevice);
   else if (!runs)
@@ -91,12 +93,14 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
   return out.count;
 }
 
-// Choice rows hold for Hopper: no other GPU was measured.
-bool class_may_serve(const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  if (!p.on_cuda || device.cc != kHopper || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale ||
-      !is_half(p.dtype[0]) || p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) {
+// A preferred backend goes ahead of choice rows. Those hold for Hopper: no other GPU was measured.
+bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  if (!p.on_cuda || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale || !is_half(p.dtype[0]) ||
+      p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) {
     return false;
   }
+  if (mode.backend() != Backend::kAuto) return runs_on(mode.backend() == Backend::kFa3 ? kHopper : kAmpere, device);
+  if (device.cc != kHopper) return false;
   return std::any_of(tables.choices, tables.choices + tables.num_choices, [&p](const ChoiceRow& row) {
     const bool backward = row.kind == kKindBwd || row.kind == kKindMixBwd || row.kind == kKindPartBwd;
     return !backward && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);

@@ -4,7 +4,7 @@
 // libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
 // driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
 // install() says so and the caller takes Plan B.
-#include "flashplug.h"
+#include "torch_symbols.h"
 
 #include <dlfcn.h>
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "flashplug.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 

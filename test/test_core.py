@@ -35,7 +35,10 @@ def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
     try:
         assert native.mode() == 3
         native.set_process_backend(4)
-        assert native.effective_mode() == 4
+        assert native.backend_of(native.effective_mode()) == "stock"
+        native.set_process_backend(FA2)
+        assert native.backend_of(native.effective_mode()) == "fa2"
+        assert native.forced_kernels(native.effective_mode()) is None and native.forced_kernels(FA2) == "fa2"
     finally:
         native.set_process_backend(0)
         native.set_mode(before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,16 +73,58 @@ def test_forced_fa2_names_its_reasons(any_road: Road, why: str, text: str) -> No
         F.scaled_dot_product_attention(*args, mask, dropout_p)
 
 
-def test_process_backend_fa2_takes_every_call(any_road: Road) -> None:
-    q, k, v = any_road.qkv()
+# ---- the whole process: TORCH_FLASHPLUG_BACKEND ----
+
+
+@pytest.fixture
+def fa2_everywhere() -> Iterator[None]:
     native.set_process_backend(BACKENDS.index("fa2"))
-    try:
-        with sdpa_backend("fa3"):
-            assert torch_flashplug.explain(q, k, v, device="a100").backend == "fa2"
-            F.scaled_dot_product_attention(q, k, v)
-    finally:
-        native.set_process_backend(0)
+    yield
+    native.set_process_backend(0)
+
+
+@pytest.mark.usefixtures("fa2_everywhere")
+def test_preferred_fa2_takes_every_call_that_it_can(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+    with sdpa_backend("fa3"):
+        plan = torch_flashplug.explain(q, k, v, device="a100")
+        assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is asked for by TORCH_FLASHPLUG_BACKEND"
+        F.scaled_dot_product_attention(q, k, v)
     assert any_road.took().get("ours_fwd", 0) == 1
+
+
+@pytest.mark.usefixtures("fa2_everywhere")
+@pytest.mark.parametrize("name", ["mask", "dropout", "fp32", "head_dim_300"])
+def test_preferred_fa2_leaves_the_rest_to_stock(any_road: Road, name: str) -> None:
+    q, k, v = any_road.qkv()
+    args, kwargs = {
+        "mask": ([q, k, v, torch.ones(128, 128, dtype=torch.bool, device=q.device).tril()], {}),
+        "dropout": ([q, k, v], {"dropout_p": 0.5}),
+        "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
+        "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
+    }[name]
+    plan = torch_flashplug.explain(*args, **kwargs)
+    assert plan.backend == "stock" and not plan.error and plan.reasons["fa2"]
+    torch.manual_seed(1)
+    got = F.scaled_dot_product_attention(*args, **kwargs)
+    assert any_road.took().get("ours_fwd", 0) == 0
+    with any_road.off():
+        torch.manual_seed(1)
+        assert torch.equal(got, F.scaled_dot_product_attention(*args, **kwargs))
+
+
+@pytest.mark.usefixtures("fa2_everywhere", "fresh_dynamo")
+def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows, head_dim, taken in ((128, 64, 1), (200, 60, 1), (136, 300, 0)):
+        q, k, v = (F.pad(t, (0, head_dim - 64)) for t in road.qkv(rows=rows))
+        got = compiled(q, k, v)
+        assert road.took().get("ours_fwd", 0) == taken, (rows, head_dim)
+        torch.testing.assert_close(got.double(), exact([q, k, v], {}), **CLOSE)
+    mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
+    q, k, v = road.qkv()
+    torch.testing.assert_close(compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    assert road.took().get("ours_fwd", 0) == 0
 
 
 def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:

@@ -292,6 +292,28 @@ def test_fa3_comes_first() -> None:
     assert forced["backend"] == "fa2" and forced["reasons"]["fa3"] == "fa2 is forced"
 
 
+# ---- asked for by the whole process ----
+
+
+def test_a_preference_goes_ahead_of_rows_and_leaves_the_impossible_to_stock() -> None:
+    push(FORWARDS, ())
+    for device in ("h100", "a100", "l4"):
+        assert native.plan(CALLS["encoder_512_d64"], DEVICES[device], FA2 | native.PREFERENCE)["backend"] == "fa2"
+    masked = CALLS["encoder_512_d64"] | {"has_mask": 1}
+    plan = native.plan(masked, DEVICES["a100"], FA2 | native.PREFERENCE)
+    assert plan["backend"] == "stock" and "attn_mask is given" in plan["reasons"]["fa2"]
+    hopper_alone = native.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA3 | native.PREFERENCE)
+    assert hopper_alone["backend"] == "stock" and "9.0" in hopper_alone["reasons"]["fa3"]
+
+
+def test_a_preference_keeps_gradients_deterministic() -> None:
+    """No backward of ours adds in one order here: stock's would follow our forward."""
+    push(FORWARDS + AMPERE_BACKWARDS)
+    assert native.plan(ORDERED, DEVICES["a100"], FA2)["backend"] == "fa2"
+    plan = native.plan(ORDERED, DEVICES["a100"], FA2 | native.PREFERENCE)
+    assert plan["backend"] == "stock" and "use_deterministic_algorithms" in plan["reasons"]["fa2"]
+
+
 # ---- gradients ----
 
 PLAIN = call((4, 8, 8), (1024, 1024), (128, 128), grad=1)

@@ -21,8 +21,6 @@ from .spec import BACKENDS
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
 
-_BACKEND_BITS = 0xFF  # of a mode word
-
 _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
 # for).
@@ -216,10 +214,8 @@ def explain(
     mode = native.effective_mode()
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row", "gradients")}
-    forced = BACKENDS[mode & _BACKEND_BITS]
-    error = (
-        native.forced_error(described, facts, mode) if forced in ("fa3", "fa2") and forced != made["backend"] else ""
-    )
+    impossible = native.forced_kernels(mode) not in (None, made["backend"])
+    error = native.forced_error(described, facts, mode) if impossible else ""
     return Plan(call, **fields, error=error, stock_choice=stock_choice)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from . import native, problem
 from .ops import never_a_frame
-from .spec import BACKENDS
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
@@ -84,14 +83,14 @@ def _backend(
     scale: float | None,
 ) -> str:
     mode = native.effective_mode()
-    wanted = BACKENDS[mode & 0xFF]
+    wanted, forced = native.backend_of(mode), native.forced_kernels(mode)
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if wanted == "math" and native.enabled():
         return "math"
     if outside is not None or wanted == "stock":
         return "stock"
-    if wanted in ("fa3", "fa2"):
-        return wanted  # forced and impossible: the carrier raises the reasons
+    if forced is not None:
+        return forced  # if it is impossible, the carrier raises the reasons
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
     }

@@ -23,8 +23,8 @@ ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load wi
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
     "",
-    "one backend for the whole process, ahead of every gate: fa3, fa2, math or stock; calls that a forced fa3 or fa2 "
-    "cannot run raise",
+    "one backend for the whole process, ahead of every gate and block: fa3, fa2, math or stock; calls that fa3 or fa2 "
+    "cannot run stay stock",
 )
 CACHE_DIR = Flag(
     "TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at run time are kept; empty: the user's cache directory"

@@ -100,7 +100,7 @@ def _hook() -> dict[str, object]:
         "installed": stub,
         "plan_b": plan_b,
         "enabled": native.enabled(),
-        "mode": native.effective_mode(),
+        "mode": native.backend_of(native.effective_mode()),
         "why": why,
     }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import CHOICE_KINDS
-from .spec import DTYPES
+from .spec import BACKENDS, DTYPES
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow, Gate
@@ -43,6 +43,7 @@ PROBLEM_DEFAULTS = {
     "on_cuda": 1,
     "positive_scale": 1,
 }
+_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -205,12 +206,23 @@ def mode() -> int:
 
 
 def effective_mode() -> int:
-    """The process-wide backend if one is set, else this thread's mode word."""
+    """The process-wide backend if one is set, as a preference, else this thread's mode word."""
     return lib().flashplug_effective_mode()
 
 
+def backend_of(mode_word: int) -> str:
+    """One of BACKENDS."""
+    return BACKENDS[mode_word & _BACKEND_BITS]
+
+
+def forced_kernels(mode_word: int) -> str | None:
+    """"fa3" or "fa2" where calls that it cannot run must raise."""
+    backend = backend_of(mode_word)
+    return backend if backend in ("fa3", "fa2") and not mode_word & PREFERENCE else None
+
+
 def set_process_backend(backend: int) -> None:
-    """Backend id that goes ahead of every gate; 0: none."""
+    """Backend id that goes ahead of every gate and block; calls that it cannot run stay stock. 0: none."""
     lib().flashplug_set_process_backend(backend)
 
 

@@ -1,0 +1,62 @@
+// What is asked of libtorch and the CUDA driver behind the stable ABI (torch_symbols.cpp).
+#pragma once
+
+#include "flashplug.h"
+
+namespace flashplug {
+
+using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const std::optional<void*>*,
+                                   double, bool, std::optional<double>, bool);
+struct TorchSymbols {
+  void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
+  bool signature = false;       // its function type is the one we were written for
+  void* cpu_default = nullptr;  // stock's choice function for CPU tensors
+  bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
+  bool overrideable_enabled() const;
+  bool math_enabled() const;
+  bool deterministic() const;
+  bool requires_grad(AtenTensorHandle tensor) const;
+  bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
+  bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
+  bool complete() const;
+};
+const TorchSymbols& torch_symbols();
+void* current_cuda_stream(int device_index);
+bool stream_is_capturing(void* stream);
+// Driver calls that record nothing while a stream is captured: relaxed for the lifetime of this object.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+DeviceFacts query_device(int device_index);
+// Threads that have not called the CUDA runtime yet, as autograd's, have no context, and the driver refuses them.
+void ensure_context(int device_index);
+void* device_zeros(size_t bytes);  // on the current device, never freed, also while a stream is captured; null if none
+// What libtorch said when a shim failed on this thread (torch 2.13 and later; older ones log it).
+std::string shim_error();
+// Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these
+// lives.
+class QuietShims {
+ public:
+  QuietShims();
+  ~QuietShims();
+  QuietShims(const QuietShims&) = delete;
+  QuietShims& operator=(const QuietShims&) = delete;
+
+ private:
+  int previous_ = 0;
+};
+// cuDNN's forward, whose mixed returns only its C shim can hand over. False where this torch has none, or it refuses.
+struct CudnnForward {
+  AtenTensorHandle out = nullptr, lse = nullptr;
+};
+bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
+                        std::optional<double> scale, CudnnForward* result);
+
+}  // namespace flashplug
