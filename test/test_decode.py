@@ -42,9 +42,6 @@ CAPACITY = 1100  # keys of a cache
 FAMILIES = {90: "fa3", 80: "fa2"}  # by the architecture of their kernels
 BY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values())
 KERNELS = [spec for arch in FAMILIES for spec in configs.specs(arch, "decode")]
-# Without those that a GPU of more shared memory has another one for.
-KERNELS = [spec for spec in KERNELS if all(spec.stages >= other.stages for other in KERNELS
-                                           if replace(other, stages=spec.stages) == spec)]  # fmt: skip
 
 
 # ---- on both roads ----

@@ -93,14 +93,14 @@ wide_d256
     fa2 fwd_sm80_bf16_d256_full_m64n64s1 tiles=1024 splits=1
 decode_1x8k_d128_gqa4
   a100
-    fa2 decode_sm80_bf16_d128_full_m16n64s2 tiles=8 splits=13
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/16) = 8 on 108 SMs: splits 13 of 10 blocks
-        of 64 keys, 104 CTAs (96 % of the SMs)
+    fa2 decode_sm80_bf16_d128_full_m16n128s1 tiles=8 splits=13
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/16) = 8 on 108 SMs: splits 13 of 5 blocks
+        of 128 keys, 104 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   a100
-    fa2 decode_sm80_bf16_d128_full_m16n64s2 tiles=512 splits=1
-      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/16) = 512 on 108 SMs: splits 1 of 128
-        blocks of 64 keys, 512 CTAs (474 % of the SMs)
+    fa2 decode_sm80_bf16_d128_full_m16n128s1 tiles=512 splits=1
+      gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/16) = 512 on 108 SMs: splits 1 of 64
+        blocks of 128 keys, 512 CTAs (474 % of the SMs)
 """)
 
     def test_forced_element_by_element(self) -> None:

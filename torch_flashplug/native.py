@@ -216,7 +216,7 @@ def backend_of(mode_word: int) -> str:
 
 
 def forced_kernels(mode_word: int) -> str | None:
-    """"fa3" or "fa2" where calls that it cannot run must raise."""
+    """ "fa3" or "fa2" where calls that it cannot run must raise."""
     backend = backend_of(mode_word)
     return backend if backend in ("fa3", "fa2") and not mode_word & PREFERENCE else None
 

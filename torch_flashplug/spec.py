@@ -22,40 +22,45 @@ MASKS = ("full", "causal")
 # every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
 TARGETS = {"sm_80": (80,), "sm_90a": (90, 80), "sm_100": (80,), "sm_120": (80,)}
 
-WARPGROUP = 128  # threads
+WARP, WARPGROUP = 32, 128  # threads
+ELEMENT_BYTES, FP32_BYTES = 2, 4
+SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
+SMEM_RESERVED = 1024  # of every CTA beside that
+L2_BYTES = {90: 50 << 20}
+MAX_REGISTERS = 255  # of a thread
+REGISTER_FILE = 65536
+BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
+PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
+
+# Hopper
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
-ELEMENT_BYTES = 2
-FP32_BYTES = 4
 CLUSTER = 8  # CTAs of a cluster at most: what every Hopper GPU can place (16 ran slower where they could be)
 Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
 BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
-SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
-L2_BYTES = {90: 50 << 20}
-SMEM_RESERVED = 1024  # of every CTA beside that
-MAX_REGISTERS = 255  # of a thread
-REGISTER_FILE = 65536
-WARP = 32
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
-SLAB = 16  # rows of one mma.sync
-AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
-AMPERE_NARROW = 128  # up to this head dim a warp of sm_80 owns two slabs of rows: K and V are read half as often
-RESULT_PAD = 8  # decode of sm_80: floats between rows of results; eight rows of an accumulator lie in different banks
-AMPERE_SCORES = 32  # registers of a backward's scores or their gradient, or dQ
-BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
-PARTS_TILE = (64, 64)  # of a backward in parts
 BACKWARD_WARPGROUPS = 2
 TENDERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 TENDER_BYTES = 12 * 1024  # of scratch that each of them has under way
 ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
+# sm_80
+SLAB = 16  # rows of one mma.sync
+AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
+AMPERE_NARROW = 128  # up to this head dim a warp owns two slabs of rows: K and V are read half as often
+AMPERE_COLUMNS = 64  # of 32 keys' dK and dV that a backward's warp holds
+AMPERE_SCORES = 32  # registers of a backward's scores or their gradient, or dQ
+RESULT_PAD = 8  # decode: floats between rows of results; eight rows of an accumulator lie in different banks
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Identifies one compiled kernel; equal specs share one object file."""
+    """Identifies one compiled kernel; equal specs share one object file. What it costs, and whether that fits, depends
+    on its architecture: an instance is a HopperSpec or an AmpereSpec.
+    """
 
     kind: str  # one of KINDS
     arch: int  # 80 or 90: what it is written for; it runs on what TARGETS says
@@ -68,6 +73,10 @@ class KernelSpec:
     stages: int  # steps in flight in shared memory
     elementwise: bool = False  # sm_80: loads and stores element by element, whatever the addresses and strides
 
+    def __new__(cls, kind: str = "", arch: int = 0, *rest: object, **named: object) -> KernelSpec:
+        """Without arguments when it is unpickled, as what it was."""
+        return object.__new__(_FAMILIES[arch] if cls is KernelSpec else cls)
+
     def name(self) -> str:
         head = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
         tile = f"m{self.tile_m}n{self.tile_n}s{self.stages}" + "e" * self.elementwise
@@ -77,7 +86,7 @@ class KernelSpec:
     def from_name(cls, name: str) -> KernelSpec:
         """Inverse of `name()`. Raises ValueError for anything else."""
         match = _NAME.fullmatch(name)
-        if not match:
+        if not match or int(match[2]) not in _FAMILIES:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
         kind, arch, dtype, d, dv, mask, *tile, elements = match.groups()
         return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
@@ -85,11 +94,6 @@ class KernelSpec:
     @property
     def is_backward(self) -> bool:
         return self.kind not in {"fwd", "decode"}
-
-    @property
-    def warpgroups(self) -> int:
-        """Consumer warpgroups: each owns 64 of the CTA's rows, or half of the columns."""
-        return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
 
     @property
     def is_decode(self) -> bool:
@@ -100,34 +104,68 @@ class KernelSpec:
         return self.kind == "partbwd"
 
     @property
-    def _backward_tile(self) -> tuple[int, int]:
-        return PARTS_TILE if self.in_parts else BACKWARD_TILE
+    def threads(self) -> int:
+        """Of a CTA."""
+        raise NotImplementedError
+
+    def smem_bytes(self) -> int:
+        """Of a CTA."""
+        raise NotImplementedError
+
+    def accumulator_registers(self) -> int:
+        """Of a thread that multiplies."""
+        raise NotImplementedError
+
+    def illegal_shape(self) -> str | None:
+        """What of this tile no kernel can have, and what it could be; None if nothing."""
+        raise NotImplementedError
+
+    def register_budget(self) -> tuple[int, int]:
+        """Registers that a multiplying thread needs, about, and has."""
+        raise NotImplementedError
 
     @property
-    def is_ampere(self) -> bool:
-        return self.arch == 80
+    def ctas_per_sm(self) -> int:
+        """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
+        two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
+        return 1 + (two_fit and self.accumulator_registers() + REGISTER_OVERHEAD <= self._decode_registers(2))
+
+    def _decode_registers(self, ctas: int) -> int:
+        """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
+        return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
+
+    def _kv_bytes(self) -> int:
+        return self.stages * self.tile_n * (self.d + self.dv) * ELEMENT_BYTES
+
+    def _step_bytes(self) -> int:
+        """A backward's step: Q, dO, LSE, delta."""
+        return self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
+
+    def check(self) -> str | None:
+        """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
+        illegal = self.illegal_shape()
+        if illegal is not None:
+            return f"{self.name()}: {illegal}"
+        need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
+        if need > limit:
+            return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"
+        registers, budget = self.register_budget()
+        if registers > budget:
+            return f"{self.name()}: needs about {registers} registers, a thread has {budget}; lower tile_n or tile_m"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class HopperSpec(KernelSpec):
+    """Warpgroups that multiply (wgmma), and one that loads (TMA)."""
 
     @property
-    def column_parts(self) -> int:
-        """sm_80, bwd: warps that share the columns of 32 keys' dK and dV. Loads of single elements need registers."""
-        return 4 if self.elementwise else next(parts for parts in (1, 2, 4) if max(self.d, self.dv) <= parts * ROOMY_D)
-
-    @property
-    def slabs(self) -> int:
-        """sm_80, forward: slabs of rows that a warp owns."""
-        return 2 if self.tile_m >= WARPGROUP and max(self.d, self.dv) <= AMPERE_NARROW else 1
-
-    @property
-    def teams(self) -> int:
-        """sm_80, decode: parts of a block's keys, each with warps of its own for all rows; four warps in all."""
-        return WARPGROUP // (self.tile_m // SLAB * WARP) if self.is_decode else 1
+    def warpgroups(self) -> int:
+        """Consumers: each owns 64 of the CTA's rows, or half of the columns."""
+        return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
 
     @property
     def threads(self) -> int:
-        if self.is_ampere and self.is_backward:
-            return self.tile_n * self.column_parts
-        if self.is_ampere:
-            return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
         return WARPGROUP * self.warpgroups + (WARP if self.is_decode else WARPGROUP)
 
     @property
@@ -144,9 +182,6 @@ class KernelSpec:
     def _q_slot_bytes(self) -> int:
         return ROWS_PER_WARPGROUP * self.q_columns * ELEMENT_BYTES
 
-    def _kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.d + self.dv) * ELEMENT_BYTES
-
     @property
     def early_rescale(self) -> bool:
         return self.dv >= EARLY_RESCALE_DV
@@ -157,40 +192,16 @@ class KernelSpec:
         return self.d + self.dv <= 2 * ROOMY_D
 
     def smem_bytes(self) -> int:
-        """fwd: Q and O, the K and V rings. decode of sm_80: Q, the rings; in their place at last, every team's results.
-        bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way to scratch and from there to global
-        memory. Barriers.
+        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
+        to scratch and from there to global memory. Barriers.
         """
-        if self.is_ampere and self.is_backward:
-            step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
-            weights = 2 * self.tile_m * self.tile_n * ELEMENT_BYTES  # dS twice, or P and dS
-            return self.stages * step + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
-        if self.is_ampere and self.is_decode:
-            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
-            return max(self.tile_m * self.d * ELEMENT_BYTES + self._kv_bytes(), results)
-        if self.is_ampere:
-            return (self.tile_m * max(self.d, self.dv) + self.tile_n * (self.d + self.dv)) * ELEMENT_BYTES
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
-            step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
-            keys = self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
-            scratch = self.tile_m * self.d * FP32_BYTES + TENDERS * (
-                TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES
-            )
-            return self.stages * step + keys + scratch + BARRIER_BYTES
+            written = TENDERS * (TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES)
+            return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
         q_bytes = self.tile_m * self.d * ELEMENT_BYTES if self.is_decode else self.q_slots * self._q_slot_bytes()
         return q_bytes + self._kv_bytes() + BARRIER_BYTES
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
-        two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
-        return 1 + (two_fit and self.accumulator_registers() + REGISTER_OVERHEAD <= self._decode_registers(2))
-
-    def _decode_registers(self, ctas: int) -> int:
-        """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
-        return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
 
     @property
     def dq_stages_v(self) -> int:
@@ -202,18 +213,13 @@ class KernelSpec:
         return ROWS_PER_WARPGROUP * ((2 + 2) * self.d + (2 + stages_v) * self.dv) * ELEMENT_BYTES
 
     def _dkdv_bytes(self) -> int:
-        """The Q and dO rings with LSE and delta, K and V, P and dS."""
-        step = self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
-        return self.stages * step + self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
+        """The rings of steps, K and V, dS twice (in parts: P and dS)."""
+        return self.stages * self._step_bytes() + self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
 
     def accumulator_registers(self) -> int:
-        """Per consumer thread. fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and
-        their gradient (then dQ) in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
+        """fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and their gradient (then dQ)
+        in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
         """
-        if self.is_ampere and self.is_backward:
-            return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
-        if self.is_ampere:
-            return self.slabs * (self.tile_n // self.teams // 2 + self.dv // 2)
         if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -222,67 +228,102 @@ class KernelSpec:
             return keys + self.roomy * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
 
-    def check(self) -> str | None:
-        """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
-        return self._check_ampere() if self.is_ampere else self._check_hopper()
+    def register_budget(self) -> tuple[int, int]:
+        has = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]
+        return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
-    def _check_ampere(self) -> str | None:
-        if self.is_backward:
-            tile = PARTS_TILE if self.column_parts == 4 else BACKWARD_TILE
-            if (self.tile_m, self.tile_n) != tile:
-                return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a backward of these head dims has {tile}"
-            if (self.d % 64 or self.dv % 64) and (self.d, self.dv) != (96, 96):
-                return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both"
-            stages = 1 if self.column_parts == 4 else 2
-            if self.stages != stages:
-                return f"{self.name()}: stages={self.stages}; a backward of these head dims has {stages}"
-        elif self.is_decode:
-            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n % (SLAB * self.teams) or self.tile_n > 128:
-                return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; use 16 or 64 rows, 64 or 128 keys"
-            if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
-                given = f"head dims ({self.d}, {self.dv}), stages={self.stages}"
-                return f"{self.name()}: {given}; use multiples of 64, and 1 to 4"
-        elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
-            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; use 64 or 128 rows, 16 to 128 keys in steps of 16"
-        elif self.d % 32 or self.dv % 32:
-            return f"{self.name()}: head dims ({self.d}, {self.dv}); use multiples of 32"
-        elif self.stages != 1:
-            return f"{self.name()}: stages={self.stages}; use 1: what comes next is loaded while another tile is used"
-        need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
-        if need > limit:
-            return f"{self.name()}: needs {need} B of shared memory, sm_80 has {limit}; lower stages or tile_n"
-        registers = self.accumulator_registers() + AMPERE_OVERHEAD
-        if registers > MAX_REGISTERS:
-            return f"{self.name()}: needs about {registers} registers, a thread has {MAX_REGISTERS}; lower tile_n"
-        return None
-
-    def _check_hopper(self) -> str | None:
+    def illegal_shape(self) -> str | None:
+        tile = PARTS_TILE if self.in_parts else BACKWARD_TILE
         if self.elementwise:
-            return f"{self.name()}: TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
+            return "TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
-            return f"{self.name()}: tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
-        if self.is_backward and (self.tile_m, self.tile_n) != self._backward_tile:
-            return f"{self.name()}: tile {self.tile_m}x{self.tile_n}; a {self.kind} has {self._backward_tile}"
+            return f"tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
+        if self.is_backward and (self.tile_m, self.tile_n) != tile:
+            return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} has {tile}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
-            return f"{self.name()}: tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
+            return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
-            return f"{self.name()}: head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
+            return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
-            return (
-                f"{self.name()}: use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
-            )
+            return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
         if self.stages not in (1, 2, 4) and not self.is_decode:
-            return f"{self.name()}: stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
-        need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
-        if need > limit:
-            return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"
-        registers = self.accumulator_registers() + REGISTER_OVERHEAD
-        budget = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]
-        if registers > budget:
-            return f"{self.name()}: needs about {registers} registers, a consumer has {budget}; lower tile_n or tile_m"
+            return f"stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class AmpereSpec(KernelSpec):
+    """sm_80 and later: warps that load (cp.async) and multiply (mma.sync)."""
+
+    @property
+    def column_parts(self) -> int:
+        """bwd: warps that share the columns of 32 keys' dK and dV. Loads of single elements need registers."""
+        widest = max(self.d, self.dv)
+        return 4 if self.elementwise else next(parts for parts in (1, 2, 4) if widest <= parts * AMPERE_COLUMNS)
+
+    @property
+    def slabs(self) -> int:
+        """fwd: slabs of rows that a warp owns."""
+        return 2 if self.tile_m >= WARPGROUP and max(self.d, self.dv) <= AMPERE_NARROW else 1
+
+    @property
+    def teams(self) -> int:
+        """decode: parts of a block's keys, each with warps of its own for all rows; four warps in all."""
+        return WARPGROUP // (self.tile_m // SLAB * WARP) if self.is_decode else 1
+
+    @property
+    def threads(self) -> int:
+        if self.is_backward:
+            return self.tile_n * self.column_parts
+        return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
+
+    def smem_bytes(self) -> int:
+        """fwd: Q, later O, and K and V. decode: Q, the rings; in their place at last, every team's results. bwd: K and
+        V, the steps, dS twice (or P and dS).
+        """
+        if self.is_backward:
+            weights = 2 * self.tile_m * self.tile_n * ELEMENT_BYTES
+            return self.stages * self._step_bytes() + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
+        if self.is_decode:
+            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
+            return max(self.tile_m * self.d * ELEMENT_BYTES + self._kv_bytes(), results)
+        return self.tile_m * max(self.d, self.dv) * ELEMENT_BYTES + self._kv_bytes()
+
+    def accumulator_registers(self) -> int:
+        """fwd: scores and output. bwd: dK and dV, scores or their gradient or dQ, and these in 16 bits."""
+        if self.is_backward:
+            return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
+        return self.slabs * (self.tile_n // self.teams // 2 + self.dv // 2)
+
+    def register_budget(self) -> tuple[int, int]:
+        return self.accumulator_registers() + AMPERE_OVERHEAD, MAX_REGISTERS
+
+    def illegal_shape(self) -> str | None:
+        if self.is_backward:
+            return self._illegal_backward()
+        tile, dims = f"tile {self.tile_m}x{self.tile_n}", f"head dims ({self.d}, {self.dv}), stages={self.stages}"
+        if self.is_decode:
+            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n % (SLAB * self.teams) or self.tile_n > 128:
+                return f"{tile}; use 16 or 64 rows, 64 or 128 keys"
+            if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
+                return f"{dims}; use multiples of 64, and 1 to 4"
+        elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
+            return f"{tile}; use 64 or 128 rows, 16 to 128 keys in steps of 16"
+        elif self.d % 32 or self.dv % 32 or self.stages != 1:
+            return f"{dims}; use multiples of 32, and 1: what comes next is loaded while another tile is used"
+        return None
+
+    def _illegal_backward(self) -> str | None:
+        tile, stages = (PARTS_TILE, 1) if self.column_parts == 4 else (BACKWARD_TILE, 2)
+        if (self.tile_m, self.tile_n, self.stages) != (*tile, stages):
+            given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
+            return f"{given}; a backward of these head dims has {tile} and {stages}"
+        if (self.d % 64 or self.dv % 64) and (self.d, self.dv) != (96, 96):
+            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both"
+        return None
+
+
+_FAMILIES = {80: AmpereSpec, 90: HopperSpec}
 _NAME = re.compile(
     rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({'|'.join(MASKS)})_m(\d+)n(\d+)s(\d+)(e?)"
 )

@@ -154,11 +154,9 @@ class DecodeSm80(DecodeCall):
     def my_ring(self, mK: cute.Tensor, mV: cute.Tensor, work: Part, start: Int32, team: Int32) -> Ring:
         """Of this warp's team."""
         begin, end = work.blocks()
-        k = sm80.Tile(start, self.keys, self.d)
-        v = sm80.Tile(start, self.keys, self.dv)
-        mine = start + team * (self.stages * (k.bytes + v.bytes))
-        k = sm80.Tile(mine, self.keys, self.d)
-        v = sm80.Tile(mine + self.stages * k.bytes, self.keys, self.dv)
+        k, v = (sm80.Tile(start, self.keys, columns) for columns in (self.d, self.dv))
+        away = team * (self.stages * (k.bytes + v.bytes))
+        k, v = k.moved(away), v.moved(away + self.stages * k.bytes)
         mover = sm80.Mover(self.team_warps * WARP, self.dtype, elementwise=False)
         gK, gV = (mX[work.batch, work.kv_head, None, None] for mX in (mK, mV))
         first_key = begin * self.tile_n + team * self.keys

@@ -59,8 +59,9 @@ class Backstage:
 
     @cute.jit
     def wait(self, kv_head: Int32, which: int, expected: Int32):
-        """One warp."""
+        """One warp, which hands what was counted on to TMA."""
         wait_for_count(self.scratch.counter(kv_head, which), expected)
+        cute.arch.fence_proxy("async")
         cute.arch.sync_warp()
 
     @cute.jit
@@ -174,6 +175,7 @@ def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32
                 last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                 if lane < 4:
                     wait_for_count(scratch.turn(unit), work.turn(n_block, step))
+                    cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.wait_free(done + 1)  # it has been written
                 if lane < 4:

@@ -15,9 +15,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
-from cutlass.cutlass_dsl import BaseDSL
 
-from .fragments import LOG2_E, pack_pair
+from .fragments import LOG2_E, pack_pair, target_from
 from .scratch import QUAD, vector_at
 from .sm90 import WARP
 
@@ -148,8 +147,8 @@ class Combine:
 
 
 def starts_early() -> bool:
-    """Whether the target can launch a kernel ahead of the end of the one before: all do since sm_90."""
-    return BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90
+    """Whether the target can launch a kernel ahead of the end of the one before."""
+    return target_from(Arch.sm_90)
 
 
 def follow() -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.base_dsl import Arch
+from cutlass.cutlass_dsl import BaseDSL
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 PACKS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}  # what two packed elements are called in PTX
@@ -84,3 +86,8 @@ def pack_pair(kind: str, low: Float32, high: Float32) -> Int32:
     """Two numbers in 16 bits, round to nearest even; kind: one of PACKS."""
     text = f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
+
+
+def target_from(arch: Arch) -> bool:
+    """Whether what is compiled for is that architecture or a later one."""
+    return BaseDSL._get_dsl().get_arch_enum() >= arch

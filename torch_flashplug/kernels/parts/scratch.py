@@ -70,11 +70,10 @@ class Scratch:
 
 @cute.jit
 def wait_for_count(counter: cute.Pointer, expected: Int32):
-    """Until others have counted that far, with all that they had written before; it may be handed on to TMA."""
+    """Until others have counted that far, with all that they had written before."""
     seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while seen < expected:
         seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    cute.arch.fence_proxy("async")
 
 
 @cute.jit

@@ -16,10 +16,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 from cutlass.cute.nvgpu import warp
-from cutlass.cutlass_dsl import BaseDSL
 
 from ...spec import SLAB, WARP
-from .fragments import PACKS, OperandA, pack_pair, rows_and_columns
+from .fragments import PACKS, OperandA, pack_pair, rows_and_columns, target_from
 from .scratch import vector_at
 
 VECTOR = 8  # elements of one 16-byte unit
@@ -133,11 +132,6 @@ def zero_of(step: Int32) -> Int32:
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
 
 
-def target_from(arch: Arch) -> bool:
-    """Whether what is compiled for is that architecture or a later one."""
-    return BaseDSL._get_dsl().get_arch_enum() >= arch
-
-
 def room(dtype) -> cute.Tensor:
     """Registers for one ldmatrix."""
     return cute.make_rmem_tensor((VECTOR, 1), dtype)
@@ -230,7 +224,7 @@ class Mover:
             store_elements(values, gX, row)
         else:
             cute.arch.sync_warp()  # all lanes have read what was there
-            put_pairs(values, tile, slab * SLAB, PACKS[self.dtype])
+            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, PACKS[self.dtype])
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
             r0, unit = lane // units, lane % units
@@ -284,20 +278,6 @@ def shared_vector(address: Int32, dtype) -> cute.Tensor:
 
 
 @cute.jit
-def put_pairs(values: cute.Tensor, tile: Tile, first_row: Int32, pack: cutlass.Constexpr[str]):
-    """A warp's 16 rows, (2, columns) of a thread, in 16 bits into a tile."""
-    lane = cute.arch.lane_idx()
-    for pair in cutlass.range_constexpr(min(tile.columns, tile.panel) // VECTOR):
-        start = tile.unit(first_row + lane // 4, Int32(pair)) + lane % 4 * 4
-        for p in cutlass.range_constexpr(tile.columns // tile.panel):
-            for r in cutlass.range_constexpr(2):
-                c = 2 * (pair + p * (tile.panel // VECTOR))
-                address = start + tile.offset(8 * r, p * tile.panel)
-                place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
-                cute.arch.store(place, pack_pair(pack, values[r, c], values[r, c + 1]))
-
-
-@cute.jit
 def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
     """A warp's 16 rows, (2, columns) of a thread, to rows of gX from `row` on."""
     lane = cute.arch.lane_idx()
@@ -309,7 +289,7 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
                 gX[place] = values[r, c].to(gX.element_type)
 
 
-def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32, pairs: int, pack: str) -> None:
+def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, pack: str) -> None:
     """A warp's 16 rows, of every panel the nth `pairs` pairs of units, in 16 bits into a tile."""
     values, lane = rows_and_columns(acc), cute.arch.lane_idx()
     for u in range(2 * pairs):
@@ -353,10 +333,3 @@ def add_quad(target: Int64, quad: tuple) -> None:
         for i, value in enumerate(quad):
             text = f"red.relaxed.gpu.global.add.f32 [{{$r0}} + {4 * i}], {{$r1}};"
             cute.arch.inline_ptx(text, read_only_args=[target, value])
-
-
-@cute.jit
-def wait_for_turn(counter: cute.Pointer, expected: Int32):
-    """A warp: until others have counted that far, and all that they had added before is there."""
-    while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < expected:
-        pass

@@ -59,12 +59,7 @@ class OnlineSoftmax:
             base = new_max
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
-            shift = base * self.scale_log2
-            factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
-            shift = base * factor
-            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
-                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * factor - shift, fastmath=True)
-            block_sum = row_reduce(acc_S, r, lambda a, b: a + b)
+            block_sum = self.weigh_row(acc_S, r, base)
             if cutlass.const_expr(first):
                 self.row_sum[r] = block_sum
                 self.correction[r] = 1.0
@@ -103,12 +98,16 @@ class OnlineSoftmax:
         """acc_S (2, cols): scores in, probabilities out, up to 2^SLACK."""
         for r in cutlass.range_constexpr(ROWS):
             base = 0.0 if self.row_max[r] == -Float32.inf else self.row_max[r]
-            shift = base * self.scale_log2
-            factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
-            shift = base * factor
-            for c in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
-                acc_S[r, c] = cute.math.exp2(acc_S[r, c] * factor - shift, fastmath=True)
-            self.row_sum[r] = self.row_sum[r] + row_reduce(acc_S, r, lambda a, b: a + b)
+            self.row_sum[r] = self.row_sum[r] + self.weigh_row(acc_S, r, base)
+
+    def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
+        """A row's scores become probabilities relative to `base`; returns their sum."""
+        shift = base * self.scale_log2
+        factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
+        shift = base * factor
+        for c in range(cute.size(acc_S, mode=[1])):
+            acc_S[row, c] = cute.math.exp2(acc_S[row, c] * factor - shift, fastmath=True)
+        return row_reduce(acc_S, row, lambda a, b: a + b)
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
