@@ -36,11 +36,12 @@ import workloads
 from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from rich.console import Console
 
-from torch_flashplug import native
+from torch_flashplug import native, problem
 from torch_flashplug.spec import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
     Case,
+    Inputs,
     Timing,
     make_inputs,
     time_host,
@@ -51,10 +52,13 @@ GRAPH_CALLS, GRAPH_MS = 10, 2.0  # calls in one CUDA graph: so many, fewer where
 ROUND_MS = 20.0  # of one candidate in one round, after as much of it untimed: power limits act within some 10 ms
 
 
-def _tiles(case: Case, device: str) -> int:
-    """Tiles of the kernel that would take the case: the number that ChoiceRow.min_tiles bounds."""
-    facts = native.device_facts(torch.device(device).index or 0) if device == "cuda" else native.NO_DEVICE
-    return native.plan(case.sizes(), facts, BACKENDS.index("fa3"))["tiles"]
+def _tiles(case: Case, inputs: Inputs, ours: str) -> int:
+    """Tiles of the kernel of `ours` ("ours_fa3", "ours_fa2") that would take the case: the number that
+    ChoiceRow.min_tiles bounds.
+    """
+    facts = native.device_facts(inputs.q.device.index) if inputs.q.is_cuda else native.NO_DEVICE
+    call = problem.describe(*inputs, None, 0.0, case.causal, case.scale)
+    return native.plan(call, facts, BACKENDS.index(ours.removeprefix("ours_")))["tiles"]
 
 
 def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
@@ -112,7 +116,7 @@ def _suite_against_stock(bench: Bench, cases: list[Case], grad: bool, ours: str 
         with torch.set_grad_enabled(grad):
             candidates, errors, refused = try_each(bench, case, inputs, (ours, "stock"), build)
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=5.0)
-        more = {"errors": errors, "refused": refused, "tiles": _tiles(case, bench.device), "grad": grad}
+        more = {"errors": errors, "refused": refused, "tiles": _tiles(case, inputs, ours), "grad": grad}
         bench.add(row_of(case.name, timings, **facts_of(case), **more))
 
 

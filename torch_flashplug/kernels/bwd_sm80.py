@@ -28,7 +28,7 @@ from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate,
 from .parts.geometry import Geometry, Steps
 from .parts.mask import TransposedMask
 from .parts.scheduler import TileOrder
-from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up, wait_for_count
+from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 
 STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 ROW_FACTS = 2  # LSE and delta
@@ -118,7 +118,7 @@ class QueryGradient:
         accs = self.multiply(self.left.over(ds.moved(slot * ds.bytes), True))
         counter = self.scratch.turn(block * UNITS)
         if cutlass.const_expr(turn is not None):
-            wait_for_count(counter, turn)
+            sm80.wait_for_turn(counter, turn)
         start = self.scratch.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
         for p in cutlass.range_constexpr(k.columns // k.panel):
             for u in cutlass.range_constexpr(self.pairs):
