@@ -56,7 +56,7 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
 // ---- backward.cpp: our gradients ----
 
 // False where another backward must follow: no measured row, no kernel.
-bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----

@@ -42,7 +42,7 @@ Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
 
 }  // namespace
 
-bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index,
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
   if (standin() != Standin::kOff || call.wanted[3]) return false;
   const ForwardCall& forward = call.forward;
@@ -50,7 +50,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   problem.grad = true;
   const bool* wanted = call.wanted;
   const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
-  const int row = plan_backward(problem, device, forward.mode, tables(), parts).kernel_row;
+  const int row = plan_backward(problem, device, mode, tables(), parts).kernel_row;
   if (row < 0) return false;
   Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
   if (kernel == nullptr) return false;

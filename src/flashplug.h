@@ -157,6 +157,7 @@ enum class Why : int {
   kSlower,
   kDecodeGate,
   kDeterministic,
+  kNoBackward,
 };
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
@@ -245,7 +246,7 @@ Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 // The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
-Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
 // plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
 struct BackwardPlan {
   int kernel_row = -1;
@@ -324,6 +325,9 @@ Backend process_backend();
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
 Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
+// Up-call: may a call whose operands (at::Tensor*) Python dispatches be ours, shapes permitting? Null: not installed.
+using TraceCallback = int (*)(const void* q, const void* k, const void* v, int enable_gqa);
+TraceCallback trace_callback();
 enum class Path : int {
   kOursForward,
   kCudnnForward,

@@ -4,6 +4,7 @@
 
 #include "flashplug.h"
 #include "state.h"
+#include "torch_symbols.h"
 
 using namespace flashplug;
 
@@ -158,6 +159,14 @@ FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_
                                          char* out, int capacity) {
   return copy_text(plan_json(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
 }
+// 1: the plan is ours, but its kernel was looked for in vain.
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const int64_t* problem, double dropout_p, const int64_t* facts,
+                                              int64_t mode) {
+  const Problem p = problem_from(problem, dropout_p);
+  const DeviceFacts device = facts_from(facts);
+  const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
+  return plan.ours() && kernel_missing(plan.kernel_row, p.dtype[0], device);
+}
 FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts,
                                             int64_t mode, char* out, int capacity) {
   return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out,
@@ -175,6 +184,9 @@ FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_p
   state().log_callback.store(callback, std::memory_order_release);
 }
 
+// THPVariable_Wrap: at::Tensor* -> a new reference to its Python object, for the up-call below; null if unknown here.
+FLASHPLUG_EXPORT void* flashplug_wrap_function() { return torch_symbols().wrap; }
+FLASHPLUG_EXPORT void flashplug_set_trace_callback(TraceCallback callback) { state().trace_callback.store(callback); }
 FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
 FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, const char* target) { load_pack(path, target); }
 FLASHPLUG_EXPORT void flashplug_clear_packs() { clear_packs(); }

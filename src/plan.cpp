@@ -51,9 +51,9 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != kHopper) return Reason{Why::kUnmeasuredDevice, device.cc};
-  // Stock's backward after our forward is not deterministic.
-  if (p.grad && p.deterministic && plan_backward(p, device, mode, tables).kernel_row < 0)
-    return Reason{Why::kDeterministic};
+  // Stock's backward after our forward is not deterministic, and may be math's, where stock has a fused one of its own.
+  if (p.grad && (p.deterministic || !measured) && plan_backward(p, device, mode, tables).kernel_row < 0)
+    return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   if (!measured) return {};
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   if (plan->gate.closed && kernel.kind != kKindDecode)
@@ -90,9 +90,12 @@ Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
   return plan;
 }
 
-Plan plan_in_op(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const bool any = mode.backend() == Backend::kAuto;
-  return plan_call(p, device, any ? Mode{static_cast<int64_t>(Backend::kFa3)} : mode, tables);
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  Plan plan;
+  for (const Family& family : kFamilies) {
+    if (!plan.ours()) plan = plan_call(p, device, Mode{static_cast<int64_t>(family.backend)}, tables);
+  }
+  return plan;
 }
 
 }  // namespace flashplug

@@ -81,6 +81,8 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
     case Why::kDecodeGate:
       return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
              " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
+    case Why::kNoBackward:
+      return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
     default:
       return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
              "torch.no_grad() or the stock backend";
@@ -112,7 +114,7 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
          (!gate.closed  ? "open"
-          : plan.ours() ? "closed, but forced"
+          : plan.ours() ? "closed, but asked for"
                         : "stock");
 }
 
@@ -175,6 +177,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kSlower:
     case Why::kDecodeGate:
     case Why::kDeterministic:
+    case Why::kNoBackward:
       return speed_reason(reason, p, device);
     default:
       return operand_reason(reason, p);

@@ -47,6 +47,12 @@ bool shapes_regular(const Shape& q, const Shape& k, const Shape& v, bool enable_
   return heads && q.size[0] == k.size[0] && q.size[0] == v.size[0] && k.size[2] == v.size[2] && q.size[3] == k.size[3];
 }
 
+// Python knows what C++ cannot ask of its subclasses: whether they are only traced, and hints of their symbolic sizes.
+bool python_agrees(const Call& call) {
+  const TraceCallback ask = trace_callback();
+  return ask == nullptr || ask(call.q, call.k, call.v, call.enable_gqa) != 0;
+}
+
 int64_t offset_bytes(AtenTensorHandle tensor) {
   int64_t offset = 0;
   // Storages come 512-byte aligned from the allocator; a foreign storage that is not is met by the op, which looks at
@@ -79,8 +85,9 @@ Verdict judge(const Call& call, Mode mode) {
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return Verdict::kStock;
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return Verdict::kStock;
-  // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   const bool traced = torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
+  if (traced && !python_agrees(call)) return Verdict::kStock;
+  // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (traced) quiet.emplace();
   Shape shape_q, shape_k, shape_v;

@@ -131,8 +131,9 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, p.causal == Causal::kTopLeft, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
-    if (choice == kChoiceFlash) {  // its results cannot be saved for our backward; ours is the nearest
-      const Plan plan = plan_in_op(p, device, call.mode, tables());
+    // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
+    if (choice == kChoiceFlash || !efficient_can_run(p)) {
+      const Plan plan = plan_in_op(p, device, tables());
       if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
     }
   }
@@ -160,9 +161,13 @@ BackwardResult backward(const BackwardCall& call) {
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.query.device_index);
   BackwardResult result;
-  const bool math = call.forward.mode.backend() == Backend::kMath;
-  if (math || !our_backward(call, p, device, facts.query.device_index, &result)) {
-    if (math || !efficient_can_run(p))
+  const Mode mode = call.forward.mode, any{static_cast<int64_t>(Backend::kFa2)};
+  const bool math = mode.backend() == Backend::kMath, fused = efficient_can_run(p);
+  const auto ours = [&](Mode wanted) {
+    return our_backward(call, p, device, facts.query.device_index, wanted, &result);
+  };
+  if (math || !(ours(mode) || (!fused && ours(any)))) {  // what is slower than stock's is still faster than math
+    if (math || !fused)
       result = math_backward(call);
     else if (!cudnn_backward_can_run(p, device) || !cudnn_backward(call, p, &result))
       result = efficient_backward(call, p);

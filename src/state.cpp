@@ -103,6 +103,8 @@ void log_warning(const std::string& text) {
   if (callback != nullptr) callback(kLogWarning, text.c_str());
 }
 
+TraceCallback trace_callback() { return state().trace_callback.load(std::memory_order_acquire); }
+
 void set_last_error(const std::string& text) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.error_mutex);

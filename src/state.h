@@ -32,6 +32,7 @@ struct State {
   std::atomic<bool> facts_overridden{false};
   DeviceFacts facts_override;
 
+  std::atomic<TraceCallback> trace_callback{nullptr};
   std::atomic<LogCallback> log_callback{nullptr};
   std::atomic<bool> log_plans{false};
   std::atomic<uint64_t> plans_seen[kPlansSeen] = {};

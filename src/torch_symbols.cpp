@@ -27,6 +27,7 @@ constexpr const char* kGlobalContext = "_ZN2at13globalContextEv";
 constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
+constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
@@ -71,6 +72,7 @@ TorchSymbols look_up() {
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
   f.nested_type = dlsym(cpu, kNestedType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
+  if (void* python = in_process("libtorch_python.so")) symbols.wrap = dlsym(python, kWrap);
   return symbols;
 }
 

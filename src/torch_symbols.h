@@ -11,6 +11,7 @@ struct TorchSymbols {
   void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
   bool signature = false;       // its function type is the one we were written for
   void* cpu_default = nullptr;  // stock's choice function for CPU tensors
+  void* wrap = nullptr;         // at::Tensor* -> its Python object
   bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
   bool overrideable_enabled() const;
   bool math_enabled() const;

@@ -206,6 +206,31 @@ def test_same_error_or_result_as_without(
     assert name != "large_values" or got[0].isfinite().all()
 
 
+IRREGULAR = {
+    "batch_of_key_and_value": ((4, 4, 128, 64), (1, 4, 128, 64), (1, 4, 128, 64)),
+    "batch_of_value": ((4, 4, 128, 64), (4, 4, 128, 64), (1, 4, 128, 64)),
+    "heads_of_value": ((2, 8, 128, 64), (2, 8, 128, 64), (2, 1, 128, 64)),
+    "heads_of_query": ((2, 1, 128, 64), (2, 8, 128, 64), (2, 8, 128, 64)),
+    "heads_that_only_gqa_takes": ((2, 8, 128, 64), (2, 2, 128, 64), (2, 2, 128, 64)),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_a_graph_of_unknown_shapes_broadcasts_or_refuses_as_stock_does(any_road: Road, name: str) -> None:
+    call = (sized(any_road, *IRREGULAR[name]), {})
+    any_road.disable()
+    want = outcome(call, False)
+    any_road.enable()
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    if isinstance(want, tuple):
+        with pytest.raises(Exception, match="must match|size|shape"):
+            compiled(*call[0])
+    else:
+        torch.testing.assert_close(compiled(*call[0]), want[0], atol=2e-2, rtol=2e-2)
+    assert any_road.took().get("ours_fwd", 0) == 0
+
+
 def test_rows_that_may_see_nothing_stay_zero(road: Road) -> None:
     """No keys at all: zeros and zero gradients, forced or not."""
     q, k, v = (t.requires_grad_() for t in sized(road, (2, 4, 128, 64), (2, 4, 0, 64)))

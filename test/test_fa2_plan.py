@@ -314,6 +314,16 @@ def test_a_preference_keeps_gradients_deterministic() -> None:
     assert plan["backend"] == "stock" and "use_deterministic_algorithms" in plan["reasons"]["fa2"]
 
 
+def test_a_preference_leaves_both_directions_to_stock_where_one_is_missing() -> None:
+    """On 99 KB devices no backward holds 130 columns element by element."""
+    push(configs.KERNEL_ROWS)
+    wide = call((1, 32, 32), (4096, 4096), (130, 130), grad=1)
+    plan = native.plan(wide, DEVICES["l4"], FA2 | native.PREFERENCE)
+    assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa2"]
+    for device, problem in (("l4", wide | {"grad": 0}), ("a100", wide)):
+        assert native.plan(problem, DEVICES[device], FA2 | native.PREFERENCE)["backend"] == "fa2"
+
+
 # ---- gradients ----
 
 PLAIN = call((4, 8, 8), (1024, 1024), (128, 128), grad=1)

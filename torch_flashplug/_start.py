@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from . import choices, configs, env, integrations, native, tracing
+from . import choices, configs, env, integrations, native, problem, tracing
 from .spec import BACKENDS, TARGETS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -35,6 +35,7 @@ def _load_core() -> None:
     for target in TARGETS:
         native.load_pack(native.find_built(f"flashplug_{target.replace('_', '')}.so"), target)
     native.set_compile_callback(provide)
+    native.set_trace_callback(problem.may_be_ours)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     native.set_log_callback(_plan_log.log, plans=plans)
 

@@ -94,7 +94,11 @@ def _backend(
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
     }
-    return _planned_backend(tuple(facts.items()), query.device.index or 0, mode)
+    device = query.device.index or 0
+    planned = _planned_backend(tuple(facts.items()), device, mode)
+    if planned not in ("fa3", "fa2"):
+        return planned
+    return "stock" if native.kernel_missing(facts, native.device_facts(device), mode) else planned
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,6 +19,8 @@ from .choices import CHOICE_KINDS
 from .spec import BACKENDS, DTYPES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .choices import ChoiceRow, Gate
     from .configs import KernelRow
 
@@ -57,6 +59,8 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
+_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_int)
+_WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
 _keep: dict[str, object] = {}  # callbacks that C holds
 
@@ -126,6 +130,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_add_kernel_row.argtypes = [ints]
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
     library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_double] * 7]
+    library.flashplug_set_trace_callback.restype = None
+    library.flashplug_wrap_function.restype = ctypes.c_void_p
+    library.flashplug_kernel_missing.argtypes = [ints, ctypes.c_double, ints, ctypes.c_int64]
     for name in ("plan_text", "forced_error"):
         getattr(library, f"flashplug_{name}").argtypes = [
             ints,
@@ -323,6 +330,11 @@ def plan(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word:
     return json.loads(plan_text(problem, facts, mode_word))
 
 
+def kernel_missing(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int) -> bool:
+    """The plan is ours, but its kernel was looked for in vain: stock serves the call."""
+    return bool(lib().flashplug_kernel_missing(*_call_arguments(problem, facts, mode_word)))
+
+
 def forced_error(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int) -> str:
     """The text a forced backend raises for a call it cannot run."""
     arguments = _call_arguments(problem, facts, mode_word)
@@ -374,6 +386,25 @@ def set_compile_callback(provide: Callable[[str, int], int | str] | None) -> Non
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])
+
+
+def set_trace_callback(agrees: Callable[[Tensor, Tensor, Tensor, bool], bool]) -> None:
+    """The up-call for operands that Python dispatches: agrees(query, key, value, enable_gqa) says whether the call may
+    be ours. Stock serves it where it raises. Without effect where this torch lacks the symbol that finds the objects.
+    """
+    address = lib().flashplug_wrap_function()
+    if not address:
+        return
+    wrap = _WRAP_TYPE(address)
+
+    def up_call(q: int, k: int, v: int, enable_gqa: int) -> int:
+        try:
+            return int(agrees(wrap(q), wrap(k), wrap(v), bool(enable_gqa)))
+        except Exception:  # an exception must not cross C
+            return 0
+
+    _keep["trace"] = _TRACE_TYPE(up_call)
+    lib().flashplug_set_trace_callback(_keep["trace"])
 
 
 def set_log_callback(write: Callable[[int, str], None] | None, plans: bool = False) -> None:

@@ -11,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import native
 
@@ -23,6 +25,28 @@ def wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def _decides_itself(tensor: Tensor) -> bool:
+    """Of a class that Python dispatches, and not only traces."""
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return not is_plain and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def _fit(q: tuple, k: tuple, v: tuple, enable_gqa: bool) -> bool:
+    """Shapes that stock neither rejects nor broadcasts."""
+    heads_fit = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
+    return heads_fit and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
+
+
+def may_be_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """What the router asks about operands that Python dispatches, all of them 4-d. Where sizes depend on data the op
+    decides at run time.
+    """
+    if any(map(_decides_itself, (query, key, value))):
+        return False
+    q, k, v = shapes = [_hints(tensor.shape) for tensor in (query, key, value)]
+    return None in (*q, *k, *v) or _fit(*shapes, enable_gqa)
+
+
 def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     """Why the dispatcher is not asked about this call at all; None if it is."""
     if not native.enabled():
@@ -33,11 +57,12 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         )
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
-    q, k, v = (_hints(tensor.shape) for tensor in (query, key, value))
+    if any(map(_decides_itself, (query, key, value))):
+        return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
+    q, k, v = shapes = [_hints(tensor.shape) for tensor in (query, key, value)]
     if None in (*q, *k, *v):
         return "sizes depend on data; stock attention serves this call"
-    heads_fit = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
-    if not heads_fit or k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+    if not _fit(*shapes, enable_gqa):
         return (
             "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
             "stock attention decides"
