@@ -37,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
     demo.add_argument("--picture", default="train_losses.png", help="--train: where the loss curves go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
-    explain.add_argument("--device", default="", help="h100, h200, a100 or l4 (default: this machine's GPU, else h100)")
+    explain.add_argument(
+        "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
+    )
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
     explain.add_argument("--k", type=_shape, required=True, help="likewise of the key")
     explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")

@@ -61,6 +61,11 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
     return spec.check()
 
 
+def _ptxas_level(spec: KernelSpec, target: str) -> str:
+    """Empty: the usual one."""
+    return PTXAS.get((target, spec.kind, spec.mask), "")
+
+
 def compile_spec(spec: KernelSpec, target: str, keep_cubin: bool = False) -> Compiled:
     """Compile one spec for a key of TARGETS. Raises ValueError if its tile cannot be built, or not for that target.
     `keep_cubin`: the DSL also dumps it in CUTE_DSL_DUMP_DIR.
@@ -77,7 +82,7 @@ def compile_spec(spec: KernelSpec, target: str, keep_cubin: bool = False) -> Com
     start = time.perf_counter()
     kernel = builder(spec)
     options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin" if keep_cubin else "")
-    if level := PTXAS.get((target, spec.kind, spec.mask)):
+    if level := _ptxas_level(spec, target):
         options += f" --ptxas-options='{level}'"
     function = cute.compile(kernel, *kernel.fake_arguments(), options=options)
     cubin = bytes(function.__cubin__) if keep_cubin else None
@@ -118,9 +123,9 @@ def _load(spec: KernelSpec, target: str) -> tuple[Any, Any]:
 
 
 def key(spec: KernelSpec, target: str) -> str:
-    """Cache key: the kernel, its sources, the compiler that made it and what for."""
+    """Cache key: the kernel, its sources, the compiler that made it, how and what for."""
     dsl = importlib.metadata.version("nvidia-cutlass-dsl")
-    return f"{spec.name()}-{source_fingerprint()}-{dsl}-{target}"
+    return f"{spec.name()}-{source_fingerprint()}-{dsl}-{target}{_ptxas_level(spec, target)}"
 
 
 def source_fingerprint() -> str:

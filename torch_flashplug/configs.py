@@ -34,7 +34,8 @@ class KernelRow:
 
 # Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
 # tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
-# but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192.
+# but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192. fwd of sm_80: 2026-11-22, the
+# same way; D 64 128x112 by what it takes at 512 keys.
 # decode: 2026-11-22, fitted together with GATE of choices.py; tiles of 128 rows, (192, 128) and 192 by whether packing
 # pays (bench --suite decode --filter wide_).
 # decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, brought to the scale of Hopper's rows; 256 by

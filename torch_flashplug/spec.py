@@ -65,7 +65,7 @@ class KernelSpec:
     kind: str  # one of KINDS
     arch: int  # 80 or 90: what it is written for; it runs on what TARGETS says
     dtype: str  # one of DTYPES
-    d: int  # head dim of Q and K that the tile holds; smaller ones are zero-filled by TMA
+    d: int  # head dim of Q and K that the tile holds; smaller ones are filled up with zeros
     dv: int  # head dim of V and O, likewise
     mask: str  # one of MASKS
     tile_m: int  # query rows: of a CTA (fwd), of one step (bwd)
@@ -75,7 +75,12 @@ class KernelSpec:
 
     def __new__(cls, kind: str = "", arch: int = 0, *rest: object, **named: object) -> KernelSpec:
         """Without arguments when it is unpickled, as what it was."""
-        return object.__new__(_FAMILIES[arch] if cls is KernelSpec else cls)
+        return object.__new__(_FAMILIES.get(arch, cls) if cls is KernelSpec else cls)
+
+    def __post_init__(self) -> None:
+        if type(self) is not _FAMILIES.get(self.arch):
+            archs = ", ".join(f"{arch} ({family.__name__})" for arch, family in _FAMILIES.items())
+            raise ValueError(f"a {type(self).__name__} of arch={self.arch}; KernelSpec(...) makes {archs}")
 
     def name(self) -> str:
         head = f"d{self.d}" if self.d == self.dv else f"d{self.d}v{self.dv}"
@@ -89,7 +94,7 @@ class KernelSpec:
         if not match or int(match[2]) not in _FAMILIES:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
         kind, arch, dtype, d, dv, mask, *tile, elements = match.groups()
-        return cls(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
+        return KernelSpec(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
 
     @property
     def is_backward(self) -> bool:
@@ -128,7 +133,7 @@ class KernelSpec:
     def ctas_per_sm(self) -> int:
         """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
         two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
-        return 1 + (two_fit and self.accumulator_registers() + REGISTER_OVERHEAD <= self._decode_registers(2))
+        return 1 + (two_fit and self.register_budget()[0] <= self._decode_registers(2))
 
     def _decode_registers(self, ctas: int) -> int:
         """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
@@ -144,6 +149,8 @@ class KernelSpec:
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
         illegal = self.illegal_shape()
+        if illegal is None and self.is_decode and (self.mask != "full" or self.elementwise):
+            illegal = "a decode has no mask and reads vectors"
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
@@ -303,7 +310,7 @@ class AmpereSpec(KernelSpec):
             return self._illegal_backward()
         tile, dims = f"tile {self.tile_m}x{self.tile_n}", f"head dims ({self.d}, {self.dv}), stages={self.stages}"
         if self.is_decode:
-            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n % (SLAB * self.teams) or self.tile_n > 128:
+            if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n not in (64, 128):
                 return f"{tile}; use 16 or 64 rows, 64 or 128 keys"
             if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
                 return f"{dims}; use multiples of 64, and 1 to 4"
@@ -314,12 +321,14 @@ class AmpereSpec(KernelSpec):
         return None
 
     def _illegal_backward(self) -> str | None:
+        if self.in_parts:
+            return "sm_80 has no backward in parts; use bwd or detbwd"
         tile, stages = (PARTS_TILE, 1) if self.column_parts == 4 else (BACKWARD_TILE, 2)
         if (self.tile_m, self.tile_n, self.stages) != (*tile, stages):
             given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
             return f"{given}; a backward of these head dims has {tile} and {stages}"
-        if (self.d % 64 or self.dv % 64) and (self.d, self.dv) != (96, 96):
-            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both"
+        if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.elementwise):
+            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both, and vectors"
         return None
 
 

@@ -6,9 +6,10 @@ are the left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-2, arXiv 
 needs all keys of the CTA: dS crosses shared memory, and the product is added to fp32 scratch in global memory, in the
 order in which registers hold it.
 
-Up to head dim 128 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
-multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Above, no warp has
-room for all columns: P crosses shared memory, too, and a warp has a quarter of the columns of 32 keys.
+Up to head dim 64 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
+multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Up to 128 two warps
+share the columns of their keys and hand each other P and dS behind barriers of their own. Above, and element by
+element, no warp has room for as much: four share the columns of 32 keys, and all warps meet several times a step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ..spec import AMPERE_NARROW, FP32_BYTES, SLAB, WARP, KernelSpec
+from ..spec import FP32_BYTES, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.backward_call import BackwardCall, Call
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
@@ -33,6 +34,7 @@ from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
+ROOMY = 128  # columns up to which addresses of single elements have registers of their own
 HALF = 32  # queries that a warp has scores of at once
 
 
@@ -68,7 +70,7 @@ class Queries:
         through all products: too many where these need all.
         """
         gX = mX[head, None, None]
-        if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= AMPERE_NARROW:
+        if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
             return gX
         stride = (gX.stride[0], gX.stride[1] + Int64(sm80.zero_of(head)))
         return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
@@ -166,27 +168,6 @@ class Share:
     dK: tuple  # accumulators, one for each slab
     dV: tuple
 
-    def multiply(self, keys: sm80.Matrices, rows: sm80.Matrices, accs: tuple, first: int) -> None:
-        """Scores (K Q^T, or V dO^T) of some queries, from `first` on."""
-        lefts, right = tuple(sm80.room(self.product.dtype) for _ in accs), sm80.room(self.product.dtype)
-        for acc in accs:
-            acc.fill(0.0)
-        for column in range(0, keys.tile.columns, sm80.PAIR):
-            for s, left in enumerate(lefts):
-                keys.fetch(s * SLAB, column, left)
-            for query in range(0, cute.size(accs[0]) * 2, SLAB):
-                rows.fetch(first + query, column, right)
-                self.product.step(accs, lefts, right, query)
-
-    def accumulate(self, accs: tuple, lefts: tuple, columns: sm80.Matrices, query: int) -> None:
-        """dV += P^T dO or dK += dS^T Q of 16 queries, this warp's columns."""
-        tile, fragment, first = columns.tile, sm80.room(self.product.dtype), 0
-        for panel in range(0, tile.columns, tile.panel):
-            for pair in range(len(columns.addresses)):
-                columns.fetch(query, panel + pair * sm80.PAIR, fragment)
-                self.product.step(accs, lefts, fragment, first)
-                first += sm80.PAIR
-
 
 def step_after(head: Int32, block: Int32, steps: Steps) -> tuple[Int32, Int32]:
     """(head, block) of the next step: the same blocks of every head, one head after the other."""
@@ -199,7 +180,7 @@ class BackwardSm80(BackwardCall):
     they are traced.
     """
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: AmpereSpec):
         self.spec, self.elementwise = spec, spec.elementwise
         self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
@@ -382,19 +363,19 @@ class BackwardSm80(BackwardCall):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
             zero = sm80.zero_of(slot)
             keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
-            my.multiply(keys, rows, S, first)
+            my.product.scores(S, keys, rows, first)
             P = self.weigh(S, queries.facts(0, slot, first), hidden, first, scale_log2)
             columns = my.columns.over(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
-                my.accumulate(my.dV, lefts, columns.beside(do), first + query)
-            my.multiply(keys.beside(v.moved(zero)), rows.beside(do), dP, first)
+                my.product.accumulate(my.dV, lefts, columns.beside(do), first + query)
+            my.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
             dS = self.slope(S, dP, queries.facts(1, slot, first))
             for s in cutlass.range_constexpr(SLABS):
                 sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
-                my.accumulate(my.dK, lefts, columns, first + query)
+                my.product.accumulate(my.dK, lefts, columns, first + query)
 
     @cute.jit
     def step_in_pairs(
@@ -410,13 +391,13 @@ class BackwardSm80(BackwardCall):
         keys, rows = my.keys, my.rows.over(q, False)
         target = weights.moved(slot * weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
-        my.multiply(keys, rows, S, 0)
+        my.product.scores(S, keys, rows)
         P = self.weigh(S, queries.facts(0, slot, half * HALF), hidden, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
         left = sm80.Matrices.create(target, self.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
         self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), place)
-        my.multiply(keys.beside(v), rows.beside(do), dP, 0)
+        my.product.scores(dP, keys.beside(v), rows.beside(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF))
         self.meet(first_slab)  # P has been read
         for s in cutlass.range_constexpr(SLABS):
@@ -434,13 +415,13 @@ class BackwardSm80(BackwardCall):
         first_slab, half = place
         lefts, mine = tuple(sm80.room(self.dtype) for _ in own), columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
-            my.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
+            my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
         self.meet(first_slab)
         others = columns.below((1 - half) * HALF)
         for query in range(0, HALF, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)
-            my.accumulate(accs, lefts, others, query)
+            my.product.accumulate(accs, lefts, others, query)
 
     @cute.jit
     def walk_together(
@@ -499,15 +480,12 @@ class BackwardSm80(BackwardCall):
         """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
         k, v, q, do, *targets = tiles
         slab, half = place
-        keys, rows, S, dP = (
-            my.keys.over(k, False),
-            my.rows.over(q, False),
-            *((sm80.accumulator(HALF),) for _ in range(2)),
-        )
+        keys, rows = my.keys.over(k, False), my.rows.over(q, False)
+        S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
         sm80.arrive(1)  # Q
-        my.multiply(keys, rows, S, 0)
+        my.product.scores(S, keys, rows)
         sm80.arrive()  # dO
-        my.multiply(keys.beside(v), rows.beside(do), dP, 0)
+        my.product.scores(dP, keys.beside(v), rows.beside(do))
         P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), hidden, 0, scale_log2)
         dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
         for weights, target in zip((dS, P), targets, strict=True):
@@ -519,4 +497,4 @@ class BackwardSm80(BackwardCall):
         for query in range(0, self.tile_m, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)
-            my.accumulate(accs, lefts, columns, query)
+            my.product.accumulate(accs, lefts, columns, query)

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, KernelSpec
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, HopperSpec
 from .parts import fragments, sm90
 from .parts.backstage import ADDED_SLOTS, Backstage, carry
 from .parts.backward_call import BackwardCall, Call
@@ -188,7 +188,7 @@ class BackwardSm90(BackwardCall):
     they are traced.
     """
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: HopperSpec):
         self.spec = spec
         self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages

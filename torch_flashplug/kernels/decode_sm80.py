@@ -17,7 +17,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ..spec import RESULT_PAD, SLAB, WARP, KernelSpec
+from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.combine import Combine, Partials, Share, follow, starts_early
 from .parts.forward_call import DecodeCall, FewRows
@@ -47,7 +47,7 @@ class Ring:
     blocks: Int32
 
     def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
-        return sm80.Tile(tile.start + nth % self.stages * tile.bytes, tile.rows, tile.columns)
+        return tile.moved(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
         self.load(self.gK, self.k, nth)
@@ -101,7 +101,7 @@ class Teams:
 class DecodeSm80(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: AmpereSpec):
         self.spec = spec
         self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
@@ -191,7 +191,7 @@ class DecodeSm80(DecodeCall):
         ring.arrive(everyone=True)
         for nth in cutlass.range(ring.blocks, unroll=1):
             ring.load_v(nth + self.stages - 1)
-            self.multiply_qk(product, acc_S, left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
+            product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
             ring.arrive()
             ring.load_k(nth + self.stages)
             if (first_block + nth + 1) * self.tile_n > mask.geo.Sk:
@@ -200,27 +200,10 @@ class DecodeSm80(DecodeCall):
                 softmax.raise_to(output)
             softmax.weigh(S)
             P.take(acc_S)
-            self.multiply_pv(product, out, P, right_v.over(ring.slot(ring.v, nth), transposed=True))
+            values = right_v.over(ring.slot(ring.v, nth), transposed=True)
+            for key in cutlass.range_constexpr(0, self.keys, SLAB):
+                product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             ring.arrive()
-
-    def multiply_qk(self, product: sm80.Product, acc_S: cute.Tensor, q: sm80.Matrices, k: sm80.Matrices) -> None:
-        """S = Q K^T."""
-        acc_S.fill(0.0)
-        left, right = sm80.room(self.dtype), sm80.room(self.dtype)
-        for column in range(0, self.d, sm80.PAIR):
-            q.fetch(0, column, left)
-            for key in range(0, self.keys, SLAB):
-                k.fetch(key, column, right)
-                product.step((acc_S,), (left,), right, key)
-
-    def multiply_pv(self, product: sm80.Product, out: cute.Tensor, P: fragments.OperandA, v: sm80.Matrices) -> None:
-        """O += P V."""
-        right = sm80.room(self.dtype)
-        for key in range(0, self.keys, SLAB):
-            left = P.fragment[None, 0, key // SLAB]
-            for column in range(0, self.dv, sm80.PAIR):
-                v.fetch(key, column, right)
-                product.step((out,), (left,), right, column)
 
     @cute.jit
     def add_up(self, teams: Teams, work: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer):

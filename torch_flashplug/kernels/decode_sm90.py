@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
 from .parts.forward_call import DecodeCall, FewRows
@@ -54,7 +54,7 @@ class Work(Part):
 class DecodeSm90(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: HopperSpec):
         self.spec = spec
         self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages

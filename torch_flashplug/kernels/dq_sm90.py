@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.backward_rows import differentiate, exponentiate
 from .parts.geometry import Geometry
@@ -92,7 +92,7 @@ class Rows:
 class QueryGradientSm90:
     """Builds the kernel of one spec."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: HopperSpec):
         self.spec, self.dtype, self.d, self.dv = spec, fragments.DTYPES[spec.dtype], spec.d, spec.dv
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.stages_k, self.stages_v = 2, spec.dq_stages_v

@@ -2,7 +2,7 @@
 
 A CTA has one tile of query rows, a warp one or two slabs of 16 of them, from their Q to their O: no warp needs another
 one's results (FlashAttention-2, arXiv 2307.08691, section 3.3). K and V come by cp.async, each while the product with
-the other one runs; two CTAs of an SM fill each other's gaps.
+the other one runs; where an SM holds two CTAs, they fill each other's gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ..spec import SLAB, KernelSpec
+from ..spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
 from .parts.forward_call import Call, ForwardCall
 from .parts.geometry import Geometry
@@ -56,11 +56,20 @@ class Slab:
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
         return cls(S, out, fragments.OperandA.create(S, dtype), OnlineSoftmax.create(scale_log2), mask)
 
+    @property
+    def scores(self) -> cute.Tensor:
+        """S by a thread's (2, columns)."""
+        return fragments.rows_and_columns(self.S)
+
+    @property
+    def output(self) -> cute.Tensor:
+        return fragments.rows_and_columns(self.out)
+
 
 class ForwardSm80(ForwardCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: AmpereSpec):
         self.spec, self.elementwise = spec, spec.elementwise
         self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
@@ -106,8 +115,7 @@ class ForwardSm80(ForwardCall):
         self.attend(geo, keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            output = fragments.rows_and_columns(slabs[i].out)
-            lse = slabs[i].softmax.finish(output, scales[1])
+            lse = slabs[i].softmax.finish(slabs[i].output, scales[1])
             write_lse(mLSE, lse, (batch, head, slabs[i].mask.row), Sq)
             row = first_row + (slab + i) * SLAB
             mover.store(slabs[i].out, mO[batch, head, None, None], row, o, slab + i)
@@ -125,45 +133,23 @@ class ForwardSm80(ForwardCall):
         for j in cutlass.range(blocks, unroll=1):
             block = blocks - 1 - j
             keys.load_v(block, whole=False)
-            self.multiply_qk(product, left_q, right_k, slabs)
+            product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
             if block > 0:
                 keys.load_k(block - 1, whole=True)
             if j < partial:
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].mask.apply(fragments.rows_and_columns(slabs[i].S), block)
+                    slabs[i].mask.apply(slabs[i].scores, block)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
-                grown = grown | slabs[i].softmax.grows(fragments.rows_and_columns(slabs[i].S))
+                grown = grown | slabs[i].softmax.grows(slabs[i].scores)
             if cute.arch.vote_any_sync(grown):
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].softmax.raise_to(fragments.rows_and_columns(slabs[i].out))
+                    slabs[i].softmax.raise_to(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
-                slabs[i].softmax.weigh(fragments.rows_and_columns(slabs[i].S))
+                slabs[i].softmax.weigh(slabs[i].scores)
                 slabs[i].P.take(slabs[i].S)
-            self.multiply_pv(product, right_v, slabs)
+            for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
+                lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
+                product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
             sm80.arrive()
-
-    def multiply_qk(self, product: sm80.Product, left_q: sm80.Matrices, right_k: sm80.Matrices, slabs: list) -> None:
-        """S = Q K^T."""
-        for s in slabs:
-            s.S.fill(0.0)
-        scores = tuple(s.S for s in slabs)
-        left = [sm80.room(self.dtype) for _ in slabs]
-        right = sm80.room(self.dtype)
-        for column in range(0, self.d, sm80.PAIR):
-            for i, fragment in enumerate(left):
-                left_q.fetch(i * SLAB, column, fragment)
-            for key in range(0, self.tile_n, SLAB):
-                right_k.fetch(key, column, right)
-                product.step(scores, tuple(left), right, key)
-
-    def multiply_pv(self, product: sm80.Product, right_v: sm80.Matrices, slabs: list) -> None:
-        """O += P V."""
-        outputs = tuple(s.out for s in slabs)
-        right = sm80.room(self.dtype)
-        for key in range(0, self.tile_n, SLAB):
-            lefts = tuple(s.P.fragment[None, 0, key // SLAB] for s in slabs)
-            for column in range(0, self.dv, sm80.PAIR):
-                right_v.fetch(key, column, right)
-                product.step(outputs, lefts, right, column)

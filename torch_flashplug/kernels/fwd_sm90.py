@@ -21,7 +21,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, KernelSpec
+from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.forward_call import Call, ForwardCall
 from .parts.geometry import Geometry
@@ -94,7 +94,7 @@ class FirstBlock:
 class ForwardSm90(ForwardCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: HopperSpec):
         self.spec = spec
         self.dtype = fragments.DTYPES[spec.dtype]
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv

@@ -10,7 +10,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
-from ..spec import KernelSpec
+from ..spec import HopperSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
 from .parts import fragments
@@ -21,7 +21,7 @@ from .parts.backward_rows import PrepareBackward
 class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: HopperSpec):
         self.dtype = fragments.DTYPES[spec.dtype]
         self.prepare = PrepareBackward(self.dtype)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)

@@ -72,7 +72,7 @@ class BackwardCall:
         scale_log2: Float32,
         scale: Float32,
         mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # CTAs that the device runs at once
+        num_ctas: Int32,  # SMs of the device
         wanted: Int32,  # the sum of WANT_DQ and WANT_DKDV; one of them: only to kernels in parts
         stream: cuda.CUstream,
     ):

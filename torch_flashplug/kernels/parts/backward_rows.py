@@ -1,4 +1,4 @@
-"""What surrounds the backward main kernel (bwd_sm90): row facts before it, dQ in 16 bits after it.
+"""What surrounds the backward main kernel (bwd_sm90, bwd_sm80): row facts before it, dQ in 16 bits after it.
 
 Both work on blocks of TILE_M query rows of one head, as the main kernel steps over them.
 """
@@ -11,10 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS
+from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS, WARPGROUP
 from . import fragments, sm90
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
-from .sm90 import WARPGROUP
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
@@ -105,7 +104,7 @@ class PrepareBackward:
 
 
 class FinishBackward:
-    """dQ = scale * scratch, from register order into rows, of the last heads.
+    """dQ = scale * scratch, from register order into rows: of the last heads, or of all of them.
 
     In a unit of scratch (scratch.Scratch) the four lanes of a quad have all eight columns of two rows: 64 bytes on end.
     """

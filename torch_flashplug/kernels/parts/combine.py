@@ -16,9 +16,9 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
+from ...spec import WARP
 from .fragments import LOG2_E, pack_pair, target_from
 from .scratch import QUAD, vector_at
-from .sm90 import WARP
 
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
 WARPS = 8

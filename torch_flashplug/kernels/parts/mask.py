@@ -24,7 +24,7 @@ class Mask:
 
     @cute.jit
     def apply(self, acc_S: cute.Tensor, n_block: Int32):
-        """acc_S: (rows, cols) view of a warpgroup's scores; cols are numbered by `column_of`."""
+        """acc_S: (rows, cols) view of a warp's scores; cols are numbered by `column_of`."""
         for r in cutlass.range_constexpr(cute.size(acc_S, mode=[0])):
             # One limit per row; the column numbers are constants, so an element costs one compare and one select.
             limit = self.geo.Sk
@@ -48,7 +48,7 @@ class TransposedMask:
 
     @cute.jit
     def apply(self, acc_S: cute.Tensor, m_block: Int32):
-        """acc_S: (keys, queries) view of a warpgroup's scores; queries are numbered by `column_of`."""
+        """acc_S: (keys, queries) view of a warp's scores; queries are numbered by `column_of`."""
         query = m_block * self.tile_m + self.query
         for r in cutlass.range_constexpr(cute.size(acc_S, mode=[0])):
             key = self.key + 8 * r

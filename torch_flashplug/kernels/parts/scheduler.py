@@ -1,5 +1,5 @@
-"""In which order tiles are worked on: a launch-order number becomes (m_block, head, batch). CTAs draw the numbers from
-a counter (sm90.TileQueue).
+"""In which order tiles are worked on: a launch-order number becomes (m_block, head, batch). Hopper's CTAs
+draw the numbers from a counter (sm90.TileQueue); elsewhere a CTA has the number that it is launched with.
 
 Heads are taken in sections whose K and V fit in L2 together. Inside a section causal tiles run longest first, over all
 its heads, so that the last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
-UNITS = 8  # of a block of rows: one for each consumer warp
+UNITS = 8  # of a block of rows: one for each of Hopper's consumer warps
 QUAD = 4  # consecutive floats of a lane
 
 CLEARED, ADDED = 0, 1  # counters of a KV head
@@ -37,8 +37,9 @@ class Ahead:
 @dataclass(frozen=True)
 class Scratch:
     """fp32 dQ, units of it in the order of wgmma's accumulator: eight columns at a time, what 32 lanes have of them.
-    A unit is 16 rows and half of the columns: what a consumer warp adds at once. Then Int32 counters: how many key
-    blocks have added to each unit, where their order is asked for; two for each KV head.
+    A unit is 16 rows and half of the columns: what a consumer warp of Hopper's adds at once. Then Int32 counters: how
+    many key blocks have added to each unit (sm_80: warps, to a block of rows), where their order is asked for; two for
+    each KV head.
     """
 
     start: cute.Pointer

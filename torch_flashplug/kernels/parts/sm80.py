@@ -54,7 +54,7 @@ class Tile:
 
     def unit(self, row: Int32, unit: Int32) -> Int32:
         """Address of a 16-byte unit of the first panel; the same row of another one is a multiple of panel_bytes away,
-        and of a row eight or more further on a multiple of row_bytes.
+        and the same unit of a row a multiple of eight further on as many times row_bytes.
         """
         turned = row % 8 if self.panel == WIDE else row // 2 % 4
         return self.start + row * self.row_bytes + (unit ^ turned) * VECTOR_BYTES
@@ -156,6 +156,31 @@ class Product:
             layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
             part = cute.make_tensor(acc.iterator + first // 2, layout)
             cute.gemm(self.mma, part, a, b, part)
+
+    def scores(self, accs: tuple, left: Matrices, right: Matrices, first: int = 0) -> None:
+        """acc = A B^T of each slab: its rows of `left` (an operand A) by as many rows of `right` (B), from `first` on,
+        as acc has columns.
+        """
+        lefts, fragment = tuple(room(self.dtype) for _ in accs), room(self.dtype)
+        for acc in accs:
+            acc.fill(0.0)
+        for column in range(0, left.tile.columns, PAIR):
+            for s, mine in enumerate(lefts):
+                left.fetch(s * SLAB, column, mine)
+            for row in range(0, cute.size(accs[0]) * 2, SLAB):
+                right.fetch(first + row, column, fragment)
+                self.step(accs, lefts, fragment, row)
+
+    def accumulate(self, accs: tuple, lefts: tuple, right: Matrices, row: int) -> None:
+        """acc += A B of 16 rows of `right` (transposed, an operand B) from `row` on, and all columns that it shares;
+        lefts: (8,) of each slab.
+        """
+        fragment, first = room(self.dtype), 0
+        for panel in range(0, right.tile.columns, right.tile.panel):
+            for pair in range(len(right.addresses)):
+                right.fetch(row, panel + pair * PAIR, fragment)
+                self.step(accs, lefts, fragment, first)
+                first += PAIR
 
 
 def accumulator(columns: int) -> cute.Tensor:

@@ -32,7 +32,7 @@ class OnlineSoftmax:
 
     row_max: cute.Tensor  # (2,) fp32
     row_sum: cute.Tensor  # (2,) fp32
-    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by after the latest block
+    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by; after `grows` the new maximum
     scale_log2: Float32
     coarse_scale: Float32  # scale_log2 rounded down to a power of two
 
