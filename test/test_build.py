@@ -4,7 +4,10 @@ No GPU.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +146,11 @@ def test_pack_exports_the_table_and_nothing_else(target, reports):
         ({"arch": 80, "stages": 1}, "280 registers"),
         ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
         ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
+        ({"kind": "decode", "mask": "causal"}, "no mask"),
+        ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
+        ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
+        ({"arch": 80, "kind": "bwd", "d": 96, "dv": 96, "tile_m": 64, "tile_n": 64, "stages": 1, "elementwise": True},
+         "96 for both"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )
@@ -152,7 +160,19 @@ def test_illegal_tile_says_the_number(change, number):
     assert reason and number in reason
 
 
-@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm90_fp32_d64_full_m128n128s2", "fwd_sm90_bf16_d64_full_m128n128s2x"])
+def test_a_spec_is_of_its_architecture():
+    specs = {arch: next(spec for spec in SPECS if spec.arch == arch) for arch in (80, 90)}
+    for spec in specs.values():
+        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == dataclasses.replace(spec) == spec
+    with pytest.raises(ValueError, match="arch=80"):
+        dataclasses.replace(specs[90], arch=80)
+    with pytest.raises(ValueError, match="arch=70"):
+        KernelSpec("fwd", 70, "bf16", 64, 64, "full", 64, 64, 1)
+    assert type(type(specs[90]).from_name(specs[80].name())) is type(specs[80])
+
+
+@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm70_bf16_d64_full_m128n128s2", "fwd_sm90_fp32_d64_full_m128n128s2",
+                                  "fwd_sm90_bf16_d64_full_m128n128s2x"])  # fmt: skip
 def test_a_wrong_kernel_name_is_refused(name):
     with pytest.raises(ValueError, match="is not a kernel name"):
         KernelSpec.from_name(name)
@@ -228,8 +248,10 @@ def test_cache_key_follows_the_sources(monkeypatch):
     spec = SPECS[0]
     before = compiler.key(spec, "sm_90a")
     assert spec.name() in before and before == compiler.key(spec, "sm_90a")
+    monkeypatch.setattr(compiler, "PTXAS", {("sm_90a", spec.kind, spec.mask): "-O1"})
+    slower = compiler.key(spec, "sm_90a")
     monkeypatch.setattr(compiler, "source_fingerprint", lambda: "changed")
-    assert compiler.key(spec, "sm_90a") != before
+    assert len({compiler.key(spec, "sm_90a"), slower, before}) == 3
 
 
 def test_jit_provides_a_kernel_outside_the_packs(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import standin
 import torch
 
-from torch_flashplug import _start, choices, configs, native, ops
+from torch_flashplug import _start, choices, configs, native, ops, up_calls
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, TARGETS
@@ -139,13 +139,13 @@ def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
     """No pack and no compiler, under a forced backend: the error names the spec and the command that builds it."""
     native.clear_packs()
-    native.set_compile_callback(lambda name, cc: "not today")
+    up_calls.set_compile(lambda name, cc: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today.*tools/aot.py"):
             CARRIER(query, query, query)
     finally:
-        native.set_compile_callback(_start.provide)
+        up_calls.set_compile(_start.provide)
 
 
 def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> None:
@@ -166,7 +166,7 @@ def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
     native.clear_packs()
     for target in TARGETS:
         native.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    native.set_compile_callback(lambda name, cc: asked.append((name, cc)) or "not today")
+    up_calls.set_compile(lambda name, cc: asked.append((name, cc)) or "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
@@ -176,7 +176,7 @@ def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
             native.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
-        native.set_compile_callback(_start.provide)
+        up_calls.set_compile(_start.provide)
     assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90)]
 
 

@@ -14,7 +14,7 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, composite, native, sdpa_backend
+from torch_flashplug import _start, composite, native, sdpa_backend, up_calls
 
 
 def ours(took: dict[str, int]) -> int:
@@ -341,7 +341,7 @@ def test_explain_knows_switches() -> None:
 
 def test_each_new_plan_is_logged_once(road: Road) -> None:
     told: list[tuple[int, str]] = []
-    native.set_log_callback(lambda level, text: told.append((level, text)), plans=True)
+    up_calls.set_log(lambda level, text: told.append((level, text)), plans=True)
     try:
         q, k, v = road.qkv(rows=72)
         for _ in range(3):
@@ -349,7 +349,7 @@ def test_each_new_plan_is_logged_once(road: Road) -> None:
         first = len(told)
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     finally:
-        native.set_log_callback(_start._plan_log.log, plans=False)
+        up_calls.set_log(_start._plan_log.log, plans=False)
     assert 1 <= first <= 2 and first < len(told) <= 2 * first  # one line each from the router and from the op
     assert all(level == logging.DEBUG and "fa3" in text for level, text in told)
 

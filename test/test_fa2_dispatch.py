@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import OPEN_GATE, SERVE_ALL, Road
+from standin import OPEN_GATE, SERVE_ALL, Road, road_to
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
@@ -125,6 +125,24 @@ def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
     q, k, v = road.qkv()
     torch.testing.assert_close(compiled(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
     assert road.took().get("ours_fwd", 0) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("head_dim", [60, 130])
+def test_odd_calls_in_a_graph_of_unknown_shapes_never_meet_math(head_dim: int) -> None:
+    """No row says that ours are faster than stock's flash, which cannot follow here; math is the last resort."""
+    with road_to("cuda") as road:
+        compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+        for rows in (520, 1040):
+            q, k, v = (F.pad(t, (0, head_dim - 64)).detach().requires_grad_() for t in road.qkv(rows=rows))
+            out = compiled(q, k, v)
+            got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+            took = road.took()
+            assert took["ours_fwd"] == took["ours_bwd"] == 1 and not took.keys() & {"math_fwd", "math_bwd"}, took
+            want = torch.autograd.grad(exact([q, k, v], {}).square().sum(), (q, k, v))
+            for a, b in zip(got, want):
+                assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2
 
 
 def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from . import choices, configs, env, integrations, native, problem, tracing
+from . import choices, configs, env, integrations, native, problem, tracing, up_calls
 from .spec import BACKENDS, TARGETS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -34,10 +34,10 @@ def _load_core() -> None:
     native.set_process_backend(_process_backend())
     for target in TARGETS:
         native.load_pack(native.find_built(f"flashplug_{target.replace('_', '')}.so"), target)
-    native.set_compile_callback(provide)
-    native.set_trace_callback(problem.may_be_ours)
+    up_calls.set_compile(provide)
+    up_calls.set_trace(problem.may_be_ours)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
-    native.set_log_callback(_plan_log.log, plans=plans)
+    up_calls.set_log(_plan_log.log, plans=plans)
 
 
 @functools.cache

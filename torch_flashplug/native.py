@@ -19,8 +19,6 @@ from .choices import CHOICE_KINDS
 from .spec import BACKENDS, DTYPES
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from .choices import ChoiceRow, Gate
     from .configs import KernelRow
 
@@ -54,15 +52,7 @@ PATHS = (
     *("ours_bwd", "cudnn_bwd", "efficient_bwd", "math_bwd"),
     *("routed_ours", "routed_stock"),
 )
-_COMPILE_TYPE = ctypes.CFUNCTYPE(
-    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int),
-    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
-)
-_LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
-_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_int)
-_WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
-
-_keep: dict[str, object] = {}  # callbacks that C holds
+_keep: dict[str, object] = {}  # libraries that others need
 
 
 class NotBuilt(ImportError):
@@ -348,7 +338,7 @@ def counters(reset: bool = False) -> dict[str, int]:
     return dict(zip(PATHS, out, strict=True))
 
 
-# ---- kernels and log ----
+# ---- kernels ----
 
 
 def load_pack(path: Path | None, target: str) -> None:
@@ -360,64 +350,3 @@ def load_pack(path: Path | None, target: str) -> None:
 
 def clear_packs() -> None:
     lib().flashplug_clear_packs()
-
-
-def set_compile_callback(provide: Callable[[str, int], int | str] | None) -> None:
-    """The up-call for kernels outside the packs.
-
-    provide(name, cc) returns a tvm_ffi function handle that runs on GPUs of that compute capability (90 is 9.0), or a
-    text that says why not; what it raises becomes such a text.
-    """
-    if provide is None:
-        lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
-        return
-
-    def up_call(name: bytes, cc: int, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
-        try:
-            answer = provide(name.decode(), cc)
-        except BaseException as problem:  # an exception must not cross C
-            answer = f"{type(problem).__name__}: {problem}"
-        if isinstance(answer, int):
-            handle[0] = answer
-            return 0
-        text = str(answer).encode()[: error_bytes - 1] + b"\0"
-        ctypes.memmove(error, text, len(text))
-        return 1
-
-    _keep["compile"] = _COMPILE_TYPE(up_call)
-    lib().flashplug_set_compile_callback(_keep["compile"])
-
-
-def set_trace_callback(agrees: Callable[[Tensor, Tensor, Tensor, bool], bool]) -> None:
-    """The up-call for operands that Python dispatches: agrees(query, key, value, enable_gqa) says whether the call may
-    be ours. Stock serves it where it raises. Without effect where this torch lacks the symbol that finds the objects.
-    """
-    address = lib().flashplug_wrap_function()
-    if not address:
-        return
-    wrap = _WRAP_TYPE(address)
-
-    def up_call(q: int, k: int, v: int, enable_gqa: int) -> int:
-        try:
-            return int(agrees(wrap(q), wrap(k), wrap(v), bool(enable_gqa)))
-        except Exception:  # an exception must not cross C
-            return 0
-
-    _keep["trace"] = _TRACE_TYPE(up_call)
-    lib().flashplug_set_trace_callback(_keep["trace"])
-
-
-def set_log_callback(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
-    """write(level, text) for warnings and, with plans, once for each new decision (debug)."""
-    if write is None:
-        lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)
-        return
-
-    def up_call(level: int, text: bytes) -> None:
-        try:
-            write(level, text.decode())
-        except BaseException:  # an exception must not cross C
-            return
-
-    _keep["log"] = _LOG_TYPE(up_call)
-    lib().flashplug_set_log_callback(_keep["log"], int(plans))
