@@ -192,7 +192,7 @@ def explain(
     _start.load()
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
     stock_choice = ""
-    if device is None and query.is_cuda:
+    if device is None and query.is_cuda and not problem.decides_itself(query, key, value):
         # The op asks stock's choice function itself, past the router.
         choice = torch._fused_sdp_choice(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -25,10 +25,13 @@ def wants_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _decides_itself(tensor: Tensor) -> bool:
-    """Of a class that Python dispatches, and not only traces."""
-    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return not is_plain and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+def decides_itself(*tensors: Tensor) -> bool:
+    """One of them is of a class that Python dispatches, and not only traces."""
+    return any(
+        type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+        for tensor in tensors
+    )
 
 
 def _fit(q: tuple, k: tuple, v: tuple, enable_gqa: bool) -> bool:
@@ -41,7 +44,7 @@ def may_be_ours(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     """What the router asks about operands that Python dispatches, all of them 4-d. Where sizes depend on data the op
     decides at run time.
     """
-    if any(map(_decides_itself, (query, key, value))):
+    if decides_itself(query, key, value):
         return False
     q, k, v = shapes = [_hints(tensor.shape) for tensor in (query, key, value)]
     return None in (*q, *k, *v) or _fit(*shapes, enable_gqa)
@@ -57,7 +60,7 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         )
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
-    if any(map(_decides_itself, (query, key, value))):
+    if decides_itself(query, key, value):
         return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
     q, k, v = shapes = [_hints(tensor.shape) for tensor in (query, key, value)]
     if None in (*q, *k, *v):
