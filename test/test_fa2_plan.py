@@ -150,7 +150,7 @@ prefill_4k_d128_causal
 head_dim_60
   h100
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
-      choice row 38: 1.360 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
+      choice row 41: 1.360 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
       fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
   a100

@@ -68,14 +68,14 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 97: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 110: 0.981 x stock (2026-11-21
+      choice row 100: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 113: 0.981 x stock (2026-11-21
         H100, torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 100: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
+      choice row 103: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
         with our backward)
       gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
         serve ratio; stock is faster

@@ -98,7 +98,7 @@ def _decode_sweep() -> list[tuple]:
 
 def _decode_dims() -> list[tuple]:
     """Head dims without a kernel of their own, and D != Dv; head dims that have one, with more rows."""
-    dims = (8, 40, 72, 80, 96, 112, 160, 192, 224, (64, 128), (128, 64), (192, 128))
+    dims = (8, 16, 32, 40, 48, 56, 72, 80, 96, 112, 120, 160, 192, 200, 224, 248, (64, 128), (128, 64), (192, 128))
     heads = (1, 32, 8), (16, 32, 8), (8, 16, 16), (16, 16, 1)
     calls = [(h, (1, sk), d) for d in dims for h in heads for sk in (512, 8192)]
     calls += [((2, 32, 8), (4, sk), d) for d in dims for sk in (512, 8192)]
