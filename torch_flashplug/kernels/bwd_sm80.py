@@ -169,6 +169,34 @@ class Share:
     dV: tuple
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """The CTA's tiles in shared memory; dK and dV take the place of K and V at last."""
+
+    k: sm80.Tile
+    v: sm80.Tile
+    weights: sm80.Tile  # keys x queries, the first of two: of P and dS
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The CTA's block of keys, and the query heads that see it."""
+
+    n_block: Int32
+    first_head: Int32  # of the group
+    heads_before: Int32  # those of earlier batches
+    group: Int32
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What of a step's scores does not count: blocks of queries before `middle` are masked."""
+
+    mask: TransposedMask
+    block: Int32
+    middle: Int32
+
+
 def step_after(head: Int32, block: Int32, steps: Steps) -> tuple[Int32, Int32]:
     """(head, block) of the next step: the same blocks of every head, one head after the other."""
     last = block + 1 >= steps.end
@@ -238,12 +266,12 @@ class BackwardSm80(BackwardCall):
         mover.load(mV[batch, kv_head, None, None], first_key, v)
         geo = Geometry(self.mask, self.tile_n, Sq, Sk)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
-        tiles = (k, v, weights)
-        group = Hq // Hkv
+        tiles, group = Tiles(k, v, weights), Hq // Hkv
+        keys = Keys(n_block, kv_head * group, batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
-            self.walk_together(geo, queries, tiles, scratch, (n_block, kv_head * group, batch * Hq, group), scales)
+            self.walk_together(geo, queries, tiles, scratch, keys, scales)
         else:
-            self.walk(geo, queries, tiles, scratch, (n_block, kv_head * group, batch * Hq, group), scales)
+            self.walk(geo, queries, tiles, scratch, keys, scales)
         sm80.arrive()
         mover.unload(k, mdK[batch, kv_head, None, None], first_key)
         mover.unload(v, mdV[batch, kv_head, None, None], first_key)
@@ -258,13 +286,13 @@ class BackwardSm80(BackwardCall):
             before = last - n_block
         return before * self.warps
 
-    def gradient(self, tiles: tuple, scratch: Scratch, warp: Int32) -> QueryGradient:
+    def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
         """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
-        k, _, weights = tiles
+        k = tiles.k
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
-        left = sm80.Matrices.create(weights, self.dtype, "A", transposed=True).share(warp // parts, slabs)
+        left = sm80.Matrices.create(tiles.weights, self.dtype, "A", transposed=True).share(warp // parts, slabs)
         right = sm80.Matrices.create(k, self.dtype, "B", transposed=True).share(warp % parts, pairs)
         product = sm80.Product.create(self.dtype)
         return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
@@ -278,20 +306,18 @@ class BackwardSm80(BackwardCall):
         return Share(sm80.Product.create(self.dtype), mine, rows, columns, dK, dV)
 
     @cute.jit
-    def walk(self, geo: Geometry, queries: Queries, tiles: tuple, scratch: Scratch, place: tuple, scales: tuple):
+    def walk(self, geo: Geometry, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple):
         """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
-        k, v, weights = tiles
-        n_block, first_head, heads_before, group = place
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
-        my = self.share(k, (first_slab, first_slab), part, part)
+        my = self.share(tiles.k, (first_slab, first_slab), part, part)
         gradient = self.gradient(tiles, scratch, warp)
-        key = n_block * self.tile_n + first_slab * SLAB + lane // 4
+        key = keys.n_block * self.tile_n + first_slab * SLAB + lane // 4
         mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + part * HALF)
 
-        steps = geo.steps(n_block, self.tile_m)
-        total = (steps.end - steps.begin) * group
-        head, block, last, last_block = first_head, steps.begin, Int32(0), Int32(0)
+        steps = geo.steps(keys.n_block, self.tile_m)
+        total = (steps.end - steps.begin) * keys.group
+        head, block, last, last_block = keys.first_head, steps.begin, Int32(0), Int32(0)
         queries.load_q(head, block, Int32(0))
         queries.load_do(head, block, Int32(0))
         for i in cutlass.range(total, unroll=1):
@@ -301,23 +327,23 @@ class BackwardSm80(BackwardCall):
                 queries.load_q(*later, 1 - i % 2)
                 queries.load_do(*later, 1 - i % 2)
             if i > 0:
-                gradient.add(1 - i % 2, last, self.turn(geo, n_block, last_block))
-            hidden = (mask, block, steps.middle)
+                gradient.add(1 - i % 2, last, self.turn(geo, keys.n_block, last_block))
+            hidden = Hidden(mask, block, steps.middle)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, hidden, scales[0], first_slab)
             else:
-                self.step_in_pairs(my, queries, tiles, i % 2, hidden, scales[0], (first_slab, part))
-            last, last_block = (heads_before + head) * scratch.num_m_blocks + block, block
+                self.step_in_pairs(my, queries, tiles, i % 2, hidden, scales[0], first_slab, part)
+            last, last_block = (keys.heads_before + head) * scratch.num_m_blocks + block, block
             head, block = later
         sm80.arrive()
         if total > 0:
-            gradient.add((total - 1) % 2, last, self.turn(geo, n_block, last_block))
+            gradient.add((total - 1) % 2, last, self.turn(geo, keys.n_block, last_block))
         sm80.arrive()
-        self.put(my, (k, v), first_slab * SLAB, scales[1], part)
+        self.put(my, tiles, first_slab * SLAB, scales[1], part)
 
-    def put(self, my: Share, tiles: tuple, first_row: Int32, scale: Float32, part: Int32) -> None:
+    def put(self, my: Share, tiles: Tiles, first_row: Int32, scale: Float32, part: Int32) -> None:
         """A warp's dK and dV into tiles."""
-        for accs, tile, factor in ((my.dK, tiles[0], scale), (my.dV, tiles[1], None)):
+        for accs, tile, factor in ((my.dK, tiles.k, scale), (my.dV, tiles.v, None)):
             for s, acc in enumerate(accs):
                 if factor is not None:
                     acc.store(acc.load() * factor)
@@ -325,13 +351,13 @@ class BackwardSm80(BackwardCall):
                 sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, fragments.PACKS[self.dtype])
 
     @cute.jit
-    def weigh(self, scores: tuple, lse: cute.Tensor, hidden: tuple, first: int, scale_log2: Float32) -> list:
+    def weigh(self, scores: tuple, lse: cute.Tensor, hidden: Hidden, first: int, scale_log2: Float32) -> list:
         """P in place of scores, of the queries from `first` on, and in 16 bits."""
-        mask, block, middle = hidden
-        if block < middle:
+        mask = hidden.mask
+        if hidden.block < hidden.middle:
             for s in cutlass.range_constexpr(len(scores)):
                 mine = replace(mask, key=mask.key + s * SLAB, query=mask.query + first)
-                mine.apply(fragments.rows_and_columns(scores[s]), block)
+                mine.apply(fragments.rows_and_columns(scores[s]), hidden.block)
         P = []
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
@@ -352,11 +378,11 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_alone(
-        self, my: Share, queries: Queries, tiles: tuple, slot: Int32, hidden: tuple, scale_log2: Float32,
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, hidden: Hidden, scale_log2: Float32,
         first_slab: Int32,
     ):  # fmt: skip
         """dK and dV of one block of queries, and its dS into shared memory."""
-        k, v, weights = tiles
+        k, v, weights = tiles.k, tiles.v, tiles.weights
         q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
         target = weights.moved(slot * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
@@ -379,40 +405,37 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_in_pairs(
-        self, my: Share, queries: Queries, tiles: tuple, slot: Int32, hidden: tuple, scale_log2: Float32,
-        place: tuple,
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, hidden: Hidden, scale_log2: Float32,
+        first_slab: Int32, half: Int32,
     ):  # fmt: skip
         """The same where two warps have a half of the queries of the same scores each, then all of them for a half of
         the columns: P, and then dS in the same place, cross shared memory.
         """
-        first_slab, half = place
-        k, v, weights = tiles
         q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
-        keys, rows = my.keys, my.rows.over(q, False)
-        target = weights.moved(slot * weights.bytes)
+        rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
-        my.product.scores(S, keys, rows)
+        my.product.scores(S, my.keys, rows)
         P = self.weigh(S, queries.facts(0, slot, half * HALF), hidden, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
         left = sm80.Matrices.create(target, self.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
-        self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), place)
-        my.product.scores(dP, keys.beside(v), rows.beside(do))
+        self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
+        my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF))
         self.meet(first_slab)  # P has been read
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
-        self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), place)
+        self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), first_slab, half)
 
     def meet(self, first_slab: Int32) -> None:
         """The warps of the same keys."""
         cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
 
     def accumulate_halves(
-        self, my: Share, accs: tuple, own: list, left: sm80.Matrices, columns: sm80.Matrices, place: tuple
-    ) -> None:
+        self, my: Share, accs: tuple, own: list, left: sm80.Matrices, columns: sm80.Matrices, first_slab: Int32,
+        half: Int32,
+    ) -> None:  # fmt: skip
         """The half of the queries that this warp holds, and the other warp's from shared memory."""
-        first_slab, half = place
         lefts, mine = tuple(sm80.room(self.dtype) for _ in own), columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
             my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
@@ -425,37 +448,35 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def walk_together(
-        self, geo: Geometry, queries: Queries, tiles: tuple, scratch: Scratch, place: tuple, scales: tuple
+        self, geo: Geometry, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple
     ):  # fmt: skip
         """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
         two slabs' dK and dV, which go to where K and V were.
         """
-        k, v, weights = tiles
-        n_block, first_head, heads_before, group = place
+        k, v, weights = tiles.k, tiles.v, tiles.weights
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         slab, half = first_slab + part // 2, part % 2
         my = self.share(k, (slab, first_slab), half, part)
         gradient = self.gradient(tiles, scratch, warp)
-        key = n_block * self.tile_n + slab * SLAB + lane // 4
+        key = keys.n_block * self.tile_n + slab * SLAB + lane // 4
         mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + half * HALF)
         left = sm80.Matrices.create(weights, self.dtype, "A", first_row=first_slab * SLAB)
 
-        steps = geo.steps(n_block, self.tile_m)
-        total = (steps.end - steps.begin) * group
-        head, block = first_head, steps.begin
+        steps = geo.steps(keys.n_block, self.tile_m)
+        total = (steps.end - steps.begin) * keys.group
+        head, block = keys.first_head, steps.begin
         queries.load_q(head, block, Int32(0))
         cute.arch.cp_async_commit_group()
         queries.load_do(head, block, Int32(0))
         for i in cutlass.range(total, unroll=1):
             later = step_after(head, block, steps)
-            number = (heads_before + head) * scratch.num_m_blocks + block
-            zero, hidden = sm80.zero_of(i), (mask, block, steps.middle)
-            q, do, dS = queries.q.moved(zero), queries.do.moved(zero), weights.moved(zero)
-            P = dS.moved(weights.bytes)
-            self.weigh_together(
-                my, queries, (k.moved(zero), v.moved(zero), q, do, dS, P), hidden, scales[0], (slab, half)
-            )
+            number = (keys.heads_before + head) * scratch.num_m_blocks + block
+            zero, hidden = sm80.zero_of(i), Hidden(mask, block, steps.middle)
+            q, do = queries.q.moved(zero), queries.do.moved(zero)
+            here = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
+            dS, P = here.weights, here.weights.moved(weights.bytes)
+            self.weigh_together(my, queries, here, (q, do), hidden, scales[0], slab, half)
             cute.arch.sync_threads()
             columns, weights_of = my.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
@@ -467,29 +488,31 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
                 queries.load_do(*later, Int32(0))
-            gradient.add(zero, number, self.turn(geo, n_block, block))
+            gradient.add(zero, number, self.turn(geo, keys.n_block, block))
             head, block = later
         sm80.arrive()
         first_row = first_slab * SLAB + (sm80.zero_of(head) if self.elementwise else 0)
-        self.put(my, (k, v), first_row, scales[1], part)
+        self.put(my, tiles, first_row, scales[1], part)
 
     @cute.jit
     def weigh_together(
-        self, my: Share, queries: Queries, tiles: tuple, hidden: tuple, scale_log2: Float32, place: tuple
+        self, my: Share, queries: Queries, tiles: Tiles, step: tuple, hidden: Hidden, scale_log2: Float32,
+        slab: Int32, half: Int32,
     ):  # fmt: skip
-        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
-        k, v, q, do, *targets = tiles
-        slab, half = place
-        keys, rows = my.keys.over(k, False), my.rows.over(q, False)
+        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO (step) are
+        there.
+        """
+        q, do = step
+        keys, rows = my.keys.over(tiles.k, False), my.rows.over(q, False)
         S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
         sm80.arrive(1)  # Q
         my.product.scores(S, keys, rows)
         sm80.arrive()  # dO
-        my.product.scores(dP, keys.beside(v), rows.beside(do))
+        my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
         P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), hidden, 0, scale_log2)
         dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
-        for weights, target in zip((dS, P), targets, strict=True):
-            sm80.put_operand(weights[0], target, slab * SLAB, half * HALF)
+        sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
+        sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 
     def accumulate_all(self, my: Share, accs: tuple, left: sm80.Matrices, columns: sm80.Matrices) -> None:
         """dV += P^T dO or dK += dS^T Q."""
