@@ -293,6 +293,7 @@ void clear_packs();
 Kernel* find_kernel(int row, DType dtype, int device_index, bool required);
 // An earlier search for such a device failed; the router then leaves such calls to stock.
 bool kernel_missing(int row, DType dtype, const DeviceFacts& device);
+int64_t missing_changes();  // goes up with every change of its answers
 void forget_kernels();
 using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);

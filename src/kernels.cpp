@@ -41,6 +41,7 @@ struct Entry {
 
 struct Registry {
   Entry entries[kMaxRows * kNumVariants];
+  std::atomic<int64_t> changes{0};  // of what is missing
   std::vector<Pack> packs;
   std::atomic<CompileCallback> compile{nullptr};
   std::mutex mutex;  // guards packs and the writing of entries; never held during an up-call, which waits for the GIL
@@ -129,8 +130,10 @@ Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index
     }
     if (call == nullptr) {
       if (required) throw std::runtime_error(way_out(name, why, device));
-      if (!entry.missing.exchange(!capturing))
+      if (!entry.missing.exchange(!capturing)) {
+        registry().changes.fetch_add(1, std::memory_order_relaxed);
         log_warning(way_out(name, why, device) + "; stock attention serves these calls");
+      }
       return nullptr;
     }
   }
@@ -155,6 +158,8 @@ bool kernel_missing(int row, DType dtype, const DeviceFacts& device) {
   return entry_of(row, dtype, device).missing.load(std::memory_order_relaxed);
 }
 
+int64_t missing_changes() { return registry().changes.load(std::memory_order_relaxed); }
+
 void load_pack(const char* path, const char* target) {
   Registry& r = registry();
   const int cc = std::atoi(target + std::strcspn(target, "0123456789"));
@@ -169,6 +174,7 @@ void clear_packs() {
 }
 
 void forget_kernels() {
+  registry().changes.fetch_add(1, std::memory_order_relaxed);
   for (Entry& entry : registry().entries) {
     entry.kernel.call.store(nullptr, std::memory_order_release);
     entry.kernel.devices.store(0, std::memory_order_release);

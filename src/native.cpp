@@ -159,6 +159,7 @@ FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_
                                          char* out, int capacity) {
   return copy_text(plan_json(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
 }
+FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // 1: the plan is ours, but its kernel was looked for in vain.
 FLASHPLUG_EXPORT int flashplug_kernel_missing(const int64_t* problem, double dropout_p, const int64_t* facts,
                                               int64_t mode) {

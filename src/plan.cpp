@@ -2,7 +2,7 @@
 // path.
 //
 // Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
-// Is there a kernel row (rows.cpp)? Unless forced: are gradients deterministic where they must be? In auto: does the
+// Is there a kernel row (rows.cpp)? Unless forced: is there a backward where stock's may not follow? In auto: does the
 // decode gate let it through, and does a measured row say that it is at least as fast as stock? The words for every
 // answer are in plan_text.cpp.
 #include "flashplug.h"

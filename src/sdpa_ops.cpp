@@ -161,12 +161,12 @@ BackwardResult backward(const BackwardCall& call) {
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.query.device_index);
   BackwardResult result;
-  const Mode mode = call.forward.mode, any{static_cast<int64_t>(Backend::kFa2)};
-  const bool math = mode.backend() == Backend::kMath, fused = efficient_can_run(p);
-  const auto ours = [&](Mode wanted) {
-    return our_backward(call, p, device, facts.query.device_index, wanted, &result);
-  };
-  if (math || !(ours(mode) || (!fused && ours(any)))) {  // what is slower than stock's is still faster than math
+  const bool fused = efficient_can_run(p);
+  Mode mode = call.forward.mode;
+  // No measured row is asked where the choice is between ours and math.
+  if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
+  const bool math = mode.backend() == Backend::kMath;
+  if (math || !our_backward(call, p, device, facts.query.device_index, mode, &result)) {
     if (math || !fused)
       result = math_backward(call);
     else if (!cudnn_backward_can_run(p, device) || !cudnn_backward(call, p, &result))

@@ -38,6 +38,22 @@ HeadDims largest_head_dims(int arch, bool elementwise, const DeviceFacts& device
   return most;
 }
 
+// What is known before shapes are.
+void add_class_reasons(const Problem& p, const DeviceFacts& device, int arch, Collector* out) {
+  if (!p.on_cuda || device.cc == 0)
+    out->add(Why::kDevice);
+  else if (!runs_on(arch, device))
+    out->add(Why::kArch, device.cc, arch);
+  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
+    out->add(Why::kMixedDtype);
+  else if (!is_half(p.dtype[0]))
+    out->add(Why::kDtype);
+  if (p.has_mask) out->add(Why::kMask);
+  if (p.causal == Causal::kBottomRight) out->add(Why::kBottomRight);
+  if (p.dropout_p != 0.0) out->add(Why::kDropout);
+  if (!p.positive_scale) out->add(Why::kScale);
+}
+
 void add_broken_units(const Problem& p, Collector* out) {
   if (p.D % kUnitElements != 0) out->add(Why::kHeadDimStep, p.D, kUnitElements, 0);
   if (p.Dv % kUnitElements != 0) out->add(Why::kHeadDimStep, p.Dv, kUnitElements, 2);
@@ -62,26 +78,15 @@ bool whole_units(const Problem& p) {
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit) {
   Collector out{reasons, limit};
-  const bool runs = runs_on(arch, device);
-  if (!p.on_cuda || device.cc == 0)
-    out.add(Why::kDevice);
-  else if (!runs)
-    out.add(Why::kArch, device.cc, arch);
-  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
-    out.add(Why::kMixedDtype);
-  else if (!is_half(p.dtype[0]))
-    out.add(Why::kDtype);
-  if (p.has_mask) out.add(Why::kMask);
-  if (p.causal == Causal::kBottomRight) out.add(Why::kBottomRight);
-  if (p.dropout_p != 0.0) out.add(Why::kDropout);
-  if (!p.positive_scale) out.add(Why::kScale);
+  add_class_reasons(p, device, arch, &out);
   if (out.full()) return out.count;
   if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
     out.add(Why::kEmpty);
     return out.count;
   }
   const bool whole = whole_units(p);
-  const DeviceFacts holder = runs ? device : DeviceFacts{};  // what others could hold is not in the way
+  const DeviceFacts holder =
+      runs_on(arch, device) ? device : DeviceFacts{};  // what others could hold is not in the way
   HeadDims most = largest_head_dims(arch, !whole, holder, tables);
   if (!whole && most.d == 0) {  // no kernel of this architecture goes element by element
     add_broken_units(p, &out);
@@ -95,12 +100,11 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
 
 // A preferred backend goes ahead of choice rows. Those hold for Hopper: no other GPU was measured.
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  if (!p.on_cuda || p.has_mask || p.dropout_p != 0.0 || !p.positive_scale || !is_half(p.dtype[0]) ||
-      p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2]) {
-    return false;
-  }
-  if (mode.backend() != Backend::kAuto) return runs_on(mode.backend() == Backend::kFa3 ? kHopper : kAmpere, device);
-  if (device.cc != kHopper) return false;
+  Reason why;
+  Collector out{&why, 1};
+  add_class_reasons(p, device, mode.backend() == Backend::kFa2 ? kAmpere : kHopper, &out);
+  if (out.full()) return false;
+  if (mode.backend() != Backend::kAuto) return true;
   return std::any_of(tables.choices, tables.choices + tables.num_choices, [&p](const ChoiceRow& row) {
     const bool backward = row.kind == kKindBwd || row.kind == kKindMixBwd || row.kind == kKindPartBwd;
     return !backward && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);

@@ -127,6 +127,17 @@ def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
     assert road.took().get("ours_fwd", 0) == 0
 
 
+def test_plan_b_asks_again_when_a_kernel_turns_out_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with road_to("cpu", "plan_b") as road:
+        taken, changes = [], native.missing_changes()
+        for now, missing in ((changes, False), (changes, True), (changes + 1, True), (changes + 2, False)):
+            monkeypatch.setattr(native, "missing_changes", lambda now=now: now)
+            monkeypatch.setattr(native, "kernel_missing", lambda *call, missing=missing: missing)
+            F.scaled_dot_product_attention(*road.qkv())
+            taken.append(road.took().get("ours_fwd", 0))
+        assert taken == [1, 1, 0, 1]  # the second time it was not asked
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("head_dim", [60, 130])

@@ -110,7 +110,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.929, _DECODE, max_packed=16),
     ChoiceRow("mixdecode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     # Where Hopper's are slower than stock, on those for every GPU: cp.async reads what a row has, TMA whole boxes. Also
-    # on an H200, where D 112 is not among them (0.897).
+    # on an H200, whose ratio D 120 has here (H100 1.083), and where D 112 is not among them (0.897).
     ChoiceRow("decode", 80, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 1.009, _DECODE, max_packed=16),
     ChoiceRow("decode", 80, False, "full", 113, 120, 1, ANY, 1025, ANY, 0, 1.025, _DECODE, max_packed=16),
     ChoiceRow("decode", 80, False, "full", 193, 248, 1, ANY, 1025, ANY, 0, 1.110, _DECODE, max_packed=16),

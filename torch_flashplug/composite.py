@@ -9,7 +9,6 @@ ExportedProgram.run_decompositions() leaves the composite in the graph.
 from __future__ import annotations
 
 import functools
-import json
 
 import torch
 from torch import Tensor
@@ -94,13 +93,11 @@ def _backend(
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
     }
-    device = query.device.index or 0
-    planned = _planned_backend(tuple(facts.items()), device, mode)
-    if planned not in ("fa3", "fa2"):
-        return planned
-    return "stock" if native.kernel_missing(facts, native.device_facts(device), mode) else planned
+    return _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
 
 
 @functools.lru_cache(maxsize=1024)
-def _planned_backend(facts: tuple[tuple[str, int | float], ...], device_index: int, mode: int) -> str:
-    return json.loads(native.plan_text(dict(facts), native.device_facts(device_index), mode))["backend"]
+def _planned_backend(facts: tuple[tuple[str, int | float], ...], device_index: int, mode: int, changes: int) -> str:
+    """Stock where a kernel is missing, which no call finds out but by looking: `changes` makes it ask again."""
+    call, device = dict(facts), native.device_facts(device_index)
+    return "stock" if native.kernel_missing(call, device, mode) else native.plan(call, device, mode)["backend"]

@@ -100,7 +100,7 @@ def lib() -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     ints, text = ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p
-    for name in ("set_mode", "mode", "effective_mode"):
+    for name in ("set_mode", "mode", "effective_mode", "missing_changes"):
         getattr(library, f"flashplug_{name}").restype = ctypes.c_int64
     for name in (
         "set_enabled",
@@ -318,6 +318,11 @@ def plan_text(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_
 
 def plan(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> dict:
     return json.loads(plan_text(problem, facts, mode_word))
+
+
+def missing_changes() -> int:
+    """Goes up with every change of what kernel_missing answers."""
+    return lib().flashplug_missing_changes()
 
 
 def kernel_missing(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int) -> bool:
