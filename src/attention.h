@@ -17,6 +17,7 @@ struct ForwardCall {
   Mode mode;
 };
 
+// Of a call with a usual scale.
 inline double softmax_scale(const ForwardCall& call, const Problem& p) {
   return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
 }
@@ -51,11 +52,24 @@ void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
 // `out` itself, or a copy of it in the layout that output_strides() says.
 Owned in_output_layout(Owned out, AtenTensorHandle query);
+// `grad` under the strides of torch.empty_like(operand), which graphs that torch.compile made expect.
+Owned laid_out_like(Owned grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
+
+// ---- signed_scale.cpp ----
+
+// The same call with a positive scale: the sign of another one goes to the query.
+struct SignedScale {
+  Owned q;
+  double scale;
+};
+SignedScale with_positive_scale(const ForwardCall& call, const Problem& p);
+// The gradient of the call's own query from that of the one above.
+void give_sign(AtenTensorHandle grad_q, const Problem& p);
 
 // ---- backward.cpp: our gradients ----
 
-// False where another backward must follow: no measured row, no kernel.
+// False where another backward must follow: no kernel of ours, or a GPU on which auto takes none.
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result);
 
@@ -64,11 +78,8 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
 // Stock's forward for this call where that is cuDNN's; false if it is another, or cuDNN refuses.
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result);
 bool efficient_can_run(const Problem& p);
-bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
 ForwardResult math_forward(const ForwardCall& call);
-// False where cuDNN refuses this call; the caller goes on to the next one.
-bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* result);
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
 BackwardResult math_backward(const BackwardCall& call);
 

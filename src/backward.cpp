@@ -33,13 +33,6 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
   return new_like(operand, 4, like.size, stride, nullptr);
 }
 
-Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
-  const Shape like = shape_of(operand);
-  int64_t want[4];
-  dense_strides(like.size, like.stride, 4, want);
-  return under_strides(grad.get(), want);
-}
-
 }  // namespace
 
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
@@ -67,7 +60,8 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
     result->grads[i] = writes(i) ? gradient_of(operands[i], shape.elementwise) : Owned::share(operands[i]);
-  const BackwardTensors tensors{forward.q,
+  const SignedScale positive = with_positive_scale(forward, p);
+  const BackwardTensors tensors{positive.q.get(),
                                 forward.k,
                                 forward.v,
                                 out.get(),
@@ -79,7 +73,8 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
                                 rows.get(),
                                 scratch.get(),
                                 written};
-  launch_backward(*kernel, p, tensors, softmax_scale(forward, p), device_index);
+  launch_backward(*kernel, p, tensors, positive.scale, device_index);
+  if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
   }

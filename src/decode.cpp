@@ -11,7 +11,6 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kMaxSplits = 255;  // what a mode word holds
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kPeersAtOnce = 4;  // AT_ONCE of kernels/parts/combine.py
 constexpr int64_t kRowsPerWarpgroup = 64;

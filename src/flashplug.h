@@ -23,6 +23,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace flashplug {
 
@@ -35,6 +36,10 @@ extern const char* const kBackendNames[kNumBackends];
 enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
+// Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
+// another finite one goes to the query (SignedScale in attention.h).
+enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
+constexpr int kNumHalves = 2;  // the element types of kernels: the first of DType, bf16 and fp16
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
 struct Mode {
@@ -42,6 +47,7 @@ struct Mode {
   static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | 0x80}; }
   Backend backend() const { return static_cast<Backend>(word & 0x7f); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
+  bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
   bool forces_kernels() const { return !is_preference() && (backend() == Backend::kFa3 || backend() == Backend::kFa2); }
 };
@@ -49,16 +55,22 @@ constexpr int64_t kModeMask = 0xffffff;
 
 // ---- facts ----
 
-// How one operand lies in memory, as far as the kernels care.
+// How one operand lies in memory, as far as the kernels care, and stock's, whose faults some of this is (rescues).
 struct Layout {
   int64_t last_stride = 1;
-  int align_bytes = 16;  // what the base address and every outer stride are multiples of, capped at 16
+  int align_bytes = 16;    // what the base address and every outer stride are multiples of, capped at 16
+  bool odd_base = false;   // the base address is no multiple of 16 bytes
+  bool odd_ones = false;   // the stride of a dim of size 1 is none: torch leaves any number there
+  bool broadcast = false;  // a dim of several entries has stride 0
+  bool operator==(const Layout&) const = default;
 };
 
 constexpr int kNumOperands = 3;       // query, key, value
 constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
+constexpr int64_t kElementBytes = 2;  // of the element types of kernels
 
-// Plain facts of one call. Batch is shared; heads of the query may be a multiple of those of key and value.
+// Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
+// multiple of those of key and value.
 struct Problem {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
@@ -68,8 +80,9 @@ struct Problem {
   bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
   bool grad = false;           // autograd will want a backward
   bool deterministic = false;  // torch.use_deterministic_algorithms
-  bool positive_scale = true;  // and finite: the kernels' running maximum is one of unscaled scores
+  Scale scale = Scale::kPositive;
   double dropout_p = 0.0;
+  bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
 };
 
@@ -79,6 +92,7 @@ struct DeviceFacts {
   int smem_bytes = 0;
   int l2_bytes = 0;
   int memory_rate = 0;  // bytes per ns, of both directions together; 0: unknown
+  bool operator==(const DeviceFacts&) const = default;
 };
 
 // ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
@@ -91,9 +105,10 @@ struct KernelRow {
   int64_t d_max, dv_max;
   MaskKind mask;
   int tile_m, tile_n, stages;
-  int cost;          // ns of one KV block of one tile on one SM
-  bool elementwise;  // takes any addresses and strides, and calls that need it alone
-  int smem_bytes;    // of a CTA
+  int cost;                           // ns of one KV block of one tile on one SM
+  bool elementwise;                   // takes any addresses and strides, and calls that need it alone
+  int smem_bytes;                     // of a CTA
+  std::string name[kNumHalves] = {};  // of the kernel for each element type
 };
 
 struct ChoiceRow {
@@ -108,17 +123,37 @@ struct ChoiceRow {
   char measured[96];  // date, machine, suite
 };
 
+// Calls that stock is known to crash on, refuse or get wrong (torch_flashplug/rescues.py): auto takes them whatever the
+// speed. A row holds for calls of which all its facts are true.
+struct RescueRow {
+  int64_t facts;         // a sum of CallFact
+  std::string stock;     // what stock would do
+  std::string evidence;  // date, machine, how it was seen
+};
+enum CallFact : int64_t {  // in the order of FACTS in rescues.py
+  kOddBase = 1,            // of any operand, as the next
+  kOddOnes = 2,
+  kBroadcastQuery = 4,
+  kMixedDims = 8,   // D != Dv
+  kWholeDims = 16,  // both are multiples of 8
+  kOneRow = 32,     // Sq == 1
+  kOneKey = 64,     // Sk == 1
+  kUnusualScale = 128,
+  kGrad = 256,
+};
+
 constexpr int kMaxRows = 256;
 constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
-constexpr const char* kKindNames[] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
-static_assert(std::size(kKindNames) == kKindDecode + 1, "every kind has a name");
-// Of choice rows only: where D != Dv; of element-wise kernels, both directions, by what no vector fits.
-constexpr int kKindMixBwd = 5, kKindMixDecode = 6, kKindOddDims = 7, kKindUnaligned = 8, kKindColumns = 9;
+// Of choice rows only: forward and backward together, D == Dv or not; decode where D != Dv; element-wise kernels, both
+// directions, by what no vector fits.
+constexpr int kKindGrad = 5, kKindMixGrad = 6, kKindMixDecode = 7, kKindOddDims = 8, kKindUnaligned = 9,
+              kKindColumns = 10;
 
 struct Tables {
   KernelRow kernels[kMaxRows];
   ChoiceRow choices[kMaxRows];
   int num_kernels = 0, num_choices = 0;
+  std::vector<RescueRow> rescues;
   // The gate, pushed with the rows (choices.py).
   int64_t decode_rows = 0;      // Sq * G up to here is decode
   int64_t wide_rows = 0;        // and up to here where that is the faster kernel,
@@ -189,6 +224,7 @@ struct Plan {
   Backend backend = Backend::kStock;
   int kernel_row = -1;
   int choice_row = -1;
+  int rescue_row = -1;  // decides before any choice row
   Splits splits;
   double packed_ns = 0, unpacked_ns = 0;  // as estimated, where they decided
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
@@ -219,6 +255,8 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
 void unregister_ops();
+// repair.cpp: every call of stock's cuDNN backward has out and grad_out in the order of memory that its plan assumes.
+void repair(bool on);
 
 // ---- 3. plan.cpp and its parts (pure) ----
 
@@ -231,14 +269,16 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
                 int limit);
 bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
+bool is_half(DType dtype);
+int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
 // row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
 int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& device, const Tables& tables);
 double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
-int choice_kind(const Problem& p, const KernelRow& kernel);
-int find_choice_row(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables);
+int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind partbwd
 bool mask_fits(MaskKind row, Causal causal);
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
@@ -250,7 +290,6 @@ Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& table
 // plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
 struct BackwardPlan {
   int kernel_row = -1;
-  int choice_row = -1;
   Reason why;
 };
 // What a call of a backward wants: dQ, dK and dV, or both (kernels/parts/backward_call.py).
@@ -272,8 +311,7 @@ int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of sp
 // plan_text.cpp
 std::string call_text(const Problem& p);
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
-std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-std::string kernel_name(const KernelRow& row, DType dtype);
+std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 
 // ---- 4. kernels.cpp ----
@@ -335,7 +373,7 @@ enum class Path : int {
   kEfficientForward,
   kMathForward,
   kOursBackward,
-  kCudnnBackward,
+  kRepairedBackward,  // cuDNN's, of stock's own calls (repair.cpp)
   kEfficientBackward,
   kMathBackward,
   kRoutedOurs,

@@ -19,9 +19,8 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kNumDtypes = 2;                    // bf16, fp16
 constexpr int kOldest = 8, kNumGenerations = 8;  // major numbers of compute capabilities that are told apart
-constexpr int kNumVariants = kNumDtypes * kNumGenerations;
+constexpr int kNumVariants = kNumHalves * kNumGenerations;
 
 // GPUs of one major number run the same code.
 int generation(int cc) { return cc / 10; }
@@ -63,7 +62,7 @@ struct FunctionObject {
 
 Entry& entry_of(int row, DType dtype, const DeviceFacts& device) {
   const int slot = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
-  return registry().entries[row * kNumVariants + slot * kNumDtypes + static_cast<int>(dtype)];
+  return registry().entries[row * kNumVariants + slot * kNumHalves + static_cast<int>(dtype)];
 }
 
 KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std::string* why) {
@@ -116,7 +115,7 @@ std::string way_out(const std::string& name, const std::string& why, const Devic
 }
 
 Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index, bool required) {
-  const std::string name = kernel_name(row, dtype);
+  const std::string& name = row.name[static_cast<int>(dtype)];
   const DeviceFacts device = device_facts(device_index);
   std::string why;
   void* self = nullptr;

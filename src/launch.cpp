@@ -153,7 +153,14 @@ void run_on(Kernel& kernel, int device_index, const TVMFFIAny* args, int32_t cou
 }
 
 DLDataType half_type(const Problem& p) {
-  return {static_cast<uint8_t>(p.dtype[0] == DType::kBf16 ? kDLBfloat : kDLFloat), 16, 1};
+  switch (p.dtype[0]) {
+    case DType::kBf16:
+      return {kDLBfloat, 16, 1};
+    case DType::kFp16:
+      return {kDLFloat, 16, 1};
+    default:
+      throw std::runtime_error("torch_flashplug: no kernel takes this dtype; it should have been left to stock");
+  }
 }
 
 struct Operand {

@@ -115,4 +115,11 @@ Owned in_output_layout(Owned out, AtenTensorHandle query) {
   return under_strides(out.get(), want);
 }
 
+Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
+  const Shape like = shape_of(operand);
+  int64_t want[4];
+  dense_strides(like.size, like.stride, 4, want);
+  return under_strides(grad.get(), want);
+}
+
 }  // namespace flashplug

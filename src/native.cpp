@@ -1,5 +1,6 @@
 // The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the
 // boundary.
+#include <algorithm>
 #include <cstring>
 
 #include "flashplug.h"
@@ -45,7 +46,12 @@ Problem problem_from(const int64_t* f, double dropout_p) {
   }
   p.causal = static_cast<Causal>(f[16]);
   p.has_mask = f[17] != 0, p.on_cuda = f[18] != 0, p.grad = f[19] != 0, p.deterministic = f[20] != 0;
-  p.positive_scale = f[21] != 0;
+  p.scale = static_cast<Scale>(f[21]);
+  for (int i = 0; i < kNumOperands; ++i) {
+    p.layout[i].odd_base = f[22 + i] != 0;
+    p.layout[i].odd_ones = f[25 + i] != 0;
+    p.layout[i].broadcast = f[28 + i] != 0;
+  }
   p.dropout_p = dropout_p;
   return p;
 }
@@ -72,6 +78,10 @@ FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_op
 }
 FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
 
+FLASHPLUG_EXPORT int flashplug_repair(int on) {
+  return guarded([&] { repair(on != 0); });
+}
+
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
 FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word & kModeMask); }
@@ -97,22 +107,26 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   t.num_kernels = t.num_choices = 0;
+  t.rescues.clear();
   forget_kernels();
 }
-FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f) {
+// `names`: of the row's kernels, in the order of DType.
+FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f, const char* const* names) {
   Tables& t = changing_tables();
   if (t.num_kernels == kMaxRows) return 1;
-  t.kernels[t.num_kernels++] = KernelRow{static_cast<int>(f[0]),
-                                         static_cast<int>(f[1]),
-                                         f[2],
-                                         f[3],
-                                         static_cast<MaskKind>(f[4]),
-                                         static_cast<int>(f[5]),
-                                         static_cast<int>(f[6]),
-                                         static_cast<int>(f[7]),
-                                         static_cast<int>(f[8]),
-                                         f[9] != 0,
-                                         static_cast<int>(f[10])};
+  KernelRow& row = t.kernels[t.num_kernels++];
+  row = KernelRow{static_cast<int>(f[0]),
+                  static_cast<int>(f[1]),
+                  f[2],
+                  f[3],
+                  static_cast<MaskKind>(f[4]),
+                  static_cast<int>(f[5]),
+                  static_cast<int>(f[6]),
+                  static_cast<int>(f[7]),
+                  static_cast<int>(f[8]),
+                  f[9] != 0,
+                  static_cast<int>(f[10])};
+  std::copy_n(names, kNumHalves, row.name);
   return 0;
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
@@ -139,6 +153,9 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, co
   t.choices[t.num_choices++] = row;
   return 0;
 }
+FLASHPLUG_EXPORT void flashplug_add_rescue(int64_t facts, const char* stock, const char* evidence) {
+  changing_tables().rescues.push_back(RescueRow{facts, stock, evidence});
+}
 FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows, int64_t cluster, double wide_ns,
                                          double decode_occupancy, double cluster_ns, double cluster_rate,
                                          double combine_ns, double combine_rate, double read_share) {
@@ -155,9 +172,14 @@ FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows,
   t.read_share = read_share;
 }
 
+// `remembered`: from this thread's memory of plans, as calls get theirs.
 FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,
-                                         char* out, int capacity) {
-  return copy_text(plan_json(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out, capacity);
+                                         int remembered, char* out, int capacity) {
+  const Problem p = problem_from(problem, dropout_p);
+  const DeviceFacts device = facts_from(facts);
+  const Plan plan =
+      remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
+  return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // 1: the plan is ours, but its kernel was looked for in vain.
@@ -191,11 +213,6 @@ FLASHPLUG_EXPORT void flashplug_set_trace_callback(TraceCallback callback) { sta
 FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
 FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, const char* target) { load_pack(path, target); }
 FLASHPLUG_EXPORT void flashplug_clear_packs() { clear_packs(); }
-FLASHPLUG_EXPORT int flashplug_kernel_name(int row, int dtype, char* out, int capacity) {
-  if (row < 0 || row >= tables().num_kernels) return copy_text("", out, capacity);
-  return copy_text(kernel_name(tables().kernels[row], static_cast<DType>(dtype)), out, capacity);
-}
-
 FLASHPLUG_EXPORT int flashplug_last_error(char* out, int capacity) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.error_mutex);

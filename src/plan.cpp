@@ -2,9 +2,9 @@
 // path.
 //
 // Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
-// Is there a kernel row (rows.cpp)? Unless forced: is there a backward where stock's may not follow? In auto: does the
-// decode gate let it through, and does a measured row say that it is at least as fast as stock? The words for every
-// answer are in plan_text.cpp.
+// Is there a kernel row (rows.cpp)? In auto: is it a call that stock is known to fail? Unless forced: is the backward
+// ours, too, where gradients are wanted? In auto: does the decode gate let it through, and does a measured row say that
+// it is at least as fast as stock? The words for every answer are in plan_text.cpp.
 #include "flashplug.h"
 
 namespace flashplug {
@@ -51,14 +51,16 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != kHopper) return Reason{Why::kUnmeasuredDevice, device.cc};
-  // Stock's backward after our forward is not deterministic, and may be math's, where stock has a fused one of its own.
-  if (p.grad && (p.deterministic || !measured) && plan_backward(p, device, mode, tables).kernel_row < 0)
+  if (measured) plan->rescue_row = find_rescue(p, tables);
+  if (plan->rescue_row >= 0) return {};  // right goes before fast
+  // What could follow our forward there is slower than what stock has for both, and may not repeat its sums.
+  if (p.grad && plan_backward(p, device, mode, tables).kernel_row < 0)
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   if (!measured) return {};
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   if (plan->gate.closed && kernel.kind != kKindDecode)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, choice_kind(p, kernel), kernel, plan->tiles, tables);
+  plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, kernel, tables);
 }
 

@@ -8,10 +8,9 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxGrid = 65535;   // heads and batch are dims of the backward's row kernels' grids
-constexpr int64_t kNarrow = 64;       // head dims of which half is a small wgmma
-constexpr int64_t kUnits = 8;         // of a block of rows: UNITS of kernels/parts/scratch.py
-constexpr int64_t kKeysOfTile = 128;  // in which choice rows count a backward's tiles
+constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward's row kernels' grids
+constexpr int64_t kNarrow = 64;      // head dims of which half is a small wgmma
+constexpr int64_t kUnits = 8;        // of a block of rows: UNITS of kernels/parts/scratch.py
 
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
 // bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
@@ -23,28 +22,19 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
   const int fused = find_kernel_row(p, p.deterministic ? kKindDetBwd : kKindBwd, arch, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
-  const int faster = find_choice_row(p, kKindPartBwd, tables.kernels[fused], 0, tables);
+  const int faster = find_parts_row(p, tables.kernels[fused], tables);
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
 
-BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
+BackwardPlan refused(Reason why) { return BackwardPlan{-1, why}; }
 
 // By kernels of one architecture.
-BackwardPlan attempt(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int arch,
-                     int64_t wanted) {
+BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, int64_t wanted) {
   Reason why;
   if (unsupported(p, device, tables, arch, &why, 1) != 0) return refused(why);
   const int row = find_backward_row(p, device, tables, arch, wanted);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
-  if (mode.backend() != Backend::kAuto) return BackwardPlan{row, -1, {}};
-  if (device.cc != kHopper) return refused(Reason{Why::kUnmeasuredDevice, device.cc});
-  const KernelRow& kernel = tables.kernels[row];
-  // Element by element, both directions were measured together, in the forward's tiles.
-  const int64_t tiles =
-      kernel.elementwise ? p.B * p.Hq * ceil_div(p.Sq, kernel.tile_m) : p.B * p.Hkv * ceil_div(p.Sk, kKeysOfTile);
-  const int choice = find_choice_row(p, choice_kind(p, kernel), kernel, tiles, tables);
-  why = slower_by_row(choice, kernel, tables);
-  return BackwardPlan{why ? -1 : row, choice, why};
+  return BackwardPlan{row, {}};
 }
 
 }  // namespace
@@ -56,14 +46,17 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
   return p.B * p.Hq * (blocks * row.tile_m * row.d_max + counters);
 }
 
-// Hopper's kernels before Ampere's, unless the forward was forced to Ampere's.
+// Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
+// math's. Hopper's kernels before Ampere's, unless the forward was forced to Ampere's.
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
+  if (mode.backend() == Backend::kAuto && device.cc != kHopper)
+    return refused(Reason{Why::kUnmeasuredDevice, device.cc});
   const bool fa2 = mode.backend() == Backend::kFa2;
-  const BackwardPlan first = attempt(p, device, mode, tables, fa2 ? kAmpere : kHopper, wanted);
+  const BackwardPlan first = attempt(p, device, tables, fa2 ? kAmpere : kHopper, wanted);
   if (first.kernel_row >= 0) return first;
-  const BackwardPlan second = attempt(p, device, mode, tables, fa2 ? kHopper : kAmpere, wanted);
+  const BackwardPlan second = attempt(p, device, tables, fa2 ? kHopper : kAmpere, wanted);
   return second.kernel_row >= 0 ? second : first;
 }
 

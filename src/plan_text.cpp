@@ -124,6 +124,17 @@ std::string row_text(int choice_row, const Tables& tables) {
   return "choice row " + number(choice_row) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
 }
 
+std::string rescue_text(int rescue_row, const Tables& tables) {
+  if (rescue_row < 0) return "";
+  const RescueRow& row = tables.rescues[rescue_row];
+  return row.stock + " (" + row.evidence + ")";
+}
+
+// Of a plan that is ours, so a row that has a kernel for the call's element type.
+std::string kernel_name(int kernel_row, const Problem& p, const Tables& tables) {
+  return tables.kernels[kernel_row].name[static_cast<int>(p.dtype[0])];
+}
+
 // Why a backend that was not looked at was not needed.
 std::string not_needed(const Plan& plan, Mode mode) {
   const bool asked = mode.backend() != Backend::kAuto;
@@ -159,8 +170,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kBottomRight:
       return "causal mask aligned to the bottom right, kernels align to the top left; use the math backend";
     case Why::kScale:
-      return "scale is not positive and finite, the kernels' running maximum needs it to be; stock attention serves "
-             "this call";
+      return "scale is not finite; stock attention serves this call";
     case Why::kDropout:
       return "dropout_p=" + fixed(p.dropout_p) + ", kernels have no dropout; pass dropout_p=0";
     case Why::kEmpty:
@@ -184,25 +194,16 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
   }
 }
 
-std::string kernel_name(const KernelRow& row, DType dtype) {
-  std::string head = "d" + number(row.d_max) + (row.dv_max == row.d_max ? "" : "v" + number(row.dv_max));
-  return std::string(kKindNames[row.kind]) + "_sm" + number(row.arch) + (dtype == DType::kBf16 ? "_bf16_" : "_fp16_") +
-         head + (row.mask == MaskKind::kCausal ? "_causal_m" : "_full_m") + number(row.tile_m) + "n" +
-         number(row.tile_n) + "s" + number(row.stages) + (row.elementwise ? "e" : "");
-}
-
 // Which backward follows our forward.
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
-  if (plan.kernel_row < 0) return "stock's backward; ours: " + reason_text(plan.why, p, device);
-  const std::string row = row_text(plan.choice_row, tables);
-  return kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) + (row.empty() ? "" : ", " + row);
+  if (plan.kernel_row >= 0) return kernel_name(plan.kernel_row, p, tables);
+  return "stock's efficient backward, else math's; ours: " + reason_text(plan.why, p, device);
 }
 
-std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const Plan plan = plan_call(p, device, mode, tables);
+std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
-  out += ", \"kernel\": " + quoted(plan.ours() ? kernel_name(tables.kernels[plan.kernel_row], p.dtype[0]) : "");
+  out += ", \"kernel\": " + quoted(plan.ours() ? kernel_name(plan.kernel_row, p, tables) : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
@@ -216,9 +217,11 @@ std::string plan_json(const Problem& p, const DeviceFacts& device, Mode mode, co
                           ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
                           : not_needed(plan, mode));
   add(Backend::kStock, not_needed(plan, mode));
-  const bool measured = device.cc != 0 && (plan.choice_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+  const bool measured =
+      device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
+         ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
          ", \"gradients\": " + quoted(plan.ours() && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }

@@ -16,9 +16,9 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kChoiceMath = 0;          // SDPBackend.MATH
-constexpr int64_t kChoiceOverrideable = 4;  // SDPBackend.OVERRIDEABLE
-constexpr int kNumSlots = 2;                // pointers at the start of DispatchStubImpl: cpu, cuda
+// SDPBackend
+constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3, kChoiceOverrideable = 4;
+constexpr int kNumSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
 std::atomic<void*> saved[kNumSlots];            // what the slot held; uninstall() puts exactly this back
 std::atomic<void*> stock_functions[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where
@@ -53,11 +53,13 @@ bool python_agrees(const Call& call) {
   return ask == nullptr || ask(call.q, call.k, call.v, call.enable_gqa) != 0;
 }
 
-int64_t offset_bytes(AtenTensorHandle tensor) {
+// What tells alignment: the address; of a tensor that is only traced, where it will lie in a storage, which the
+// allocator aligns.
+int64_t address_of(AtenTensorHandle tensor, bool traced) {
+  const void* data = nullptr;
+  if (!traced && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
   int64_t offset = 0;
-  // Storages come 512-byte aligned from the allocator; a foreign storage that is not is met by the op, which looks at
-  // the address itself.
-  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * 2 : 0;
+  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * kElementBytes : 0;
 }
 
 Verdict judge(const Call& call, Mode mode) {
@@ -79,7 +81,7 @@ Verdict judge(const Call& call, Mode mode) {
   p.has_mask = call.has_mask;
   p.causal = call.is_causal ? Causal::kTopLeft : Causal::kNone;
   p.dropout_p = call.dropout_p;
-  p.positive_scale = positive_scale(call.scale);
+  p.scale = scale_of(call.scale);
   p.grad = wants_grad(call);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
@@ -98,13 +100,36 @@ Verdict judge(const Call& call, Mode mode) {
   }
   if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
   fill_shapes(shape_q, shape_k, shape_v, &p);
-  p.layout[0] = layout_of(shape_q, offset_bytes(call.q));
-  p.layout[1] = layout_of(shape_k, offset_bytes(call.k));
-  p.layout[2] = layout_of(shape_v, offset_bytes(call.v));
+  p.layout[0] = layout_of(shape_q, address_of(call.q, traced));
+  p.layout[1] = layout_of(shape_k, address_of(call.k, traced));
+  p.layout[2] = layout_of(shape_v, address_of(call.v, traced));
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
   return plan.ours() && !kernel_missing(plan.kernel_row, p.dtype[0], device) ? Verdict::kOurs : Verdict::kStock;
+}
+
+// Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads.
+bool efficient_reads(const Call& call) {
+  if (torch_symbols().nested(call.q)) return false;
+  const QuietShims quiet;  // symbolic sizes
+  for (AtenTensorHandle tensor : {call.q, call.k, call.v}) {
+    Shape shape;
+    if (!read_shape(tensor, &shape) || shape.size[3] % kUnitElements != 0) return false;
+    const Layout layout = layout_of(shape, address_of(tensor, false));
+    if (layout.last_stride != 1 || layout.align_bytes < 2 * kUnitElements || layout.odd_ones) return false;
+  }
+  Shape q, k;
+  return read_shape(call.q, &q) && read_shape(call.k, &k) && q.size[1] == k.size[1];
+}
+
+// cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not.
+int64_t right_for_scale(int64_t chosen, const Call& call) {
+  const Scale scale = scale_of(call.scale);
+  if ((scale != Scale::kZero && scale != Scale::kNegative) || (chosen != kChoiceCudnn && chosen != kChoiceFlash))
+    return chosen;
+  if (torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
+  return torch_symbols().math_enabled() ? kChoiceMath : chosen;
 }
 
 template <int slot>
@@ -113,19 +138,20 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const TorchSymbols& torch = torch_symbols();
   const Mode mode = effective_mode();
   const Backend wanted = mode.backend();
-  bool ours = false;
+  const Call call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p, scale};
+  bool ours = false, asked = false;
   if (enabled()) {
     if (process_backend() == Backend::kMath) return kChoiceMath;
     const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
     if (wanted == Backend::kMath && allowed && torch.math_enabled()) return kChoiceMath;
-    if (allowed && wanted != Backend::kStock && wanted != Backend::kMath) {
-      ours = judge(Call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p, scale}, mode) == Verdict::kOurs;
-    }
+    asked = allowed && wanted != Backend::kStock && wanted != Backend::kMath;
+    ours = asked && judge(call, mode) == Verdict::kOurs;
   }
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
-  return stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  return asked ? right_for_scale(chosen, call) : chosen;
 }
 
 void* our_choice(int slot) {

@@ -10,10 +10,11 @@ namespace flashplug {
 
 namespace {
 
-constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int64_t kManyRows = 1024;  // more than any tile has
-constexpr int kBoxColumns = 64;      // 128 bytes, the widest box that TMA swizzles
-constexpr int kSectorColumns = 16;   // 32 bytes, what L2 hands out at once
+constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int64_t kManyRows = 1024;   // more than any tile has
+constexpr int kBoxColumns = 64;       // 128 bytes, the widest box that TMA swizzles
+constexpr int kSectorColumns = 16;    // 32 bytes, what L2 hands out at once
+constexpr int64_t kKeysOfTile = 128;  // in which choice rows count the tiles of calls with gradients
 
 bool whole_sectors(const Problem& p) { return p.D % kSectorColumns == 0 && p.Dv % kSectorColumns == 0; }
 
@@ -90,18 +91,21 @@ int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& dev
   return best;
 }
 
+namespace {
+
 int choice_kind(const Problem& p, const KernelRow& kernel) {
+  const bool mixed = p.D != p.Dv;
   if (kernel.elementwise) {
     const auto rows_whole = [](const Layout& layout) { return layout.last_stride == 1; };
     if (!std::all_of(p.layout, p.layout + kNumOperands, rows_whole)) return kKindColumns;
     return p.D % kUnitElements != 0 || p.Dv % kUnitElements != 0 ? kKindOddDims : kKindUnaligned;
   }
-  if (kernel.kind == kKindFwd) return kKindFwd;
-  if (kernel.kind == kKindDecode) return p.D == p.Dv ? kKindDecode : kKindMixDecode;
-  return p.D == p.Dv ? kKindBwd : kKindMixBwd;
+  if (kernel.kind == kKindDecode) return mixed ? kKindMixDecode : kKindDecode;
+  if (!p.grad) return kKindFwd;
+  return mixed ? kKindMixGrad : kKindGrad;
 }
 
-int find_choice_row(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   const int64_t d = p.D > p.Dv ? p.D : p.Dv;
   for (int i = 0; i < tables.num_choices; ++i) {
     const ChoiceRow& row = tables.choices[i];
@@ -113,6 +117,19 @@ int find_choice_row(const Problem& p, int kind, const KernelRow& kernel, int64_t
     }
   }
   return -1;
+}
+
+}  // namespace
+
+// `tiles` of the forward; of calls with gradients the backward's, which has fewer where few query rows meet many keys.
+int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  const int kind = choice_kind(p, kernel);
+  const bool both = kind == kKindGrad || kind == kKindMixGrad;
+  return find_row_of_kind(p, kind, kernel, both ? p.B * p.Hkv * ceil_div(p.Sk, kKeysOfTile) : tiles, tables);
+}
+
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables) {
+  return find_row_of_kind(p, kKindPartBwd, fused, 0, tables);
 }
 
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables) {

@@ -69,7 +69,7 @@ Facts read_facts(const ForwardCall& call) {
   bool has_mask = false;
   p.has_mask = call.mask != nullptr && aoti_torch_is_defined(call.mask, &has_mask) == 0 && has_mask;
   p.dropout_p = call.dropout_p;
-  p.positive_scale = positive_scale(call.scale);
+  p.scale = scale_of(call.scale);
   return facts;
 }
 
@@ -95,21 +95,20 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   // written.
   const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
-  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
-                       fp32 = aoti_torch_dtype_float32();
-  const int32_t dtype = p.dtype[0] == DType::kBf16 ? bf16 : fp16;
-  result->out = empty_strided(4, out_size, out_stride, dtype, facts.query.device_type, facts.query.device_index);
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
-  const ForwardTensors tensors{call.q, call.k, call.v, result->out.get(), result->lse.get()};
+  const SignedScale positive = with_positive_scale(call, p);
+  const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
   if (row.kind == kKindDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
       partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
     }
-    launch_decode(*kernel, p, tensors, partials.get(), plan.splits, softmax_scale(call, p), facts.query.device_index);
+    launch_decode(*kernel, p, tensors, partials.get(), plan.splits, positive.scale, facts.query.device_index);
   } else {
-    launch_forward(*kernel, p, tensors, softmax_scale(call, p), facts.query.device_index);
+    launch_forward(*kernel, p, tensors, positive.scale, facts.query.device_index);
   }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
@@ -127,7 +126,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
   const Problem& p = facts.problem;
   ForwardResult result;
   if (standin() == Standin::kOff && p.on_cuda && !p.has_mask && p.dropout_p == 0.0 &&
-      p.causal != Causal::kBottomRight) {
+      p.causal != Causal::kBottomRight && p.scale == Scale::kPositive) {
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, p.causal == Causal::kTopLeft, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
@@ -153,8 +152,8 @@ ForwardResult forward(const ForwardCall& call) {
   return stock_forward(call, facts, device);
 }
 
-// Repeats the forward's decision (a pure function of the same facts), then takes the fastest backward that can follow
-// that forward.
+// Whatever forward ran: our backward wherever it can run, else the efficient attention's, else math's. Never cuDNN's,
+// whose plans forget the order of grad_out (repair.cpp).
 BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
@@ -166,12 +165,8 @@ BackwardResult backward(const BackwardCall& call) {
   // No measured row is asked where the choice is between ours and math.
   if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
   const bool math = mode.backend() == Backend::kMath;
-  if (math || !our_backward(call, p, device, facts.query.device_index, mode, &result)) {
-    if (math || !fused)
-      result = math_backward(call);
-    else if (!cudnn_backward_can_run(p, device) || !cudnn_backward(call, p, &result))
-      result = efficient_backward(call, p);
-  }
+  if (math || !our_backward(call, p, device, facts.query.device_index, mode, &result))
+    result = math || !fused ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();
   }

@@ -57,39 +57,18 @@ DeviceFacts device_facts(int device_index) {
 
 void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
 
-namespace {
-uint64_t mix(uint64_t hash, uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
-  return hash;
-}
-}  // namespace
-
-// Called with every decision; costs one load unless a listener is set. A decision is told once.
+// Called with every decision; costs one load unless a listener is set. What reads the same is told once.
 void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
   State& s = state();
   LogCallback callback = s.log_callback.load(std::memory_order_acquire);
   if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
-  uint64_t hash = static_cast<uint64_t>(plan.backend);
-  const int64_t facts[] = {p.B,
-                           p.Hq,
-                           p.Hkv,
-                           p.Sq,
-                           p.Sk,
-                           p.D,
-                           p.Dv,
-                           static_cast<int64_t>(p.dtype[0]),
-                           static_cast<int64_t>(p.causal),
-                           p.grad,
-                           p.has_mask,
-                           p.layout[0].align_bytes,
-                           mode.word,
-                           plan.kernel_row,
-                           plan.choice_row,
-                           where[0]};
-  for (int64_t fact : facts) hash = mix(hash, static_cast<uint64_t>(fact));
-  std::atomic<uint64_t>& seen = s.plans_seen[hash % kPlansSeen];
-  if (seen.exchange(hash, std::memory_order_relaxed) == hash) return;
-  const std::string text = std::string(where) + ": " + call_text(p) + " -> " + plan_json(p, device, mode, s.tables);
+  const std::string text =
+      std::string(where) + ": " + call_text(p) + " -> " + plan_json(plan, p, device, mode, s.tables);
+  {
+    std::lock_guard<std::mutex> lock(s.told_mutex);
+    if (s.told.size() >= kMostTold) s.told.clear();
+    if (!s.told.insert(text).second) return;
+  }
   callback(kLogDebug, text.c_str());
 }
 

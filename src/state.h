@@ -4,13 +4,14 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 
 #include "flashplug.h"
 
 namespace flashplug {
 
 constexpr int kMaxDevices = 64;
-constexpr int kPlansSeen = 4096;
+constexpr size_t kMostTold = 4096;  // log lines that are not said again
 // Levels are those of Python's logging.
 constexpr int kLogDebug = 10;
 constexpr int kLogWarning = 30;
@@ -35,7 +36,8 @@ struct State {
   std::atomic<TraceCallback> trace_callback{nullptr};
   std::atomic<LogCallback> log_callback{nullptr};
   std::atomic<bool> log_plans{false};
-  std::atomic<uint64_t> plans_seen[kPlansSeen] = {};
+  std::unordered_set<std::string> told;  // of the log of plans
+  std::mutex told_mutex;
 
   std::mutex error_mutex;
   std::string last_error;

@@ -1,8 +1,9 @@
-// Stock attention kernels called through the dispatcher: the efficient forward and backward, cuDNN's backward, and the
-// math ops of ops.py.
+// Stock attention kernels called through the dispatcher: the efficient forward and backward, and the math ops of
+// ops.py; and cuDNN's forward.
 //
 // torch_call_dispatcher serves ops whose returns are all tensors; these four are. (The cuDNN and flash forwards return
-// SymInts and cannot be called.) Undefined tensors stand for absent ones where a schema says Tensor.
+// SymInts and cannot be called.) Undefined tensors stand for absent ones where a schema says Tensor. cuDNN's backward
+// is not here: none of our forwards is followed by it, because it can be silently wrong (repair.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cstring>
@@ -14,31 +15,8 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAlignElements = 8;   // 16 bytes of a 16-bit dtype
-constexpr int64_t kLsePad = 32;         // the efficient kernels keep LSE rows in multiples of this
-constexpr int64_t kCudnnHeadDim = 128;  // its backward on every device and version; larger ones depend on both
-constexpr int64_t kCudnnMaxDim = 65535;
-
-// A call of one op: arguments go in order, results come out in order. Arguments are freed by the dispatcher.
-class OpCall {
- public:
-  explicit OpCall(const char* name) : name_(name) {}
-  template <typename... Values>
-  OpCall& add(Values... values) {
-    ((stack_[count_++] = values), ...);
-    return *this;
-  }
-  bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
-  void require(const char* overload = "") {
-    if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
-  }
-  Owned result(int i) const { return box::to_tensor(stack_[i]); }
-
- private:
-  const char* name_;
-  StableIValue stack_[20];
-  int count_ = 0;
-};
+constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
+constexpr int64_t kLsePad = 32;        // the efficient kernels keep LSE rows in multiples of this
 
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
 // The same tensor with strides there that no kernel minds.
@@ -52,16 +30,6 @@ Owned aligned_ones(AtenTensorHandle tensor) {
     changed |= odd;
   }
   return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
-}
-
-// An output as stock's backward kernels can read it: rows of consecutive elements. (A broadcast query may have asked
-// for another layout.)
-Owned with_rows(AtenTensorHandle out) {
-  const Shape shape = shape_of(out);
-  if (shape.stride[3] == 1) return aligned_ones(out);
-  int64_t stride[4];
-  pack_strides(shape.size, stride);
-  return under_strides(out, stride);
 }
 
 // (B, S, H, D) in memory: how the efficient kernels write their output, and how their backward reads it, unasked.
@@ -93,14 +61,6 @@ Owned sum_heads(Owned grad, const Problem& p) {
          box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
   op.add(box::from(false), box::from(std::nullopt)).require("dim_IntList");
   return op.result(0);
-}
-
-// Graphs that torch.compile made expect gradients laid out as empty_like(operand).
-Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
-  const Shape like = shape_of(operand);
-  int64_t want[4];
-  dense_strides(like.size, like.stride, 4, want);
-  return under_strides(grad.get(), want);
 }
 
 // LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
@@ -159,12 +119,6 @@ bool efficient_can_run(const Problem& p) {
   return p.Hq % p.Hkv == 0;
 }
 
-bool cudnn_backward_can_run(const Problem& p, const DeviceFacts& device) {
-  return standin() == Standin::kOff && device.cc >= 80 && !p.has_mask && p.dropout_p == 0.0 &&
-         p.causal != Causal::kBottomRight && p.D <= kCudnnHeadDim && p.Dv <= kCudnnHeadDim && p.D % 8 == 0 &&
-         p.Dv % 8 == 0 && p.Sq > 1 && p.Sk > 1 && p.B <= kCudnnMaxDim && p.Hq <= kCudnnMaxDim && !p.deterministic;
-}
-
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   OpCall op("aten::_scaled_dot_product_efficient_attention");
@@ -192,45 +146,6 @@ ForwardResult math_forward(const ForwardCall& call) {
   result.seed = op.result(2);
   result.offset = op.result(3);
   return result;
-}
-
-bool cudnn_backward(const BackwardCall& call, const Problem& p, BackwardResult* result) {
-  // Softmax statistics are [B, H, Sq, 1] to some torch versions and [B, H, Sq] to others; the first call finds out.
-  // After a refusal cuDNN is not asked again: some torch versions keep a null plan for the refused call and would use
-  // it.
-  static std::atomic<int> known_dims{0};
-  static std::atomic<bool> refused{false};
-  if (refused.load(std::memory_order_relaxed)) return false;
-  const int known = known_dims.load(std::memory_order_relaxed);
-  const int64_t size[4] = {p.B, p.Hq, p.Sq, 1}, stride[4] = {p.Hq * p.Sq, p.Sq, 1, 1};
-  // cuDNN's backward in torch 2.11 takes the strides of `out` for those of `grad_out`: under torch.compile, where they
-  // differ for (B, S, H, D) inputs, stock's gradients are wrong there. It also keeps its plans by the strides of q, k
-  // and v alone: where stock has built one for a grad_out in another order, the next call of those shapes is wrong,
-  // stock's or ours.
-  const Owned out = with_rows(call.out), grad_out = under_strides(call.grad_out, shape_of(out.get()).stride);
-  for (int dims : {4, 3}) {
-    if (known != 0 && known != dims) continue;
-    OpCall op("aten::_scaled_dot_product_cudnn_attention_backward");
-    op.add(box::from_borrowed(grad_out.get()), box::from_tensor(aligned_ones(call.forward.q)),
-           box::from_tensor(aligned_ones(call.forward.k)), box::from_tensor(aligned_ones(call.forward.v)),
-           box::from_borrowed(out.get()), box::from_tensor(view(call.lse, dims, size, stride)));
-    for (int absent = 0; absent < 5; ++absent) op.add(box::from_borrowed(nullptr));  // philox x2, attn_bias, cum_seq x2
-    op.add(box::from(p.Sq), box::from(p.Sk), box::from(0.0), box::from(call.forward.causal == Causal::kTopLeft),
-           box::from_optional_double(call.forward.scale));
-    std::optional<QuietShims> quiet;
-    if (known == 0) quiet.emplace();
-    if (!op.run()) continue;
-    known_dims.store(dims, std::memory_order_relaxed);
-    for (int i = 0; i < 3; ++i) result->grads[i] = op.result(i);
-    count(Path::kCudnnBackward);
-    return true;
-  }
-  const std::string why = shim_error();
-  if (why.find("out of memory") != std::string::npos)
-    throw std::runtime_error("torch_flashplug: cuDNN's backward: " + why);
-  refused.store(true, std::memory_order_relaxed);
-  log_warning("cuDNN's backward refused a call (" + why + "); the efficient backward takes its place from now on");
-  return false;
 }
 
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {

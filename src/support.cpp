@@ -1,5 +1,6 @@
 // Whether kernels of an architecture can run a call at all, whatever their speed. The words are in plan_text.cpp.
 #include <algorithm>
+#include <utility>
 
 #include "flashplug.h"
 
@@ -8,8 +9,6 @@ namespace flashplug {
 namespace {
 
 constexpr int kUnitBytes = 16;  // what addresses are multiples of
-
-bool is_half(DType dtype) { return dtype == DType::kBf16 || dtype == DType::kFp16; }
 
 bool runs_on(int arch, const DeviceFacts& device) { return arch == kHopper ? device.cc == kHopper : device.cc >= arch; }
 
@@ -51,7 +50,7 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, int arch, Co
   if (p.has_mask) out->add(Why::kMask);
   if (p.causal == Causal::kBottomRight) out->add(Why::kBottomRight);
   if (p.dropout_p != 0.0) out->add(Why::kDropout);
-  if (!p.positive_scale) out->add(Why::kScale);
+  if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
 }
 
 void add_broken_units(const Problem& p, Collector* out) {
@@ -66,6 +65,8 @@ void add_broken_units(const Problem& p, Collector* out) {
 
 }  // namespace
 
+bool is_half(DType dtype) { return static_cast<int>(dtype) < kNumHalves; }
+
 bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
   return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
 }
@@ -73,6 +74,28 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
 bool whole_units(const Problem& p) {
   const auto whole = [](const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; };
   return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0 && std::all_of(p.layout, p.layout + kNumOperands, whole);
+}
+
+int find_rescue(const Problem& p, const Tables& tables) {
+  const auto any = [&p](bool Layout::* fact) {
+    return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
+  };
+  const std::pair<CallFact, bool> known[] = {
+      {kOddBase, any(&Layout::odd_base)},
+      {kOddOnes, any(&Layout::odd_ones)},
+      {kBroadcastQuery, p.layout[0].broadcast},
+      {kMixedDims, p.D != p.Dv},
+      {kWholeDims, p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0},
+      {kOneRow, p.Sq == 1},
+      {kOneKey, p.Sk == 1},
+      {kUnusualScale, p.scale == Scale::kZero || p.scale == Scale::kNegative},
+      {kGrad, p.grad},
+  };
+  int64_t facts = 0;
+  for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
+  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(),
+                                [facts](const RescueRow& rescue) { return (facts & rescue.facts) == rescue.facts; });
+  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
 }
 
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
@@ -106,8 +129,7 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, con
   if (out.full()) return false;
   if (mode.backend() != Backend::kAuto) return true;
   return std::any_of(tables.choices, tables.choices + tables.num_choices, [&p](const ChoiceRow& row) {
-    const bool backward = row.kind == kKindBwd || row.kind == kKindMixBwd || row.kind == kKindPartBwd;
-    return !backward && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);
+    return row.kind != kKindPartBwd && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);
   });
 }
 

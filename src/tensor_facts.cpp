@@ -6,7 +6,6 @@
 namespace flashplug {
 
 namespace {
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kAlignMax = 16;
 
 DType to_dtype(int32_t shim) {
@@ -41,16 +40,24 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape) {
 
 Layout layout_of(const Shape& shape, int64_t address_bytes) {
   uint64_t bits = static_cast<uint64_t>(address_bytes) | kAlignMax;
-  for (int i = 0; i < 3; ++i) {
-    if (shape.size[i] > 1) bits |= static_cast<uint64_t>(shape.stride[i] * kElementBytes);
-  }
   Layout layout;
+  layout.odd_base = address_bytes % kAlignMax != 0;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t bytes = shape.stride[i] * kElementBytes;
+    if (shape.size[i] > 1) bits |= static_cast<uint64_t>(bytes);
+    layout.odd_ones |= shape.size[i] == 1 && bytes % kAlignMax != 0;
+    layout.broadcast |= shape.size[i] > 1 && bytes == 0;
+  }
   layout.align_bytes = static_cast<int>(bits & (~bits + 1));  // lowest set bit
   layout.last_stride = shape.size[3] > 1 ? shape.stride[3] : 1;
   return layout;
 }
 
-bool positive_scale(std::optional<double> scale) { return !scale || (*scale > 0.0 && std::isfinite(*scale)); }
+Scale scale_of(std::optional<double> scale) {
+  if (!scale || (*scale > 0.0 && std::isfinite(*scale))) return Scale::kPositive;
+  if (!std::isfinite(*scale)) return Scale::kNotFinite;
+  return *scale == 0.0 ? Scale::kZero : Scale::kNegative;
+}
 
 bool eligible_device(int32_t device_type) {
   static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();

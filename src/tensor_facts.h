@@ -26,8 +26,7 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape);
 // not count.
 Layout layout_of(const Shape& shape, int64_t address_bytes);
 
-// The default scale is; a given one must be checked.
-bool positive_scale(std::optional<double> scale);
+Scale scale_of(std::optional<double> scale);  // the default one is positive
 
 bool eligible_device(int32_t device_type);
 

@@ -10,6 +10,7 @@
 
 #include <mutex>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 namespace flashplug {
@@ -27,6 +28,11 @@ constexpr const char* kGlobalContext = "_ZN2at13globalContextEv";
 constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
+constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
+// at::cuda::_scaled_dot_product_cudnn_attention_backward, arguments and all
+constexpr const char* kCudnnBackward =
+    "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
+    "lldbSt8optionalIdE";
 constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
@@ -39,7 +45,7 @@ using TensorFlag = bool (*)(const void* tensor_impl);
 
 struct Found {
   void* context = nullptr;
-  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, deterministic = nullptr;
+  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
   const void* nested_type = nullptr;
@@ -67,6 +73,7 @@ TorchSymbols look_up() {
   f.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
   f.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
   f.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
+  f.efficient = reinterpret_cast<ContextFlag>(dlsym(cpu, kEfficientEnabled));
   f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
@@ -181,6 +188,44 @@ bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle
   return true;
 }
 
+namespace {
+
+// at::Tensor as the C++ ABI passes it: one pointer, never in a register, because its class has a destructor.
+struct TensorValue {
+  void* impl = nullptr;
+  TensorValue() = default;
+  TensorValue(const TensorValue&) = delete;
+  ~TensorValue() {}
+};
+template <int>
+using Reference = const void*;  // const at::Tensor&
+template <int... i>
+auto function_type(std::integer_sequence<int, i...>)
+    -> std::tuple<TensorValue, TensorValue, TensorValue> (*)(Reference<i>..., int64_t, int64_t, double, bool,
+                                                             std::optional<double>);
+using CudnnBackward = decltype(function_type(std::make_integer_sequence<int, 11>()));
+
+CudnnBackward found_cudnn_backward() {
+  static const CudnnBackward function = [] {
+    void* cuda = in_process("libtorch_cuda.so");
+    return cuda ? reinterpret_cast<CudnnBackward>(dlsym(cuda, kCudnnBackward)) : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace
+
+bool has_cudnn_backward() { return found_cudnn_backward() != nullptr; }
+
+void cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                    std::optional<double> scale, AtenTensorHandle grads[3]) {
+  auto [dq, dk, dv] = found_cudnn_backward()(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
+                                             max_k, dropout_p, is_causal, scale);
+  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+  int i = 0;
+  for (TensorValue* grad : {&dq, &dk, &dv}) grads[i++] = reinterpret_cast<AtenTensorHandle>(new void*(grad->impl));
+}
+
 const TorchSymbols& torch_symbols() {
   static const TorchSymbols instance = look_up();
   return instance;
@@ -189,6 +234,7 @@ const TorchSymbols& torch_symbols() {
 bool TorchSymbols::flash_enabled() const { return found().flash(found().context); }
 bool TorchSymbols::overrideable_enabled() const { return found().overrideable(found().context); }
 bool TorchSymbols::math_enabled() const { return found().math(found().context); }
+bool TorchSymbols::efficient_enabled() const { return found().efficient(found().context); }
 bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
 
 // at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
@@ -206,8 +252,8 @@ bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found
 
 bool TorchSymbols::complete() const {
   const Found& f = found();
-  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.deterministic && f.requires_grad &&
-         f.python_dispatch;
+  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.efficient && f.deterministic &&
+         f.requires_grad && f.python_dispatch;
 }
 
 void* current_cuda_stream(int device_index) {

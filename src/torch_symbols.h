@@ -15,6 +15,7 @@ struct TorchSymbols {
   bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
   bool overrideable_enabled() const;
   bool math_enabled() const;
+  bool efficient_enabled() const;
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
   bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
@@ -59,5 +60,10 @@ struct CudnnForward {
 };
 bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
                         std::optional<double> scale, CudnnForward* result);
+// Stock's own kernel for cuDNN's backward, past the dispatcher; `tensors` are its first eleven arguments. It raises
+// what it raises, torch.OutOfMemoryError too.
+bool has_cudnn_backward();
+void cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                    std::optional<double> scale, AtenTensorHandle grads[3]);
 
 }  // namespace flashplug

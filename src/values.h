@@ -89,4 +89,26 @@ T to(StableIValue value) {
 }
 
 }  // namespace box
+
+// A call of one op: arguments go in order, results come out in order. Arguments are freed by the dispatcher.
+class OpCall {
+ public:
+  explicit OpCall(const char* name) : name_(name) {}
+  template <typename... Values>
+  OpCall& add(Values... values) {
+    ((stack_[count_++] = values), ...);
+    return *this;
+  }
+  bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
+  void require(const char* overload = "") {
+    if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
+  }
+  Owned result(int i) const { return box::to_tensor(stack_[i]); }
+
+ private:
+  const char* name_;
+  StableIValue stack_[20];
+  int count_ = 0;
+};
+
 }  // namespace flashplug

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 import torch_flashplug
-from torch_flashplug import choices, composite, configs, native
+from torch_flashplug import choices, composite, configs, native, repair, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 
@@ -25,11 +23,10 @@ SERVE_ALL = tuple(
     ChoiceRow(kind, 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
     for kind, grad in (
         ("fwd", False),
-        ("fwd", True),
+        ("grad", True),
+        ("mixgrad", True),
         ("decode", False),
         ("decode", True),
-        ("bwd", True),
-        ("mixbwd", True),
         ("mixdecode", False),
         ("mixdecode", True),
     )
@@ -90,23 +87,12 @@ class Road:
         return {path: count for path, count in native.counters(reset=True).items() if count}
 
 
-@functools.cache
-def _spend_override_warning() -> None:
-    """torch warns once per process when a kernel is registered over another one, which the stand-in does on purpose."""
-    library = torch.library.Library("flashplug_test", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            library.impl("twice", torch.clone, "CPU", allow_override=True)
-
-
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE)
+    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, rescues.RESCUES)
     if device == "cpu":
-        _spend_override_warning()
+        repair.spend_override_warning()
         native.set_facts_override(DEVICES["h100"])
         native.set_standin(True)
         native.register_ops("CPU")
@@ -124,4 +110,4 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
             native.set_facts_override(None)
             native.unregister_ops()
             native.register_ops("CUDA")
-        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)

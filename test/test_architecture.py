@@ -22,13 +22,25 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # A module may import those to the right of it, never back. A package name stands for its modules, which may import
 # each other.
 ORDER = (
-    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "problem"),
-    *("integrations", "tracing", "ops", "up_calls", "native", "compile", "kernels", "cache", "testing"),
-    *("env", "choices", "configs", "spec"),
+    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
+    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "compile", "kernels", "cache", "testing"),
+    *("env", "choices", "rescues", "configs", "spec"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
-NO_TORCH = {"env", "spec", "configs", "choices", "cache", "native", "up_calls", "compile", "kernels", "__main__"}
-STDLIB_ONLY = {"env", "spec", "configs", "choices"}
+NO_TORCH = {
+    "env",
+    "spec",
+    "configs",
+    "choices",
+    "rescues",
+    "cache",
+    "native",
+    "up_calls",
+    "compile",
+    "kernels",
+    "__main__",
+}
+STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues"}
 CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 

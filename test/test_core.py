@@ -14,7 +14,7 @@ import pytest
 import standin
 import torch
 
-from torch_flashplug import _start, choices, configs, native, ops, up_calls
+from torch_flashplug import _start, choices, native, ops, up_calls
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, TARGETS
@@ -110,7 +110,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     native.clear_packs()
     native.set_standin(0)
     native.set_facts_override(None)
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+    _start.push_tables()
 
 
 def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:

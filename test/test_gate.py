@@ -13,7 +13,7 @@ from graphs import AUTO, FA3
 from splits import CAUSAL_TEXT, MOST, planned
 
 import torch_flashplug
-from torch_flashplug import choices, configs, native, sdpa_backend
+from torch_flashplug import _start, choices, configs, native, sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.testing import new_case
 
@@ -22,7 +22,7 @@ from torch_flashplug.testing import new_case
 def restored() -> Iterator[None]:
     """The table afterwards."""
     yield
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+    _start.push_tables()
 
 
 @pytest.fixture

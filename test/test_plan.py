@@ -11,11 +11,11 @@ import expecttest
 import pytest
 from plans import CALLS, call, table_of
 
-from torch_flashplug import choices, configs, native
+from torch_flashplug import _start, choices, configs, native
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, DTYPES
+from torch_flashplug.spec import BACKENDS, DTYPES, KernelSpec
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.
@@ -40,12 +40,13 @@ KERNELS = (
     KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2),
     KernelRow("decode", 90, 128, 128, "full", 64, 64, 2, 500),
+    KernelRow("bwd", 90, 64, 64, "full", 64, 128, 4),
 )
 CHOICES = (
     ChoiceRow("fwd", 90, False, "full", 8, 64, 0, 255, 0, ANY, 0, ratio=0.8, measured="test row: short"),
     ChoiceRow("fwd", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row: full"),
     ChoiceRow("fwd", 90, False, "causal", 8, 128, 0, ANY, 0, ANY, 132, ratio=1.2, measured="test row: causal"),
-    ChoiceRow("fwd", 90, True, "full", 8, 64, 0, ANY, 0, ANY, 0, ratio=1.0, measured="test row: grad"),
+    ChoiceRow("grad", 90, True, "full", 8, 64, 0, ANY, 0, ANY, 0, ratio=1.0, measured="test row: grad"),
     ChoiceRow("decode", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, 1.0, "test row: decode", max_packed=32),
 )
 
@@ -56,29 +57,25 @@ def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_table() -> Iterator[None]:
-    push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
+    _start.push_tables()
     yield
-    push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
+    _start.push_tables()
 
 
 class TestGolden(expecttest.TestCase):
     def test_todays_table(self) -> None:
-        push(configs.KERNEL_ROWS, choices.CHOICE_ROWS)
         self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 100: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
-      gradients: bwd_sm90_bf16_d128_causal_m64n128s2, choice row 113: 0.981 x stock (2026-11-21
-        H100, torch 2.11 + cuDNN 9.19, bench --suite grad, with our backward)
+      choice row 106: 0.977 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      gradients: bwd_sm90_bf16_d128_causal_m64n128s2
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
-    fa3 fwd_sm90_bf16_d192v128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 103: 1.123 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad,
-        with our backward)
-      gradients: stock's backward; ours: measured 0.935 x stock's speed, auto needs the table's
-        serve ratio; stock is faster
+    stock
+      choice row 117: 0.934 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      fa3: measured 0.934 x stock's speed, auto needs the table's serve ratio; stock is faster
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
@@ -131,8 +128,8 @@ decode_b64_1x8k_d128_gqa4
 train_4k_d128_causal
   h100
     stock
-      fa3: no measured row for this class of calls (compute capability 9.0, with grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+      fa3: gradients are wanted and no backward of ours takes this call on this GPU; stock serves
+        both directions
 train_4k_d192v128_causal
   h100
     stock
@@ -297,8 +294,8 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      gradients: stock's backward; ours: no kernel row takes D=128, Dv=128, Sq=4096 in 232448 bytes
-        of shared memory; see torch_flashplug/configs.py
+      gradients: stock's efficient backward, else math's; ours: no kernel row takes D=128, Dv=128,
+        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/configs.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -327,10 +324,36 @@ def test_ids_are_mirrored() -> None:
     """Names and positions have one Python home; C++ answers with the same."""
     assert native.backend_names() == BACKENDS
     assert {name: i for i, name in enumerate(DTYPES)} == {name: native.DTYPE_IDS[name] for name in DTYPES}
-    push(configs.KERNEL_ROWS, ())
-    for i, row in enumerate(configs.KERNEL_ROWS):
-        for dtype in DTYPES:
-            assert native.kernel_name(i, dtype) == row.spec(dtype).name()
+
+
+def test_a_kernel_is_named_for_its_element_type() -> None:
+    """A dtype that no row has a kernel for is refused, and never taken for the last one of a list."""
+    plain = call((1, 8, 8), (512, 512), (64, 64))
+    for number, dtype in enumerate(DTYPES):
+        named = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
+        assert f"_{dtype}_" in named["kernel"] and KernelSpec.from_name(named["kernel"]).dtype == dtype
+    for number in (len(DTYPES), len(DTYPES) + 1):
+        refused = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
+        assert refused["backend"] == "stock" and not refused["kernel"] and "dtype" in refused["reasons"]["fa3"]
+
+
+def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
+    """cuDNN's backward follows none of our forwards, and any other is slower than stock's both."""
+    trained = call((4, 16, 16), (4096, 4096), (128, 128), grad=1)
+    forwards = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
+    assert native.plan(trained, DEVICES["h100"])["backend"] == "fa3"
+    push(forwards, choices.CHOICE_ROWS)
+    plan = native.plan(trained, DEVICES["h100"])
+    assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa3"]
+
+
+@pytest.mark.parametrize("field", native.PROBLEM_FIELDS)
+def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
+    """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
+    plain = {**native.PROBLEM_DEFAULTS, **call((4, 32, 16), (4096, 4096), (64, 64), grad=1)}
+    other = plain | {field: int(plain[field]) + 1}
+    kept = [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other, plain, other)]
+    assert kept == [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)] * 2
 
 
 def test_every_reason_of_a_refused_call_is_listed() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from . import choices, configs, env, integrations, native, problem, tracing, up_calls
+from . import choices, configs, env, integrations, native, problem, rescues, tracing, up_calls
 from .spec import BACKENDS, TARGETS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -29,8 +29,12 @@ def provide(name: str, cc: int) -> int | str:
     return compiler.provide(name, compiler.target_of(cc))
 
 
+def push_tables() -> None:
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+
+
 def _load_core() -> None:
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+    push_tables()
     native.set_process_backend(_process_backend())
     for target in TARGETS:
         native.load_pack(native.find_built(f"flashplug_{target.replace('_', '')}.so"), target)

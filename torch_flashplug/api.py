@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _start, choices, composite, configs, env, native, problem, tracing
+from . import _start, choices, composite, configs, env, native, problem, repair, tracing
 from .ops import never_a_frame
 from .spec import BACKENDS
 
@@ -47,8 +47,9 @@ def enable() -> None:
     """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
     Undone by disable().
 
-    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Graphs compiled
-    before stay as they are.
+    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's cuDNN
+    backward is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
+    as they are.
     """
     _start.load()
     native.set_enabled(True)
@@ -58,6 +59,8 @@ def enable() -> None:
         composite.install("CUDA")
     elif not native.installed(native.CUDA_SLOT):
         _log.warning("%s", native.last_error())
+    if unrepaired := repair.install():
+        _log.warning("%s", unrepaired)
     tracing.cache_tag.set_process_mark(_cache_mark())
 
 
@@ -70,6 +73,7 @@ def disable() -> None:
     if native.installed(native.CUDA_SLOT):
         native.uninstall(native.CUDA_SLOT)
     composite.uninstall()
+    repair.uninstall()
     tracing.cache_tag.set_process_mark("")
 
 
@@ -141,6 +145,9 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 # ---- explain ----
 
 
+_NAMES = len("stock would ")  # width of the first column
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the dispatcher does with one call, and why. str() is the text for people."""
@@ -152,6 +159,7 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
+    rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
     error: str = ""  # what the call raises, where a forced backend cannot run it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
@@ -160,11 +168,11 @@ class Plan:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
-        lines += [("gradients", self.gradients), ("raises", self.error)]
+        lines += [("stock would", self.rescue), ("gradients", self.gradients), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))
-        return "\n".join(f"{name:<10}{text}" for name, text in lines if text)
+        return "\n".join(f"{name:<{_NAMES}}{text}" for name, text in lines if text)
 
 
 def explain(
@@ -213,7 +221,7 @@ def explain(
     )
     mode = native.effective_mode()
     made = native.plan(described, facts, mode)
-    fields = {name: made[name] for name in ("backend", "kernel", "splits", "reasons", "gate", "row", "gradients")}
+    fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     return Plan(call, **fields, error=error, stock_choice=stock_choice)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .spec import CLUSTER, KINDS
 
-CHOICE_KINDS = (*KINDS, "mixbwd", "mixdecode", "odddims", "unaligned", "columns")
+CHOICE_KINDS = (*KINDS, "grad", "mixgrad", "mixdecode", "odddims", "unaligned", "columns")
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
 
@@ -33,9 +33,9 @@ class Gate:
 class ChoiceRow:
     """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
     "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
-    "mixbwd", "mixdecode": backward and decode where D != Dv. "odddims", "unaligned", "columns": element-wise kernels,
-    with the backward's where gradients are wanted, for head dims that are no multiple of 8, addresses or strides that
-    are none of 16 bytes, rows whose elements are apart.
+    "grad": forward and backward together, both ours; "mixgrad", "mixdecode": that and decode where D != Dv. "odddims",
+    "unaligned", "columns": element-wise kernels, with the backward's where gradients are wanted, for head dims that are
+    no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are apart.
     """
 
     kind: str  # one of CHOICE_KINDS
@@ -69,15 +69,14 @@ GATE = Gate(
 )  # fmt: skip
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
-_BACKWARD = _GRAD + ", with our backward"
-_WIDE = _BACKWARD.replace("2026-11-21", "2026-11-22")
+_WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
-# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients, 388 with cuDNN's).
+# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients).
 # fmt: off
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
@@ -187,39 +186,31 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 64, 1, 64, 0, 1.18, _ODD),
     ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 129, 0.53, _ODD),
     ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.25, _ODD),
-    # Our forward with cuDNN's backward, both together.
-    ChoiceRow("fwd", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.993, _GRAD),
-    ChoiceRow("fwd", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.016, _GRAD),
-    ChoiceRow("fwd", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.998, _GRAD),
-    ChoiceRow("fwd", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _GRAD),
-    # The same with our backward; the forward alone where that is cuDNN's.
-    ChoiceRow("fwd", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
-    ChoiceRow("fwd", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _WIDE),
-    ChoiceRow("fwd", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
     ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
-    # Our backward after any forward, both together (280 shapes up to 128, 278 above and with D != Dv); tiles are blocks
-    # of 128 keys. Few steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
-    ChoiceRow("bwd", 90, True, "full", 1, 128, 1, 256, 1025, ANY, 0, 0.890, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 1.047, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "full", 121, 128, 1, ANY, 1, ANY, 0, 1.032, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 1.066, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "causal", 121, 128, 1, ANY, 1, ANY, 0, 0.981, _BACKWARD),
-    ChoiceRow("bwd", 90, True, "full", 129, 256, 1, 256, 1025, ANY, 0, 0.713, _WIDE),
-    ChoiceRow("bwd", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
-    ChoiceRow("bwd", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
-    ChoiceRow("bwd", 90, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.089, _WIDE),
-    ChoiceRow("bwd", 90, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.123, _WIDE),
+    # Gradients: forward and backward, both ours (280 shapes up to 128, 168 of head dims without a kernel of their own,
+    # 278 above and with D != Dv); tiles are blocks of 128 keys. Few steps of queries do not pay for loading K and V,
+    # and few tiles do not fill the GPU.
+    ChoiceRow("grad", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
+    ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
+    ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
+    ChoiceRow("grad", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
+    ChoiceRow("grad", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
+    ChoiceRow("grad", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
+    ChoiceRow("grad", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
+    ChoiceRow("grad", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
+    ChoiceRow("grad", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
+    ChoiceRow("grad", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
+    ChoiceRow("grad", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
+    ChoiceRow("grad", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
-    ChoiceRow("mixbwd", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
-    ChoiceRow("mixbwd", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
-    ChoiceRow("mixbwd", 90, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 0.989, _WIDE),
-    ChoiceRow("mixbwd", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
-    ChoiceRow("mixbwd", 90, True, "causal", 129, 192, 1, 2048, 1, ANY, 0, 1.111, _WIDE),
-    ChoiceRow("mixbwd", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.935, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
+    ChoiceRow("mixgrad", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
 )
 # fmt: on

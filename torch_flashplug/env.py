@@ -36,7 +36,11 @@ HOOK = Flag(
     "stub: inside torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
 )
 
-FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK)
+REPAIR = Flag(
+    "TORCH_FLASHPLUG_REPAIR", "1", "0: leave stock's cuDNN backward as it is, which can mistake the order of grad_out"
+)
+
+FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK, REPAIR)
 
 
 def disabled() -> bool:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import CHOICE_KINDS
+from .rescues import FACTS
 from .spec import BACKENDS, DTYPES
 
 if TYPE_CHECKING:
     from .choices import ChoiceRow, Gate
     from .configs import KernelRow
+    from .rescues import Rescue
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/flashplug.h
@@ -33,23 +35,26 @@ PROBLEM_FIELDS = (
     *("dtype_q", "dtype_k", "dtype_v"),
     *("last_stride_q", "last_stride_k", "last_stride_v"),
     *("align_q", "align_k", "align_v"),
-    *("causal", "has_mask", "on_cuda", "grad", "deterministic", "positive_scale"),
+    *("causal", "has_mask", "on_cuda", "grad", "deterministic", "scale"),
+    *("odd_base_q", "odd_base_k", "odd_base_v"),
+    *("odd_ones_q", "odd_ones_k", "odd_ones_v"),
+    *("broadcast_q", "broadcast_k", "broadcast_v"),
 )
+SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/flashplug.h
 PROBLEM_DEFAULTS = {
-    **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), 0),
+    **dict.fromkeys(PROBLEM_FIELDS, 0),
     **dict.fromkeys(("last_stride_q", "last_stride_k", "last_stride_v"), 1),
     **dict.fromkeys(("align_q", "align_k", "align_v"), 16),
-    **dict.fromkeys(("causal", "has_mask", "grad", "deterministic"), 0),
     "on_cuda": 1,
-    "positive_scale": 1,
 }
+PROBLEM_SIZES = PROBLEM_FIELDS[:7]  # which have no default
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
 PATHS = (
     *("ours_fwd", "cudnn_fwd", "efficient_fwd", "math_fwd"),
-    *("ours_bwd", "cudnn_bwd", "efficient_bwd", "math_bwd"),
+    *("ours_bwd", "repaired_bwd", "efficient_bwd", "math_bwd"),
     *("routed_ours", "routed_stock"),
 )
 _keep: dict[str, object] = {}  # libraries that others need
@@ -110,6 +115,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "device_facts",
         "set_facts_override",
         "clear_rows",
+        "add_rescue",
     ):
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("set_gate", "counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
@@ -117,21 +123,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_mode.argtypes = [ctypes.c_int64]
     library.flashplug_device_facts.argtypes = [ctypes.c_int, ints]
     library.flashplug_set_facts_override.argtypes = [ints]
-    library.flashplug_add_kernel_row.argtypes = [ints]
+    library.flashplug_add_kernel_row.argtypes = [ints, ctypes.POINTER(text)]
+    library.flashplug_add_rescue.argtypes = [ctypes.c_int64, text, text]
     library.flashplug_add_choice_row.argtypes = [ints, ctypes.c_double, text]
     library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_double] * 7]
     library.flashplug_set_trace_callback.restype = None
     library.flashplug_wrap_function.restype = ctypes.c_void_p
     library.flashplug_kernel_missing.argtypes = [ints, ctypes.c_double, ints, ctypes.c_int64]
-    for name in ("plan_text", "forced_error"):
-        getattr(library, f"flashplug_{name}").argtypes = [
-            ints,
-            ctypes.c_double,
-            ints,
-            ctypes.c_int64,
-            text,
-            ctypes.c_int,
-        ]
+    call, out = (ints, ctypes.c_double, ints, ctypes.c_int64), (text, ctypes.c_int)
+    library.flashplug_plan_text.argtypes = [*call, ctypes.c_int, *out]
+    library.flashplug_forced_error.argtypes = [*call, *out]
     library.flashplug_counters.argtypes = [ints, ctypes.c_int]
     library.flashplug_load_pack.argtypes = [text, text]
     return library
@@ -180,6 +181,11 @@ def register_ops(dispatch_key: str = "CUDA", own_ops: bool = True) -> None:
 
 def unregister_ops() -> None:
     lib().flashplug_unregister_ops()
+
+
+def repair(on: bool) -> bool:
+    """Puts the repair of stock's cuDNN backward in place, or takes it out; False: this torch has none to repair."""
+    return lib().flashplug_repair(int(on)) == 0
 
 
 # ---- switches ----
@@ -262,9 +268,11 @@ def clear_rows() -> None:
 
 def add_kernel_row(row: KernelRow) -> None:
     head = (KIND_IDS[row.kind], row.arch, row.d_max, row.dv_max, MASK_IDS[row.mask])
-    smem_bytes = row.spec(DTYPES[0]).smem_bytes()  # in every dtype the same
+    specs = [row.spec(dtype) for dtype in DTYPES]
+    smem_bytes = specs[0].smem_bytes()  # in every dtype the same
     tile = (row.tile_m, row.tile_n, row.stages, row.cost, int(row.elementwise), smem_bytes)
-    if lib().flashplug_add_kernel_row(_ints((*head, *tile))):
+    names = (ctypes.c_char_p * len(specs))(*(spec.name().encode() for spec in specs))
+    if lib().flashplug_add_kernel_row(_ints((*head, *tile)), names):
         raise RuntimeError("torch_flashplug: too many kernel rows; raise kMaxRows in src/flashplug.h")
 
 
@@ -278,20 +286,20 @@ def add_choice_row(row: ChoiceRow) -> None:
         raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
 
 
-def push_rows(kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], gate: Gate) -> None:
-    """Replaces the table."""
+def push_rows(
+    kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], gate: Gate, rescues: Sequence[Rescue] = ()
+) -> None:
+    """Replaces the tables."""
     clear_rows()
     for kernel_row in kernel_rows:
         add_kernel_row(kernel_row)
+    for rescue in rescues:
+        facts = sum(1 << FACTS.index(fact) for fact in rescue.facts)
+        lib().flashplug_add_rescue(facts, rescue.stock.encode(), rescue.evidence.encode())
     for choice_row in choice_rows:
         add_choice_row(choice_row)
     rates = (gate.cluster_ns, gate.cluster_rate, gate.combine_ns, gate.combine_rate, gate.read_share)
     lib().flashplug_set_gate(gate.rows, gate.wide_rows, gate.cluster, gate.wide_ns, gate.occupancy, *rates)
-
-
-def kernel_name(row: int, dtype: str) -> str:
-    """Name that C++ gives the kernel of a table row; equals KernelSpec.name()."""
-    return _text(lambda out, size: lib().flashplug_kernel_name(row, DTYPE_IDS[dtype], out, size))
 
 
 # ---- plans ----
@@ -301,19 +309,25 @@ def _call_arguments(problem: Mapping[str, int], facts: Mapping[str, int] | None,
     unknown = set(problem) - set(PROBLEM_FIELDS) - {"dropout_p"}
     if unknown:
         raise TypeError(f"unknown problem fields {sorted(unknown)}; known are {PROBLEM_FIELDS} and dropout_p")
+    missing = set(PROBLEM_SIZES) - set(problem)
+    if missing:
+        raise TypeError(f"problem lacks {sorted(missing)}; {PROBLEM_SIZES} have no default")
     filled = {**PROBLEM_DEFAULTS, **problem}
     device = facts if facts is not None else NO_DEVICE
     ints = _ints([int(filled[name]) for name in PROBLEM_FIELDS])
     return ints, float(problem.get("dropout_p", 0.0)), _ints([device[name] for name in FACTS_FIELDS]), mode_word
 
 
-def plan_text(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> str:
-    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, gate, row} of a call on a device.
+def plan_text(
+    problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0, remembered: bool = False
+) -> str:
+    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, gate, row, rescue, gradients} of a call on a device.
 
     The call is described by PROBLEM_FIELDS and dropout_p; what is left out is bf16, packed, no mask, no grad.
+    `remembered`: from this thread's memory of plans, as calls get theirs; else made anew.
     """
     arguments = _call_arguments(problem, facts, mode_word)
-    return _text(lambda out, size: lib().flashplug_plan_text(*arguments, out, size))
+    return _text(lambda out, size: lib().flashplug_plan_text(*arguments, int(remembered), out, size))
 
 
 def plan(problem: Mapping[str, int], facts: Mapping[str, int] | None, mode_word: int = 0) -> dict:

@@ -68,7 +68,7 @@ class BackwardArgs(NamedTuple):
     value: Tensor
     attn_bias: Tensor | None
     out: Tensor  # (B, Hq, Sq, Dv)
-    lse: Tensor  # (B, Hq, Sq) fp32, natural log
+    lse: Tensor  # (B, Hq, Sq) fp32 (fp64 for fp64), natural log
     seed: Tensor  # () int64; (0,) without dropout
     offset: Tensor  # likewise
     dropout_p: float
@@ -100,6 +100,11 @@ def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
     return query.new_empty_strided(shape, strides)
 
 
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """Of sums, and of the LSE."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
 def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
     return (*a.query.shape[:3], a.value.shape[3])
 
@@ -112,7 +117,7 @@ def _drawn_shape(a: ForwardArgs) -> tuple[int, ...]:
 def _forward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     _check_ranks(a)
-    lse = a.query.new_empty(a.query.shape[:3], dtype=torch.float32)
+    lse = a.query.new_empty(a.query.shape[:3], dtype=_compute_dtype(a.query))
     seed, offset = (a.query.new_empty(_drawn_shape(a), dtype=torch.int64) for _ in range(2))
     return empty_in_layout_of(a.query, _output_shape(a)), lse, seed, offset
 
@@ -187,31 +192,34 @@ class _Scores(NamedTuple):
     query: Tensor  # (B, Hq, Sq, D), scaled
     key: Tensor  # (B, Hq, Sk, D)
     value: Tensor  # (B, Hq, Sk, Dv)
-    probabilities: Tensor  # (B, Hq, Sq, Sk), before dropout; rows that see no key are 0
-    lse: Tensor  # (B, Hq, Sq), natural log; -inf for rows that see no key
+    scores: Tensor  # (B, Hq, Sq, Sk), scaled and masked
     scale: float
+
+    def probabilities(self, lse: Tensor) -> Tensor:
+        """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0. The lse may be that of more keys
+        than these (a step of ring attention).
+        """
+        return torch.exp(self.scores - lse.to(self.scores.dtype).masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
 def _scores(a: ForwardArgs) -> _Scores:
-    dtype = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    dtype = _compute_dtype(a.query)
     head_dim = a.query.shape[3]
     scale = a.scale if a.scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else math.inf)
     group = a.query.shape[1] // a.key.shape[1] if a.key.shape[1] else 1
     key, value = (t.to(dtype).repeat_interleave(group, dim=1) if group > 1 else t.to(dtype) for t in (a.key, a.value))
     query = a.query.to(dtype) * scale
-    raw = query @ key.transpose(-2, -1)
+    scores = query @ key.transpose(-2, -1)
     if a.attn_bias is not None and a.attn_bias.dtype == torch.bool:
-        raw = raw.masked_fill(~a.attn_bias, -math.inf)
+        scores = scores.masked_fill(~a.attn_bias, -math.inf)
     elif a.attn_bias is not None:
-        raw = raw + a.attn_bias.to(dtype)
+        scores = scores + a.attn_bias.to(dtype)
     if a.causal_mode != CAUSAL_NONE:
-        rows, keys = raw.shape[-2:]
+        rows, keys = scores.shape[-2:]
         diagonal = keys - rows if a.causal_mode == CAUSAL_BOTTOM_RIGHT else 0
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=raw.device).tril(diagonal)
-        raw = raw.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(raw, dim=-1)
-    safe_lse = lse.masked_fill(lse == -math.inf, 0.0)
-    return _Scores(query, key, value, torch.exp(raw - safe_lse.unsqueeze(-1)), lse, scale)
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril(diagonal)
+        scores = scores.masked_fill(~visible, -math.inf)
+    return _Scores(query, key, value, scores, scale)
 
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
@@ -236,12 +244,13 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_arguments(a)
     seed, offset = (torch.zeros(_drawn_shape(a), dtype=torch.int64, device=a.query.device) for _ in range(2))
     s = _scores(a)
-    probabilities = s.probabilities
+    lse = torch.logsumexp(s.scores, dim=-1)
+    probabilities = s.probabilities(lse)
     if a.dropout_p > 0.0:
         seed.random_()
         probabilities = probabilities * _dropout_factors(seed, probabilities, a.dropout_p)
     out = empty_in_layout_of(a.query, _output_shape(a)).copy_(probabilities @ s.value)
-    return out, s.lse.to(torch.float32), seed, offset
+    return out, lse, seed, offset
 
 
 @never_a_frame
@@ -249,12 +258,14 @@ def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = BackwardArgs(*args)
     s = _scores(a.forward)
     grad_out = a.grad_out.to(s.value.dtype)
-    factors = _dropout_factors(a.seed, s.probabilities, a.dropout_p) if a.dropout_p > 0.0 else 1.0
+    probabilities = s.probabilities(a.lse)
+    factors = _dropout_factors(a.seed, probabilities, a.dropout_p) if a.dropout_p > 0.0 else 1.0
     grad_probabilities = (grad_out @ s.value.transpose(-2, -1)) * factors
-    grad_scores = s.probabilities * (grad_probabilities - (s.probabilities * grad_probabilities).sum(-1, keepdim=True))
+    delta = (grad_out * a.out.to(grad_out.dtype)).sum(-1, keepdim=True)
+    grad_scores = probabilities * (grad_probabilities - delta)
     dq = grad_scores @ s.key * s.scale
     dk = _sum_groups(grad_scores.transpose(-2, -1) @ s.query, a.key)
-    dv = _sum_groups((s.probabilities * factors).transpose(-2, -1) @ grad_out, a.value)
+    dv = _sum_groups((probabilities * factors).transpose(-2, -1) @ grad_out, a.value)
     dbias = _like(grad_scores.sum_to_size(a.attn_bias.shape), a.attn_bias) if a.bias_grad else a.query.new_empty(0)
     return _like(dq, a.query), _like(dk, a.key), _like(dv, a.value), dbias
 

@@ -99,26 +99,43 @@ def describe(
         "causal": is_causal,
         "has_mask": attn_mask is not None,
         "dropout_p": dropout_p,
-        "positive_scale": scale is None or (scale > 0 and math.isfinite(scale)),
+        "scale": native.SCALE_IDS[kind_of_scale(scale)],
         "on_cuda": query.is_cuda,
     }
     problem |= {"grad": grad, "deterministic": grad and torch.are_deterministic_algorithms_enabled()}
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         problem[f"dtype_{letter}"] = native.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)
         problem[f"last_stride_{letter}"] = _hints(tensor.stride())[3] if tensor.shape[3] > 1 else 1
-        problem[f"align_{letter}"] = _alignment(tensor)
+        problem |= {f"{fact}_{letter}": value for fact, value in _lies(tensor).items()}
     return problem
+
+
+def kind_of_scale(scale: float | None) -> str:
+    """One of native.SCALE_IDS; scale_of in src/tensor_facts.cpp."""
+    if scale is not None and not math.isfinite(scale):
+        return "not finite"
+    return "positive" if scale is None or scale > 0 else "negative" if scale < 0 else "zero"
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
-def _alignment(tensor: Tensor) -> int:
-    """Bytes that the base address and every outer stride are multiples of. Storages themselves are aligned."""
+def _lies(tensor: Tensor) -> dict[str, int]:
+    """How an operand lies in memory (struct Layout in src/flashplug.h). Storages themselves are aligned."""
     (offset,) = _hints((tensor.storage_offset(),))
-    bits = _ALIGN_MAX | offset * tensor.element_size()
-    for size, stride in zip(_hints(tensor.shape[:3]), _hints(tensor.stride()[:3])):
+    base = offset * tensor.element_size()
+    outer = [
+        (size, stride * tensor.element_size())
+        for size, stride in zip(_hints(tensor.shape[:3]), _hints(tensor.stride()[:3]))
+    ]
+    bits = _ALIGN_MAX | base
+    for size, stride in outer:
         if size > 1:
-            bits |= stride * tensor.element_size()
-    return bits & -bits
+            bits |= stride
+    return {
+        "align": bits & -bits,
+        "odd_base": base % _ALIGN_MAX != 0,
+        "odd_ones": any(size == 1 and stride % _ALIGN_MAX for size, stride in outer),
+        "broadcast": any(size > 1 and stride == 0 for size, stride in outer),
+    }

@@ -22,6 +22,21 @@ FP32_EPS = 2.0**-23
 LSE_RELATIVE = 2.0**-16
 
 
+def cancelled_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, scale: float | None):
+    """Sizes of the fp32 sums whose differences gradients are made of, by name, 0-d tensors: dq = scale * dS K and
+    dk = scale * dS^T Q, where dS is a difference of two sums that |dO| |V| bounds. Roundings of n terms add up like
+    sqrt(n).
+    """
+    norms = [tensor.detach().float().norm(dim=-1).amax() for tensor in (grad_out, v)]
+    sums = norms[0] * norms[1] * abs(q.shape[3] ** -0.5 if scale is None else scale)
+    rows, keys = q.shape[2] * q.shape[1] / k.shape[1], k.shape[2]
+    return {
+        "dq": sums * keys**0.5 * k.detach().abs().amax(),
+        "dk": sums * rows**0.5 * q.detach().abs().amax(),
+        "dv": torch.zeros_like(sums),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
     """Errors against fp64 of a result and of the yardstick, and the budgets that follow."""

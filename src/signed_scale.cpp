@@ -1,0 +1,38 @@
+// Scales that are not positive. The kernels find a row's maximum before they scale, so a factor must not turn the order
+// of scores around: softmax(-s Q K^T) is softmax(s (-Q) K^T), and scores that are all 0 come from a query of zeros.
+// (cuDNN's and flash's kernels have the same limit, and give NaN.)
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include <cmath>
+
+#include "attention.h"
+
+namespace flashplug {
+
+namespace {
+
+void times_sign(AtenTensorHandle tensor, Scale scale) {
+  if (scale == Scale::kZero) check_shim(aoti_torch_aten_fill__Scalar(tensor, 0.0), "fill_");
+  if (scale == Scale::kNegative) {
+    OpCall negate("aten::neg_");
+    negate.add(box::from_borrowed(tensor)).require();
+    negate.result(0);
+  }
+}
+
+}  // namespace
+
+SignedScale with_positive_scale(const ForwardCall& call, const Problem& p) {
+  const double scale = softmax_scale(call, p);
+  if (p.scale == Scale::kPositive) return {Owned::share(call.q), scale};
+  const Shape query = shape_of(call.q);
+  int64_t stride[4];
+  pack_strides(query.size, stride);
+  Owned q = new_like(call.q, 4, query.size, stride, call.q);
+  times_sign(q.get(), p.scale);
+  return {std::move(q), p.scale == Scale::kZero ? 1.0 : std::abs(scale)};
+}
+
+void give_sign(AtenTensorHandle grad_q, const Problem& p) { times_sign(grad_q, p.scale); }
+
+}  // namespace flashplug

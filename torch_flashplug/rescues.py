@@ -1,0 +1,61 @@
+"""Calls that stock torch is known to crash on, refuse or get wrong, as data with the evidence: auto mode takes them
+wherever our kernels can run, whatever the speed. The dispatcher (src/plan.cpp) asks these rows before any choice row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What a row may ask of a call, in the order of CallFact in src/flashplug.h.
+FACTS = (
+    "odd_base",  # the address of an operand is no multiple of 16 bytes
+    "odd_ones",  # the stride of an operand's dim of size 1 is none
+    "broadcast_query",  # a dim of query has stride 0
+    "mixed_dims",  # D != Dv
+    "whole_dims",  # D and Dv are multiples of 8
+    "one_row",  # Sq == 1
+    "one_key",  # Sk == 1
+    "unusual_scale",  # zero or negative
+    "grad",  # gradients are wanted
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """A class of calls of which all `facts` are true."""
+
+    facts: tuple[str, ...]
+    stock: str  # what stock would do: the end of "stock would ..."
+    evidence: str  # date, machine, how it was seen
+
+
+_SEEN = "2026-11-22 H100, torch 2.11 + cuDNN 9.19"
+_STRIDE_OF_ONE = "raise (value is not correctly aligned): it reads the stride of a dim of size 1"
+RESCUES: tuple[Rescue, ...] = (
+    Rescue(
+        ("odd_base", "whole_dims", "one_row"),
+        "end the CUDA context (misaligned address, or cuDNN's execute fails)",
+        f"{_SEEN}: q (1, 32, 1, 16), k (1, 8, 1, 16) at an odd storage offset; q (1, 4, 1, 128), k (1, 1, 3, 128)",
+    ),
+    Rescue(
+        ("odd_base", "whole_dims", "one_key"),
+        "end the CUDA context (misaligned address)",
+        f"{_SEEN}: q (5, 21, 1, 128), k (5, 3, 1, 128) at an odd storage offset",
+    ),
+    Rescue(
+        ("broadcast_query", "mixed_dims", "whole_dims"),
+        "raise (cuDNN: the stride for the last dimension), and end the process at the second call",
+        f"{_SEEN}: q (2, 3, 64, 80) expanded over heads, Dv 64",
+    ),
+    Rescue(("odd_ones", "whole_dims", "one_row", "grad"), _STRIDE_OF_ONE, f"{_SEEN}: as with one key"),
+    Rescue(
+        ("odd_ones", "whole_dims", "one_key", "grad"),
+        _STRIDE_OF_ONE,
+        f"{_SEEN}: v (2, 4, 1, 96) made by transpose from (2, 4, 96, 1)",
+    ),
+    Rescue(
+        ("unusual_scale",),
+        "give NaN (cuDNN and flash, with is_causal or where rows are padded)",
+        f"{_SEEN}: scales 0, -1/8, -1 and -8, lengths 129 to 333",
+    ),
+)
