@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -10,6 +11,8 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from torch_flashplug import env
 from torch_flashplug.__main__ import main
@@ -62,39 +65,98 @@ def test_long_demo(text_file):
     assert ("measured" in done.stdout) == torch.cuda.is_available()
 
 
-def trained(shown: str) -> dict[str, list[str]]:
-    """Cells of the training's table: attention -> speed, spread, ratio, memory, losses, difference."""
-    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown.splitlines()]
-    return {name: cells for name, *cells in filter(None, rows) if any(" to " in cell for cell in cells)}
+def rows(shown: str, title: str) -> dict[str, list[str]]:
+    """Cells of the table with that title: attention -> its other columns."""
+    below_header = shown.partition(title)[2].partition("\u2521")[2]
+    body = below_header.partition("\u2514")[0]
+    cut = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in body.splitlines()]
+    return {name: cells for name, *cells in filter(None, cut)}
 
 
 def test_training_demo(tmp_path):
-    """On its own text, a README or so: few repetitions, hence curves without steep parts that blow roundings up."""
+    """Speeds, losses and gradients of every attention; ours are as near to fp64 as stock's, and train to the same."""
     picture = tmp_path / "made" / "losses.png"
-    done = demo("--train", "--rounds", "3", "--picture", str(picture))
+    done = demo("--train", "--rounds", "3", "--repeats", "2", "--picture", str(picture))
     assert done.returncode == 0, done.stderr
-    runs, on_gpu = trained(done.stdout), torch.cuda.is_available()
-    assert set(runs) >= {"auto", "plugin off", "flash (FA2)", "math"} | ({"cuDNN", "efficient"} if on_gpu else set())
-    assert ("fa3 forced" in runs) == on_gpu
-    for name, (speed, _, _, peak, losses, _) in runs.items():
-        first, last = map(float, losses.split(" to "))
-        assert float(speed) > 0 and last < 0.8 * first, name
+    shown, on_gpu = done.stdout, torch.cuda.is_available()
+    speeds, losses, gradients = (rows(shown, title) for title in ("Training, steps of", "Losses, ", "Errors of grad"))
+    assert set(speeds) >= {"auto", "plugin off", "flash (FA2)", "math"} | ({"cuDNN", "efficient"} if on_gpu else set())
+    assert ("fa3 forced" in speeds) == on_gpu
+    assert set(speeds) == set(losses) == set(gradients)
+    for name, (speed, _, _, peak) in speeds.items():
+        assert float(speed) > 0, name
         assert (float(peak) > 0) if on_gpu else (peak == "-")
-    differences = {name: float(cells[-1]) for name, cells in runs.items()}
+    differences = {}
+    for name, (course, difference, spread, _) in losses.items():
+        first, last = map(float, course.split(" to "))
+        assert last < 0.8 * first and float(spread) > 0, name
+        differences[name] = float(difference)
     assert differences["plugin off"] == 0 < differences["math"]
-    spread_of_stock = max(differences[name] for name in runs if name not in {"auto", "fa3 forced"})
-    assert differences["auto"] <= (3 * spread_of_stock if on_gpu else 0)
+    assert on_gpu or losses["auto"] == losses["plugin off"]
+    ours = {"auto", "fa3 forced"} & set(gradients)
+    errors = {name: [float(cell.rstrip("%")) for cell in cells] for name, cells in gradients.items()}
+    for column, of_stock in enumerate(zip(*(errors[name] for name in errors if name not in ours))):
+        assert all(0 < errors[name][column] <= 1.5 * max(of_stock) for name in ours)
     said = "forward by fa3" if on_gpu else "stock's CPU attention runs it, forward and backward"
-    assert said in re.sub(r"\s+", " ", done.stdout)
+    assert said in re.sub(r"\s+", " ", shown)
     if importlib.util.find_spec("matplotlib"):
         assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     else:
-        assert "matplotlib is not installed" in done.stdout
+        assert "matplotlib is not installed" in shown
+
+
+class _Scaled(torch.autograd.Function):
+    """Its input, but a gradient 2 % too large."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_, grad):
+        return grad * 1.02
+
+
+class WrongKeys(TorchFunctionMode):
+    """An attention whose dk is 2 % too large."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            q, k, v = args
+            args = q, _Scaled.apply(k), v
+        return func(*args, **(kwargs or {}))
+
+
+def test_training_shows_a_wrong_gradient():
+    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(2 * 65).view(2, 65) * 37 % gpt.BYTES
+    scopes = {train.BASE: contextlib.nullcontext, "wrong": WrongKeys}
+    trainer = train.Trainer(model, "cpu")
+    errors = train.call_errors(trainer, text, scopes)
+    right, wrong = errors[train.BASE], errors["wrong"]
+    assert max(right) < 0.012 and wrong[1] > 0.018
+    assert (wrong[0], wrong[2]) == (right[0], right[2])
+
+
+def test_training_counts_steps_where_bands_part():
+    base = train.Run(torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]), None)
+    other = train.Run(torch.tensor([[1.5, 2.1, 0.5], [3.0, 3.0, 0.9]]), None)
+    assert base.steps_apart(base) == 0
+    assert base.steps_apart(other) == other.steps_apart(base) == 2
+
+
+def test_training_repeats_from_weights_that_round_otherwise():
+    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(3 * 33).view(3, 1, 33) * 37 % gpt.BYTES
+    runs, _ = train.train_all(model, text, {train.BASE: contextlib.nullcontext, "same": contextlib.nullcontext}, 2)
+    one, same = (run.losses for run in runs.values())
+    assert one.shape == (2, 3) and torch.equal(one, same)
+    assert 0 < (one[0] - one[1]).abs().max() < 0.1
 
 
 def test_training_shows_curves_only_where_matplotlib_is(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    runs = {train.BASE: train.Run(torch.ones(3), None)}
+    runs = {train.BASE: train.Run(torch.ones(2, 3), None)}
     assert train.plot(runs, tmp_path / "losses.png") == "No picture: matplotlib is not installed."
     assert not list(tmp_path.iterdir())
 
@@ -107,10 +169,10 @@ def test_training_leaves_out_what_stock_cannot_run():
     def broken():
         raise RuntimeError("No kernel here. More words.")
 
-    runs, absent = train.train_all(model, text, {"math": broken})
+    runs, absent = train.train_all(model, text, {"math": broken}, 1)
     assert not runs and absent == {"math": "No kernel here"}
     with pytest.raises(RuntimeError, match="No kernel here"):
-        train.train_all(model, text, {"auto": broken})
+        train.train_all(model, text, {"auto": broken}, 1)
 
 
 def test_training_and_prefill_are_one_model():

@@ -35,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
+    demo.add_argument(
+        "--repeats", type=int, default=0, help="--train: trainings of each attention (default: 5 on a GPU, 2 on a CPU)"
+    )
     demo.add_argument("--picture", default="train_losses.png", help="--train: where the loss curves go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
     explain.add_argument(
@@ -75,7 +78,7 @@ def _demo(options: argparse.Namespace) -> None:
     if options.long:
         long.run(options.file)
     elif options.train:
-        train.run(options.file, rounds=options.rounds, picture=options.picture)
+        train.run(options.file, rounds=options.rounds, repeats=options.repeats, picture=options.picture)
     else:
         show.run(options.file, rounds=options.rounds)
 
