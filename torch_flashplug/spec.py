@@ -109,6 +109,11 @@ class KernelSpec:
         return self.kind == "partbwd"
 
     @property
+    def in_order(self) -> bool:
+        """A backward in which all key blocks that add to a query do so in the same order in every run."""
+        return self.kind == "detbwd"
+
+    @property
     def threads(self) -> int:
         """Of a CTA."""
         raise NotImplementedError
