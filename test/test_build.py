@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,79 @@ def reports(tmp_path_factory) -> dict[str, dict[str, dict]]:
     """The whole table compiled once, for every target."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     return {target: build(target, tmp_path_factory.mktemp(target)) for target in TARGETS}
+
+
+# --- the tool that builds packs takes the sources beside it
+
+HOOK = """
+import importlib.util, pathlib, sys
+INSTALLED = pathlib.Path({installed!r})
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        first, *rest = name.split(".")
+        if first == "torch_flashplug" and rest:
+            place = INSTALLED.joinpath(*rest)
+            file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            return importlib.util.spec_from_file_location(name, file)
+sys.meta_path.insert(0, Editable)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A second checkout of what packs are made of, in an environment that has this one installed as scikit-build and
+    others do it: by a finder ahead of Python's own, which knows every module's file.
+    """
+    copy = tmp_path / "checkout"
+    keep = shutil.ignore_patterns("__pycache__", "*.so", "results")
+    for tree in ("torch_flashplug", "tools", "src"):
+        shutil.copytree(ROOT / tree, copy / tree, ignore=keep)
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOOK.format(installed=str(ROOT / "torch_flashplug")))
+    monkeypatch.setenv("PYTHONPATH", str(hook))
+    return copy
+
+
+def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
+    """Its tool, asked for one kernel."""
+    tool = checkout / "tools" / "aot.py"
+    command = [sys.executable, *(prelude or [tool]), "--arch", "sm_90a", "--out", checkout / "out"]
+    command += ["--report", checkout / "report.json", "--jobs", "1", "--spec", SPECS[0].name()]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_checkout_compiles_its_own_kernels(checkout):
+    """The table is read in the first process, kernels are imported by workers: both say where they are from."""
+    pytest.importorskip("cutlass")
+    from torch_flashplug.compile import source_fingerprint
+
+    package = checkout / "torch_flashplug"
+    for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/geometry.py"):
+        with (package / name).open("a") as module:
+            module.write("\nprint('loaded', __file__, flush=True)\n")
+    run = run_aot(checkout)
+    assert run.returncode == 0, run.stdout + run.stderr
+    loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
+    assert loaded == {package / name for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/geometry.py")}
+    report = json.loads((checkout / "report.json").read_text())
+    assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
+    assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
+
+
+def test_another_checkouts_sources_are_refused(checkout):
+    """Where they were imported before the tool was."""
+    code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
+    code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.configs; "
+    code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
+    run = run_aot(checkout, "-c", code)
+    assert run.returncode != 0
+    assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in run.stderr
+    assert str(ROOT / "torch_flashplug" / "configs.py") in run.stderr
+
+
+# --- the table
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)

@@ -5,7 +5,7 @@ a C compiler.
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
 The pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
-build.
+build. What is compiled are the kernels beside this file, whatever is installed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,54 @@ import sysconfig
 import tempfile
 import time
 import types
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 # the DSL imports torch, which must not start an installed copy of this package
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "torch_flashplug"
+
+
+class Beside:
+    """Finds our modules where their package's path says. An editable install has a finder ahead of Python's own, which
+    knows each module by name and takes it from the checkout that was installed, be that another one.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path=None, target=None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, path, target) if name.startswith(f"{PACKAGE.name}.") else None
+
+
 # The package's __init__ loads torch and _C, which is being built beside us: import its kernel modules without it.
-if "torch_flashplug" not in sys.modules:
-    package = types.ModuleType("torch_flashplug")
-    package.__path__ = [str(ROOT / "torch_flashplug")]
-    sys.modules["torch_flashplug"] = package
+if PACKAGE.name not in sys.modules:
+    package = types.ModuleType(PACKAGE.name)
+    package.__path__ = [str(PACKAGE)]
+    sys.modules[PACKAGE.name] = package
+sys.meta_path.insert(0, Beside)
 sys.path.insert(0, str(ROOT / "tools"))
 
 import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
-from torch_flashplug.compile import compile_spec  # noqa: E402
+from torch_flashplug.compile import compile_spec, source_fingerprint  # noqa: E402
 from torch_flashplug.spec import TARGETS, KernelSpec  # noqa: E402
+
+
+def check_sources() -> None:
+    """Raises ImportError if a module of ours that has been imported is another checkout's: a pack must not hold its
+    kernels.
+    """
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE.name}
+    files = {name: Path(file).resolve() for name, module in ours.items() if (file := getattr(module, "__file__", None))}
+    if foreign := [f"{name} from {file}" for name, file in files.items() if not file.is_relative_to(PACKAGE)]:
+        raise ImportError(
+            f"{Path(__file__).name} compiles the kernels in {PACKAGE}, but this process has {', '.join(foreign)}; "
+            f"import it before {PACKAGE.name}, in a process of its own"
+        )
+
+
+check_sources()
 
 
 def start_worker(folder: str) -> None:
@@ -51,6 +82,7 @@ def start_worker(folder: str) -> None:
 def compile_one(name: str, folder: str, target: str) -> dict:
     """Worker: one kernel to one object; returns its row of the report."""
     compiled = compile_spec(KernelSpec.from_name(name), target, keep_cubin=True)
+    check_sources()  # the kernel's own modules have been imported by now
     path = Path(folder) / f"{name}.o"
     compiled.export(path)
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
@@ -108,7 +140,7 @@ def main() -> None:
     parser.add_argument(
         "--report",
         type=Path,
-        help="JSON with registers, spills, shared memory, HGMMA count and seconds of every kernel",
+        help="JSON with the sources' fingerprint and every kernel's registers, spills, shared memory, HGMMAs, seconds",
     )
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -123,7 +155,8 @@ def main() -> None:
         link([Path(scratch) / f"{name}.o" for name in names], pack)
     if args.report:
         args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(json.dumps({"arch": args.arch, "kernels": rows}, indent=1) + "\n")
+        report = {"arch": args.arch, "sources": source_fingerprint(), "kernels": rows}
+        args.report.write_text(json.dumps(report, indent=1) + "\n")
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
         raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in configs.py")

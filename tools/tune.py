@@ -8,7 +8,7 @@ and timed beside stock; prints replacement rows for torch_flashplug/configs.py.
 
 Legal is what torch_flashplug/spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
 is written into the table: a row is pasted by whoever has read the times above it. To compare two versions of a kernel,
-give `time` one pack of each; compile the other tree's pack with python -S, or an editable install serves its own files.
+give `time` one pack of each, made by its own tree's `compile`.
 """
 
 from __future__ import annotations

@@ -109,6 +109,11 @@ class KernelSpec:
         return self.kind == "partbwd"
 
     @property
+    def in_order(self) -> bool:
+        """A backward in which all key blocks that add to a query do so in the same order in every run."""
+        return self.kind == "detbwd"
+
+    @property
     def threads(self) -> int:
         """Of a CTA."""
         raise NotImplementedError
@@ -139,7 +144,7 @@ class KernelSpec:
         """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
         return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
 
-    def _kv_bytes(self) -> int:
+    def kv_bytes(self) -> int:
         return self.stages * self.tile_n * (self.d + self.dv) * ELEMENT_BYTES
 
     def _step_bytes(self) -> int:
@@ -183,7 +188,7 @@ class HopperSpec(KernelSpec):
     @property
     def q_slots(self) -> int:
         """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
-        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self._kv_bytes()
+        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes()
         return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
 
     def _q_slot_bytes(self) -> int:
@@ -208,7 +213,7 @@ class HopperSpec(KernelSpec):
             written = TENDERS * (TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES)
             return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
         q_bytes = self.tile_m * self.d * ELEMENT_BYTES if self.is_decode else self.q_slots * self._q_slot_bytes()
-        return q_bytes + self._kv_bytes() + BARRIER_BYTES
+        return q_bytes + self.kv_bytes() + BARRIER_BYTES
 
     @property
     def dq_stages_v(self) -> int:
@@ -293,8 +298,8 @@ class AmpereSpec(KernelSpec):
             return self.stages * self._step_bytes() + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
         if self.is_decode:
             results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
-            return max(self.tile_m * self.d * ELEMENT_BYTES + self._kv_bytes(), results)
-        return self.tile_m * max(self.d, self.dv) * ELEMENT_BYTES + self._kv_bytes()
+            return max(self.tile_m * self.d * ELEMENT_BYTES + self.kv_bytes(), results)
+        return self.tile_m * max(self.d, self.dv) * ELEMENT_BYTES + self.kv_bytes()
 
     def accumulator_registers(self) -> int:
         """fwd: scores and output. bwd: dK and dV, scores or their gradient or dQ, and these in 16 bits."""

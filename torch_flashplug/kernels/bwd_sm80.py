@@ -27,11 +27,10 @@ from .parts import fragments, sm80
 from .parts.backward_call import BackwardCall, Call
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
 from .parts.geometry import Geometry, Steps
+from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.mask import TransposedMask
-from .parts.scheduler import TileOrder
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 
-STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
 ROOMY = 128  # columns up to which addresses of single elements have registers of their own
@@ -212,8 +211,7 @@ class BackwardSm80(BackwardCall):
         self.spec, self.elementwise = spec, spec.elementwise
         self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
-        self.in_order = spec.kind == "detbwd"  # every run adds to dQ in the same order, key block after key block
-        self.last_first = self.in_order and spec.mask == "causal"  # so that each block is a few steps behind another
+        self.in_order = spec.in_order
         self.warps = spec.threads // WARP
         self.prepare = PrepareBackward(self.dtype, clears=spec.d, elementwise=spec.elementwise)
         self.finish = FinishBackward(self.dtype, spec.d, elementwise=spec.elementwise)
@@ -221,15 +219,11 @@ class BackwardSm80(BackwardCall):
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
-        Sq, num_n_blocks, group = call.q.shape[2], cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
-        section = Int32(1)  # heads whose tiles take turns
-        if cutlass.const_expr(self.mask == "causal"):
-            head_bytes = Int64(Sq) * group * ((self.d + self.dv) * self.dtype.width // 8 + self.d * FP32_BYTES)
-            section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
-        elif cutlass.const_expr(self.in_order):
-            # So many heads take turns that a block starts some steps after the one before it and never waits for it.
-            steps = cute.ceil_div(Sq, self.tile_m) * group
-            section = cutlass.min(cute.ceil_div(call.num_ctas * STEPS_BEHIND, steps), B * Hkv)
+        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
+        geo = Geometry(self.mask, self.tile_n, call.q.shape[2], Sk)
+        row_bytes = (self.d + self.dv) * self.dtype.width // 8 + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        num_ctas = call.num_ctas if self.in_order else None
+        section = heads_in_turn(geo, self.tile_m, (group, B * Hkv), row_bytes, num_ctas)
         everything = Ahead(B * Hkv, group, num_n_blocks)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, stream)
         tensors = (call.q, call.k, call.v, call.do, call.dk, call.dv)
@@ -243,11 +237,10 @@ class BackwardSm80(BackwardCall):
         mQ, mK, mV, mdO, mdK, mdV = tensors
         B, Hkv, Sk, _ = mK.shape
         Hq, Sq = mQ.shape[1], mQ.shape[2]
+        geo = Geometry(self.mask, self.tile_n, Sq, Sk)
         num_n_blocks = cute.ceil_div(Sk, self.tile_n)
-        order = TileOrder(True, num_n_blocks, Hkv, B * Hkv, section)
+        order = KeyOrder(True, num_n_blocks, Hkv, B * Hkv, section, geo, self.tile_m, self.in_order)
         n_block, kv_head, batch = order.tile(cute.arch.block_idx()[0])
-        if cutlass.const_expr(not self.last_first):
-            n_block = num_n_blocks - 1 - n_block  # the first keys, which most queries see, first
         first_key = n_block * self.tile_n
 
         smem = cutlass.memory.SmemAllocator()
@@ -264,27 +257,20 @@ class BackwardSm80(BackwardCall):
 
         mover.load(mK[batch, kv_head, None, None], first_key, k)
         mover.load(mV[batch, kv_head, None, None], first_key, v)
-        geo = Geometry(self.mask, self.tile_n, Sq, Sk)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
         tiles, group = Tiles(k, v, weights), Hq // Hkv
         keys = Keys(n_block, kv_head * group, batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
-            self.walk_together(geo, queries, tiles, scratch, keys, scales)
+            self.walk_together(order, queries, tiles, scratch, keys, scales)
         else:
-            self.walk(geo, queries, tiles, scratch, keys, scales)
+            self.walk(order, queries, tiles, scratch, keys, scales)
         sm80.arrive()
         mover.unload(k, mdK[batch, kv_head, None, None], first_key)
         mover.unload(v, mdV[batch, kv_head, None, None], first_key)
 
-    def turn(self, geo: Geometry, n_block: Int32, block: Int32) -> Int32 | None:
-        """How many warps add to the queries of a block before those of this CTA, where all do so in launch order."""
-        if not self.in_order:
-            return None
-        before = n_block
-        if self.last_first:
-            last = cutlass.min(block * self.tile_m // self.tile_n, cute.ceil_div(geo.Sk, self.tile_n) - 1)
-            before = last - n_block
-        return before * self.warps
+    def turn(self, order: KeyOrder, n_block: Int32, block: Int32) -> Int32 | None:
+        """How many warps add to the queries of a block before those of this CTA, where that has an order."""
+        return order.turn(n_block, block) * self.warps if self.in_order else None
 
     def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
         """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
@@ -306,16 +292,16 @@ class BackwardSm80(BackwardCall):
         return Share(sm80.Product.create(self.dtype), mine, rows, columns, dK, dV)
 
     @cute.jit
-    def walk(self, geo: Geometry, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple):
+    def walk(self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple):
         """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         my = self.share(tiles.k, (first_slab, first_slab), part, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + first_slab * SLAB + lane // 4
-        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + part * HALF)
+        mask = TransposedMask(order.geo, self.tile_m, key, lane % 4 * 2 + part * HALF)
 
-        steps = geo.steps(keys.n_block, self.tile_m)
+        steps = order.steps(keys.n_block)
         total = (steps.end - steps.begin) * keys.group
         head, block, last, last_block = keys.first_head, steps.begin, Int32(0), Int32(0)
         queries.load_q(head, block, Int32(0))
@@ -327,7 +313,7 @@ class BackwardSm80(BackwardCall):
                 queries.load_q(*later, 1 - i % 2)
                 queries.load_do(*later, 1 - i % 2)
             if i > 0:
-                gradient.add(1 - i % 2, last, self.turn(geo, keys.n_block, last_block))
+                gradient.add(1 - i % 2, last, self.turn(order, keys.n_block, last_block))
             hidden = Hidden(mask, block, steps.middle)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, hidden, scales[0], first_slab)
@@ -337,7 +323,7 @@ class BackwardSm80(BackwardCall):
             head, block = later
         sm80.arrive()
         if total > 0:
-            gradient.add((total - 1) % 2, last, self.turn(geo, keys.n_block, last_block))
+            gradient.add((total - 1) % 2, last, self.turn(order, keys.n_block, last_block))
         sm80.arrive()
         self.put(my, tiles, first_slab * SLAB, scales[1], part)
 
@@ -448,7 +434,7 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def walk_together(
-        self, geo: Geometry, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple
+        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple
     ):  # fmt: skip
         """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
         two slabs' dK and dV, which go to where K and V were.
@@ -460,10 +446,10 @@ class BackwardSm80(BackwardCall):
         my = self.share(k, (slab, first_slab), half, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + slab * SLAB + lane // 4
-        mask = TransposedMask(geo, self.tile_m, key, lane % 4 * 2 + half * HALF)
+        mask = TransposedMask(order.geo, self.tile_m, key, lane % 4 * 2 + half * HALF)
         left = sm80.Matrices.create(weights, self.dtype, "A", first_row=first_slab * SLAB)
 
-        steps = geo.steps(keys.n_block, self.tile_m)
+        steps = order.steps(keys.n_block)
         total = (steps.end - steps.begin) * keys.group
         head, block = keys.first_head, steps.begin
         queries.load_q(head, block, Int32(0))
@@ -488,7 +474,7 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
                 queries.load_do(*later, Int32(0))
-            gradient.add(zero, number, self.turn(geo, keys.n_block, block))
+            gradient.add(zero, number, self.turn(order, keys.n_block, block))
             head, block = later
         sm80.arrive()
         first_row = first_slab * SLAB + (sm80.zero_of(head) if self.elementwise else 0)

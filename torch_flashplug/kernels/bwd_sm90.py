@@ -18,11 +18,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, HopperSpec
+from ..spec import FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, HopperSpec
 from .parts import fragments, sm90
 from .parts.backstage import ADDED_SLOTS, Backstage, carry
 from .parts.backward_call import BackwardCall, Call
@@ -35,13 +35,12 @@ from .parts.backward_rows import (
     load_rows,
     row_values,
 )
-from .parts.geometry import Geometry, Steps
+from .parts.geometry import Geometry
+from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.mask import TransposedMask
-from .parts.scheduler import TileOrder
 from .parts.scratch import UNITS, Ahead, Scratch
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
-STEPS_BEHIND = 3  # that a key block follows the one before it, where their order is asked for
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
 
 
@@ -62,25 +61,8 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    order: TileOrder
-    geo: Geometry
+    order: KeyOrder
     group: Int32  # query heads of a KV head
-    tile_m: int
-    last_first: bool  # key blocks from the last to the first; else the longest first: most queries see the first keys
-
-    def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """(n_block, KV head, batch) of a launch-order number."""
-        n_block, head, batch = self.order.tile(number)
-        return n_block if self.last_first else self.order.num_m_blocks - 1 - n_block, head, batch
-
-    def turn(self, n_block: Int32, step: Int32) -> Int32:
-        """How many key blocks add to the queries of a step before this one, where all do so in launch order."""
-        if self.last_first:
-            return cutlass.min(step * self.tile_m // self.geo.tile_n, self.order.num_m_blocks - 1) - n_block
-        return n_block
-
-    def steps(self, n_block: Int32) -> Steps:
-        return self.geo.steps(n_block, self.tile_m)
 
 
 @dataclass(frozen=True)
@@ -193,7 +175,7 @@ class BackwardSm90(BackwardCall):
         self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
-        self.in_order = spec.kind == "detbwd"  # every run adds to dQ in the same order, key block after key block
+        self.in_order = spec.in_order
         # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
         self.roomy = spec.roomy
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
@@ -203,15 +185,10 @@ class BackwardSm90(BackwardCall):
     def launch(self, call: Call, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv, self.dtype.width // 8
-        head_bytes = Int64(call.q.shape[2]) * group * ((self.d + self.dv) * element + self.d * 4)  # Q, dO, dQ in fp32
-        section = Int32(1)  # heads whose tiles take turns
-        if cutlass.const_expr(self.mask == "causal"):
-            section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
-        elif cutlass.const_expr(self.in_order):
-            # A block may add to rows some steps after the one before it. So that nobody waits for it, as many heads
-            # take turns as are needed to start all CTAs, one after the other, in the time of one tile.
-            steps = cute.ceil_div(call.q.shape[2], self.tile_m) * group
-            section = cutlass.min(cute.ceil_div(call.num_ctas * STEPS_BEHIND, steps), B * Hkv)
+        geo = Geometry(self.mask, self.tile_n, call.q.shape[2], Sk)
+        row_bytes = (self.d + self.dv) * element + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        num_ctas = call.num_ctas if self.in_order else None
+        section = heads_in_turn(geo, self.tile_m, (group, B * Hkv), row_bytes, num_ctas)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, stream)
         tensors = (call.q, call.k, call.v, call.do, call.dq, call.dk, call.dv)
@@ -316,13 +293,10 @@ class BackwardSm90(BackwardCall):
 
         mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
         num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
-        order = TileOrder(
-            longest_first=True, num_m_blocks=num_n_blocks, heads=mK.shape[2], total_heads=kv_heads, section=section
-        )
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
         geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
-        last_first = self.in_order and self.mask == "causal"  # so that each block is two steps behind the one before it
-        work = Work(rings, queue, order, geo, mQ.shape[2] // mK.shape[2], self.tile_m, last_first)
+        order = KeyOrder(True, num_n_blocks, mK.shape[2], kv_heads, section, geo, self.tile_m, self.in_order)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
+        work = Work(rings, queue, order, mQ.shape[2] // mK.shape[2])
         tender = warp_idx % TENDERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         backstage = Backstage(
@@ -347,7 +321,7 @@ class BackwardSm90(BackwardCall):
             elif cutlass.const_expr(self.in_order):
                 carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
             else:
-                backstage.tend(queue, work.tile, tender)
+                backstage.tend(queue, order.tile, tender)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
@@ -361,8 +335,8 @@ class BackwardSm90(BackwardCall):
         ring_q, ring_do = work.rings.q, work.rings.do
         nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
-            steps = work.steps(n_block)
+            n_block, head, batch = work.order.tile(number)
+            steps = work.order.steps(n_block)
             if cutlass.const_expr(not self.in_order):
                 backstage.wait_cleared(batch * work.order.heads + head)
             for g in cutlass.range(work.group, unroll=1):
@@ -384,7 +358,7 @@ class BackwardSm90(BackwardCall):
         """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
         nth, number = Int32(0), work.queue.take(Int32(0))
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
+            n_block, head, batch = work.order.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
                 tXsX, tXgX = x.head(head, batch).tiles((ROWS, columns), (None, 0))
                 ring.acquire(nth)
@@ -439,10 +413,10 @@ class BackwardSm90(BackwardCall):
 
         nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
-            steps = work.steps(n_block)
+            n_block, head, batch = work.order.tile(number)
+            steps = work.order.steps(n_block)
             key = n_block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            mask = TransposedMask(work.geo, self.tile_m, key, lane % 4 * 2)
+            mask = TransposedMask(work.order.geo, self.tile_m, key, lane % 4 * 2)
             rings.k.wait(nth)
             rings.v.wait(nth)
             my.fetch_keys()

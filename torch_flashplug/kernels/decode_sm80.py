@@ -154,9 +154,9 @@ class DecodeSm80(DecodeCall):
     def my_ring(self, mK: cute.Tensor, mV: cute.Tensor, work: Part, start: Int32, team: Int32) -> Ring:
         """Of this warp's team."""
         begin, end = work.blocks()
-        k, v = (sm80.Tile(start, self.keys, columns) for columns in (self.d, self.dv))
-        away = team * (self.stages * (k.bytes + v.bytes))
-        k, v = k.moved(away), v.moved(away + self.stages * k.bytes)
+        away = team * (self.spec.kv_bytes() // self.spec.teams)
+        k = sm80.Tile(start + away, self.keys, self.d)
+        v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
         mover = sm80.Mover(self.team_warps * WARP, self.dtype, elementwise=False)
         gK, gV = (mX[work.batch, work.kv_head, None, None] for mX in (mK, mV))
         first_key = begin * self.tile_n + team * self.keys

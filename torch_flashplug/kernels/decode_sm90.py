@@ -23,7 +23,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share
+from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share, follow
 from .parts.forward_call import DecodeCall, FewRows
 from .parts.geometry import Geometry
 from .parts.mask import Mask
@@ -121,8 +121,7 @@ class DecodeSm90(DecodeCall):
         part = Part.of_cta(geo, (mQ.shape[1], mK.shape[2]), self.tile_m, splits)
         work = Work(**vars(part), ring_k=ring_k, ring_v=ring_v)
         sm90.start_cta(warp_idx, atoms, tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
-        cute.arch.griddepcontrol_wait()  # launched ahead of the end of the kernel before
-        cute.arch.griddepcontrol_launch_dependents()
+        follow()
         if warp_idx == 4 * self.warpgroups:
             self.load(sm90.Operand(atoms[0], mK, sK), sm90.Operand(atoms[1], mVt, sVt), work)
         else:

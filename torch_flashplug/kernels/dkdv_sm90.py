@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -26,8 +26,8 @@ from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WAR
 from .parts import fragments, sm90
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.geometry import Geometry
+from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.mask import TransposedMask
-from .parts.scheduler import TileOrder
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
@@ -56,14 +56,8 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    order: TileOrder
-    geo: Geometry
+    order: KeyOrder
     group: Int32  # query heads of a KV head
-
-    def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """(n_block, KV head, batch) of a launch-order number; the longest first: most queries see the first keys."""
-        n_block, head, batch = self.order.tile(number)
-        return self.order.num_m_blocks - 1 - n_block, head, batch
 
 
 @dataclass(frozen=True)
@@ -178,10 +172,8 @@ class KeyGradientsSm90:
         )
         Sk, _, Hkv, B = mK.shape
         num_n_blocks, group = cute.ceil_div(Sk, TILE_N), mQ.shape[2] // Hkv
-        section = Int32(1)  # heads whose tiles take turns
-        if cutlass.const_expr(self.spec.mask == "causal"):
-            head_bytes = Int64(mQ.shape[0]) * group * ((self.d + self.dv) * self.dtype.width // 8)
-            section = TileOrder.section_heads(head_bytes, num_n_blocks, 1, B * Hkv)
+        geo = Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk)
+        section = heads_in_turn(geo, TILE_M, (group, B * Hkv), (self.d + self.dv) * self.dtype.width // 8)
         self.kernel(
             tuple(x[0] for x in (*loads, *stores)), tuple(x[1] for x in (*loads, *stores)), mRows, scales, launch[0],
             section, layouts,
@@ -229,9 +221,10 @@ class KeyGradientsSm90:
 
         mQ, mK, mV, mdO, mdK, mdV = tensors
         Sk, _, Hkv, B = mK.shape
-        order = TileOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section)
+        geo = Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk)
+        order = KeyOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section, geo, TILE_M)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, order, Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk), mQ.shape[2] // Hkv)
+        work = Work(rings, queue, order, mQ.shape[2] // Hkv)
         consumers = 4 * WARPGROUPS
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
@@ -257,8 +250,8 @@ class KeyGradientsSm90:
         mRows, sLse, sDelta = rows
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
-            steps = work.geo.steps(n_block, TILE_M)
+            n_block, head, batch = work.order.tile(number)
+            steps = work.order.steps(n_block)
             for g in cutlass.range(work.group, unroll=1):
                 q_head = head * work.group + g
                 gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, TILE_M), (None, None))
@@ -280,7 +273,7 @@ class KeyGradientsSm90:
         """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
         nth, number = Int32(0), cute.arch.block_idx()[0]
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
+            n_block, head, batch = work.order.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
                 tXsX, tXgX = x.head(head, batch).tiles((ROWS, columns), (None, 0))
                 sm90.load_block(x.atom, tXgX, tXsX, ring, n_block, nth)
@@ -335,10 +328,11 @@ class KeyGradientsSm90:
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.order.total:
-            n_block, head, batch = work.tile(number)
-            steps = work.geo.steps(n_block, TILE_M)
+            n_block, head, batch = work.order.tile(number)
+            steps = work.order.steps(n_block)
             end = done + work.group * (steps.end - steps.begin)
-            mask = TransposedMask(work.geo, TILE_M, n_block * TILE_N + warp_in_group * SLAB + lane // 4, lane % 4 * 2)
+            key = n_block * TILE_N + warp_in_group * SLAB + lane // 4
+            mask = TransposedMask(work.order.geo, TILE_M, key, lane % 4 * 2)
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
             keys.wait(nth)

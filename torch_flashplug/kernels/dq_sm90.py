@@ -221,7 +221,7 @@ class QueryGradientSm90:
             wg_tile, nth_q = m_block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             mask, two = Mask(geo, row, lane % 4 * 2), self.my_rows(mRows, (batch, head, row), geo.Sq, scales[0])
-            foreign, blocks = self.split_blocks(geo, m_block, wg_tile)
+            foreign, blocks = geo.split_blocks((m_block + 1) * TILE_M, wg_tile * ROWS, ROWS, geo.mask == "causal")
             for count in cutlass.range(done, done + foreign, unroll=1):
                 for ring in (rings.k, rings.v):
                     ring.wait(count)
@@ -270,17 +270,6 @@ class QueryGradientSm90:
         exponentiate(S, two.lse_log2, two.scale_log2)
         differentiate(S, dP, two.delta, S)
         my.dS.take(my.S)
-
-    def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
-        """KV blocks of a tile that only the other warpgroup needs, and those that these 64 rows see: one, for rows
-        beyond the last.
-        """
-        blocks = geo.num_blocks((m_block + 1) * TILE_M)
-        if geo.mask == "full":
-            return Int32(0), blocks
-        mine = cutlass.select_(wg_tile * ROWS < geo.Sq, geo.num_blocks((wg_tile + 1) * ROWS), 1)
-        mine = cute.arch.make_warp_uniform(mine)
-        return blocks - mine, mine
 
     @cute.jit
     def my_rows(self, mRows: cute.Tensor, at: tuple, Sq: Int32, scale_log2: Float32) -> Rows:

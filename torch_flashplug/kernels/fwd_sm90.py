@@ -236,17 +236,6 @@ class ForwardSm90(ForwardCall):
             nth += 1
             done += blocks
 
-    def split_blocks(self, geo: Geometry, m_block: Int32, wg_tile: Int32) -> tuple[Int32, Int32]:
-        """KV blocks of a tile that only other warpgroups need, and those that come after them, which these 64 rows see.
-        Rows beyond the last take part in one block; their O goes nowhere.
-        """
-        blocks = geo.num_blocks((m_block + 1) * self.tile_m)
-        if not self.uneven:
-            return Int32(0), blocks
-        mine = cutlass.select_(wg_tile * ROWS < geo.Sq, geo.num_blocks((wg_tile + 1) * ROWS), 1)
-        mine = cute.arch.make_warp_uniform(mine)  # else ptxas works it out again for every block
-        return blocks - mine, mine
-
     @cute.jit
     def consume(self, buffers: tuple, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: tuple):
         """Consumer warpgroup: its 64 rows of every tile, KV blocks from the right: the masked ones first."""
@@ -274,7 +263,7 @@ class ForwardSm90(ForwardCall):
             wg_tile = m_block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             mask = Mask(work.geo, row, lane % 4 * 2)
-            foreign, blocks = self.split_blocks(work.geo, m_block, wg_tile)
+            foreign, blocks = work.geo.split_blocks((m_block + 1) * self.tile_m, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(foreign, ring_k, ring_v, turns, done)
             partial = work.geo.num_partial(blocks, wg_tile * ROWS)
             nth_q = nth * self.warpgroups + wg  # of the Q's

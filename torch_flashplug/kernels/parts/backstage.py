@@ -166,15 +166,15 @@ def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32
     lane = cute.arch.lane_idx()
     nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
     while number < work.order.total:
-        n_block, head, batch = work.tile(number)
-        steps = work.steps(n_block)
+        n_block, head, batch = work.order.tile(number)
+        steps = work.order.steps(n_block)
         before, unit = done, Int32(0)
         for g in cutlass.range(work.group, unroll=1):
             first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
             for step in cutlass.range(steps.begin, steps.end, unroll=1):
                 last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.turn(n_block, step))
+                    wait_for_count(scratch.turn(unit), work.order.turn(n_block, step))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.wait_free(done + 1)  # it has been written

@@ -49,6 +49,18 @@ class Geometry:
         full = cutlass.min(self.Sk, first_row + 1) // self.tile_n  # every key visible to every row
         return cutlass.max(blocks - full, 1)
 
+    def split_blocks(self, end_row: Int32, first: Int32, rows: int, uneven: bool) -> tuple[Int32, Int32]:
+        """KV blocks of a tile of rows before end_row that only others of it need, and those that come after them, which
+        its `rows` rows from `first` on see. Rows beyond the last take part in one block; their results go nowhere.
+        uneven: whether some of the tile's rows may see fewer blocks than others.
+        """
+        blocks = self.num_blocks(end_row)
+        if not uneven:
+            return Int32(0), blocks
+        mine = cutlass.select_(first < self.Sq, self.num_blocks(first + rows), 1)
+        mine = cute.arch.make_warp_uniform(mine)  # else ptxas works it out again for every block
+        return blocks - mine, mine
+
     def steps(self, n_block: Int32, tile_m: int) -> Steps:
         """Query blocks of a KV block. Keys beyond the last mask every step; else only the diagonal does."""
         first_key, end = n_block * self.tile_n, cute.ceil_div(self.Sq, tile_m)
