@@ -47,6 +47,9 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 // The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
 // differ, else a copy.
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
+// A 4-d tensor as TMA and vectors can read it, rows of consecutive elements and all else on multiples of 16 bytes: itself,
+// or a copy, its dims in the same order in memory where that is possible.
+Owned readable(AtenTensorHandle tensor);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
@@ -73,9 +76,14 @@ void give_sign(AtenTensorHandle grad_q, const Problem& p);
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result);
 
+// ---- repair.cpp ----
+
+// Stock's cuDNN forward with operands that it can read.
+CudnnResult repaired_cudnn_forward(CudnnForwardCall call);
+
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 
-// Stock's forward for this call where that is cuDNN's; false if it is another, or cuDNN refuses.
+// cuDNN's forward; false where it refuses the call.
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result);
 bool efficient_can_run(const Problem& p);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);

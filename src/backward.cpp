@@ -7,20 +7,9 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
-
-// grad_out as a kernel can read it: rows of consecutive elements, everything else on multiples of 16 bytes, unless it
-// goes element by element. An expanded scalar, as `.sum().backward()` gives, is neither.
-Owned readable(AtenTensorHandle tensor, bool elementwise) {
-  if (elementwise) return Owned::share(tensor);
-  const Shape shape = shape_of(tensor);
-  const void* data = nullptr;
-  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
-  bool ok = layout_of(shape, reinterpret_cast<int64_t>(data)).align_bytes >= 2 * kAlignElements && shape.stride[3] == 1;
-  if (ok) return Owned::share(tensor);
-  int64_t stride[4];
-  pack_strides(shape.size, stride);
-  return new_like(tensor, 4, shape.size, stride, tensor);
+// grad_out as a kernel can read it. An expanded scalar, as `.sum().backward()` gives, is no such thing.
+Owned read_by(const KernelRow& row, AtenTensorHandle tensor) {
+  return row.elementwise ? Owned::share(tensor) : readable(tensor);
 }
 
 // A gradient as a kernel can write it: laid out as empty_like(operand) where that has rows, else packed, unless it goes
@@ -54,7 +43,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
   const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
   const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
-  const Owned out = readable(call.out, shape.elementwise), grad_out = readable(call.grad_out, shape.elementwise);
+  const Owned out = read_by(shape, call.out), grad_out = read_by(shape, call.grad_out);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = shape.kind == kKindPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };

@@ -139,7 +139,6 @@ enum CallFact : int64_t {  // in the order of FACTS in rescues.py
   kOneRow = 32,     // Sq == 1
   kOneKey = 64,     // Sk == 1
   kUnusualScale = 128,
-  kGrad = 256,
 };
 
 constexpr int kMaxRows = 256;
@@ -255,7 +254,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
 void unregister_ops();
-// repair.cpp: every call of stock's cuDNN backward has out and grad_out in the order of memory that its plan assumes.
+// repair.cpp: stock's cuDNN attention gets operands that it takes for what they are.
 void repair(bool on);
 
 // ---- 3. plan.cpp and its parts (pure) ----

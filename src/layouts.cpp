@@ -42,6 +42,18 @@ Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
 }
 
+Owned readable(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  const Layout layout = layout_of(shape, reinterpret_cast<int64_t>(data));
+  if (layout.last_stride == 1 && layout.align_bytes >= kUnitElements * kElementBytes) return Owned::share(tensor);
+  int64_t stride[4];
+  dense_strides(shape.size, shape.stride, 4, stride);
+  if (stride[3] != 1 || layout.broadcast) pack_strides(shape.size, stride);
+  return new_like(tensor, 4, shape.size, stride, tensor);
+}
+
 namespace {
 
 // 1: dim a belongs outside dim b; -1: inside; 0: undecided (a broadcast dim, or a tie).

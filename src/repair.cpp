@@ -1,11 +1,15 @@
-// Stock's cuDNN backward, made right (torch 2.11 and later, https://github.com/pytorch/pytorch, MHA.cpp).
+// Stock's cuDNN attention, made right for the calls that stay with it: kernels of ours over stock's, which hand it
+// operands that it takes for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
 //
-// It keeps its plans by the sizes and strides of query, key and value alone; the strides of `out` and `grad_out` are
-// those of the call that built the plan. A later call whose grad_out lies in memory in another order, (B, S, H, D)
-// against (B, H, S, D), gets wrong gradients without a word. A kernel of ours over stock's puts both in one order,
-// which depends on the query alone. Plans from before it was in place are out of reach, too: a plan is also kept by the
-// bits of dropout_p, so our calls say the number beside the caller's (-0 for 0), which means the same and no other call
-// says.
+// - It reads with TMA, and nobody looks whether addresses and strides are multiples of 16 bytes: others are rounded
+//   down, and the numbers are those of other elements (one row or one key: the CUDA context ends). Copied.
+// - A broadcast query with Dv != D asks for an output whose rows are no consecutive elements: refused, and the second
+//   such call ends the process. Copied.
+// - The backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and `grad_out`
+//   are of the call that built the plan. A later call whose grad_out lies in memory in another order, (B, S, H, D)
+//   against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query alone. Plans from
+//   before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p, so our calls say the
+//   number beside the caller's (-0 for 0), which means the same and no other call says.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -17,46 +21,85 @@ namespace flashplug {
 
 namespace {
 
-constexpr const char* kOp = "_scaled_dot_product_cudnn_attention_backward";
+using torch::stable::detail::StableLibrary;
+
+Owned for_cudnn(AtenTensorHandle query, bool mixed_dims) {
+  const Shape shape = shape_of(query);
+  if (!mixed_dims || !layout_of(shape, 0).broadcast) return readable(query);
+  int64_t stride[4];
+  pack_strides(shape.size, stride);
+  return new_like(query, 4, shape.size, stride, query);
+}
+
+bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {
+  return shape_of(query).size[3] != shape_of(value).size[3];
+}
+
+// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale? -> output,
+// logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset, debug_attn_mask
+void forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
+              bias = box::to_optional_tensor(stack[3]);
+  const CudnnResult result = repaired_cudnn_forward(
+      {q.get(), k.get(), v.get(), bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
+       box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to<bool>(stack[7]), box::to_optional_double(stack[8])});
+  constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
+  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(Owned(result.tensors[i]));
+  stack[4] = box::from(result.max_q);
+  stack[5] = box::from(result.max_k);
+}
+
 constexpr int kTensors = 11;  // the first arguments: grad_out, query, key, value, out, and six that are passed on
-constexpr int kGradOut = 0, kQuery = 1, kOut = 4;
+constexpr int kGradOut = 0, kQuery = 1, kKey = 2, kValue = 3, kOut = 4;
 
 double its_neighbour(double dropout_p) { return dropout_p == 0.0 ? -0.0 : std::nextafter(dropout_p, 0.0); }
 
 // ... max_q, max_k, dropout_p, is_causal, scale? -> dq, dk, dv
-void repaired_backward(StableIValue* stack, uint64_t, uint64_t) {
+void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   Owned tensors[kTensors];
   for (int i = 0; i < kTensors; ++i) tensors[i] = box::to_tensor(stack[i]);
   const auto max_q = box::to<int64_t>(stack[kTensors]), max_k = box::to<int64_t>(stack[kTensors + 1]);
   const auto dropout_p = box::to<double>(stack[kTensors + 2]);
   const auto is_causal = box::to<bool>(stack[kTensors + 3]);
   const std::optional<double> scale = box::to_optional_double(stack[kTensors + 4]);
+  tensors[kQuery] = for_cudnn(tensors[kQuery].get(), mixed_dims(tensors[kQuery].get(), tensors[kValue].get()));
+  for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
   const Shape out = shape_of(tensors[kOut].get());
   int64_t stride[4];
   output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
-  for (int i : {kGradOut, kOut}) tensors[i] = under_strides(tensors[i].get(), stride);
-  AtenTensorHandle borrowed[kTensors];
+  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
+  AtenTensorHandle borrowed[kTensors], grads[3];
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
-  AtenTensorHandle grads[3];
-  cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
+  stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
 }
 
-std::unique_ptr<torch::stable::detail::StableLibrary>& library() {
-  static auto* instance = new std::unique_ptr<torch::stable::detail::StableLibrary>();
+std::unique_ptr<StableLibrary>& library() {
+  static auto* instance = new std::unique_ptr<StableLibrary>();
   return *instance;
 }
 
 }  // namespace
 
+CudnnResult repaired_cudnn_forward(CudnnForwardCall call) {
+  const AtenTensorHandle query = call.q;
+  const Owned q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
+  call.q = q.get(), call.k = k.get(), call.v = v.get();
+  CudnnResult result = stock_cudnn_forward(call);
+  Owned out(result.tensors[0]);
+  if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
+  result.tensors[0] = out.release();
+  return result;
+}
+
 void repair(bool on) {
-  library().reset();  // stock's kernel is in place again
+  library().reset();  // stock's kernels are in place again
   if (!on) return;
-  if (!has_cudnn_backward()) throw std::runtime_error("torch_flashplug: this torch has no cuDNN backward to repair");
-  using torch::stable::detail::StableLibrary;
+  if (!has_cudnn()) throw std::runtime_error("torch_flashplug: this torch has no cuDNN attention to repair");
   library() = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
-  library()->impl(kOp, &repaired_backward);
+  library()->impl("_scaled_dot_product_cudnn_attention", &forward_kernel);
+  library()->impl("_scaled_dot_product_cudnn_attention_backward", &backward_kernel);
 }
 
 }  // namespace flashplug

@@ -95,11 +95,19 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
-  CudnnForward raw;
-  if (!cudnn_forward_shim(call.q, call.k, call.v, call.causal == Causal::kTopLeft, call.scale, &raw)) return false;
+  if (!has_cudnn()) return false;
+  CudnnResult raw;
+  try {
+    const bool causal = call.causal == Causal::kTopLeft;
+    raw = repaired_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
+  } catch (const std::exception&) {  // the caller goes on to another kernel, which raises where none can run
+    return false;
+  }
+  Owned tensors[std::size(raw.tensors)];
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) tensors[i] = Owned(raw.tensors[i]);
   count(Path::kCudnnForward);
-  result->out = in_output_layout(Owned(raw.out), call.q);
-  const Owned lse(raw.lse);  // [B, H, Sq, 1] or [B, H, Sq]
+  result->out = in_output_layout(std::move(tensors[0]), call.q);
+  const Owned& lse = tensors[1];  // [B, H, Sq, 1] or [B, H, Sq]
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   const Owned rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
   const bool packed = std::memcmp(shape_of(rows.get()).stride, stride, sizeof stride) == 0;

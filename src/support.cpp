@@ -89,7 +89,6 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
       {kUnusualScale, p.scale == Scale::kZero || p.scale == Scale::kNegative},
-      {kGrad, p.grad},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

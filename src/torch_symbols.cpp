@@ -29,7 +29,9 @@ constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
-// at::cuda::_scaled_dot_product_cudnn_attention_backward, arguments and all
+// at::cuda::_scaled_dot_product_cudnn_attention and ..._backward, arguments and all
+constexpr const char* kCudnnForward =
+    "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
 constexpr const char* kCudnnBackward =
     "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
     "lldbSt8optionalIdE";
@@ -164,66 +166,72 @@ QuietShims::~QuietShims() {
   quiet_mutex.unlock();
 }
 
-bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
-                        std::optional<double> scale, CudnnForward* result) {
-  using Shim = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int32_t,
-                                  double, int32_t, int32_t, double*, AtenTensorHandle*, AtenTensorHandle*,
-                                  AtenTensorHandle*, AtenTensorHandle*, int64_t*, int64_t*, AtenTensorHandle*,
-                                  AtenTensorHandle*, AtenTensorHandle*);
-  static const Shim shim = [] {
-    void* cuda = in_process("libtorch_cuda.so");
-    return cuda ? reinterpret_cast<Shim>(dlsym(cuda, "aoti_torch_cuda__scaled_dot_product_cudnn_attention")) : nullptr;
-  }();
-  if (shim == nullptr) return false;
-  AtenTensorHandle extra[5] = {};  // cum_seq_q, cum_seq_k, seed, offset, debug mask
-  int64_t max_q = 0, max_k = 0;
-  double scale_value = scale.value_or(0.0);
-  if (shim(q, k, v, nullptr, 1, 0.0, is_causal, 0, scale ? &scale_value : nullptr, &result->out, &result->lse,
-           &extra[0], &extra[1], &max_q, &max_k, &extra[2], &extra[3], &extra[4]) != 0) {
-    return false;
-  }
-  for (AtenTensorHandle handle : extra) {
-    if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
-  }
-  return true;
-}
-
 namespace {
 
-// at::Tensor as the C++ ABI passes it: one pointer, never in a register, because its class has a destructor.
-struct TensorValue {
+// Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
+struct TensorValue {  // at::Tensor: one pointer
   void* impl = nullptr;
   TensorValue() = default;
   TensorValue(const TensorValue&) = delete;
   ~TensorValue() {}
+  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+  AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
 };
-template <int>
+struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
+  int64_t number = 0;
+  SymIntValue() = default;
+  SymIntValue(const SymIntValue&) = delete;
+  ~SymIntValue() {}
+};
+using T = TensorValue;
 using Reference = const void*;  // const at::Tensor&
-template <int... i>
-auto function_type(std::integer_sequence<int, i...>)
-    -> std::tuple<TensorValue, TensorValue, TensorValue> (*)(Reference<i>..., int64_t, int64_t, double, bool,
-                                                             std::optional<double>);
-using CudnnBackward = decltype(function_type(std::make_integer_sequence<int, 11>()));
+using OptionalReference = const std::optional<void*>*;
+using ForwardFunction = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T> (*)(Reference, Reference, Reference,
+                                                                                      OptionalReference, bool, double,
+                                                                                      bool, bool,
+                                                                                      std::optional<double>);
+using BackwardFunction = std::tuple<T, T, T> (*)(Reference, Reference, Reference, Reference, Reference, Reference,
+                                                 Reference, Reference, Reference, Reference, Reference, int64_t,
+                                                 int64_t, double, bool, std::optional<double>);
 
-CudnnBackward found_cudnn_backward() {
-  static const CudnnBackward function = [] {
-    void* cuda = in_process("libtorch_cuda.so");
-    return cuda ? reinterpret_cast<CudnnBackward>(dlsym(cuda, kCudnnBackward)) : nullptr;
+struct Cudnn {
+  ForwardFunction forward = nullptr;
+  BackwardFunction backward = nullptr;
+};
+
+const Cudnn& cudnn() {
+  static const Cudnn instance = [] {
+    Cudnn found;
+    if (void* cuda = in_process("libtorch_cuda.so")) {
+      found.forward = reinterpret_cast<ForwardFunction>(dlsym(cuda, kCudnnForward));
+      found.backward = reinterpret_cast<BackwardFunction>(dlsym(cuda, kCudnnBackward));
+    }
+    return found;
   }();
-  return function;
+  return instance;
 }
 
 }  // namespace
 
-bool has_cudnn_backward() { return found_cudnn_backward() != nullptr; }
+bool has_cudnn() { return cudnn().forward != nullptr && cudnn().backward != nullptr; }
 
-void cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
-                    std::optional<double> scale, AtenTensorHandle grads[3]) {
-  auto [dq, dk, dv] = found_cudnn_backward()(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
-                                             max_k, dropout_p, is_causal, scale);
-  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+CudnnResult stock_cudnn_forward(const CudnnForwardCall& c) {
+  std::optional<void*> bias;  // the at::Tensor behind a handle is one pointer
+  if (c.bias != nullptr) bias = *reinterpret_cast<void**>(c.bias);
+  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = cudnn().forward(
+      c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
+  CudnnResult result{{}, max_q.number, max_k.number};
   int i = 0;
-  for (TensorValue* grad : {&dq, &dk, &dv}) grads[i++] = reinterpret_cast<AtenTensorHandle>(new void*(grad->impl));
+  for (const T* tensor : {&out, &lse, &cum_q, &cum_k, &seed, &offset, &debug}) result.tensors[i++] = tensor->handle();
+  return result;
+}
+
+void stock_cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          std::optional<double> scale, AtenTensorHandle grads[3]) {
+  auto [dq, dk, dv] = cudnn().backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q, max_k,
+                                       dropout_p, is_causal, scale);
+  int i = 0;
+  for (const T* grad : {&dq, &dk, &dv}) grads[i++] = grad->handle();
 }
 
 const TorchSymbols& torch_symbols() {

@@ -54,16 +54,23 @@ class QuietShims {
  private:
   int previous_ = 0;
 };
-// cuDNN's forward, whose mixed returns only its C shim can hand over. False where this torch has none, or it refuses.
-struct CudnnForward {
-  AtenTensorHandle out = nullptr, lse = nullptr;
+// Stock's own kernels for cuDNN's attention, past the dispatcher (repair.cpp sits above them). They raise what they
+// raise, torch.OutOfMemoryError too.
+bool has_cudnn();
+struct CudnnForwardCall {
+  AtenTensorHandle q, k, v, bias;  // bias may be null
+  bool needs_lse;
+  double dropout_p;
+  bool is_causal, returns_debug_mask;
+  std::optional<double> scale;
 };
-bool cudnn_forward_shim(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, bool is_causal,
-                        std::optional<double> scale, CudnnForward* result);
-// Stock's own kernel for cuDNN's backward, past the dispatcher; `tensors` are its first eleven arguments. It raises
-// what it raises, torch.OutOfMemoryError too.
-bool has_cudnn_backward();
-void cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
-                    std::optional<double> scale, AtenTensorHandle grads[3]);
+struct CudnnResult {
+  AtenTensorHandle tensors[7];  // output, logsumexp, cum_seq_q, cum_seq_k, philox_seed, philox_offset, debug mask
+  int64_t max_q, max_k;
+};
+CudnnResult stock_cudnn_forward(const CudnnForwardCall& call);
+// `tensors`: its first eleven arguments.
+void stock_cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p,
+                          bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
 
 }  // namespace flashplug

@@ -48,7 +48,7 @@ def enable() -> None:
     Undone by disable().
 
     Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's cuDNN
-    backward is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
+    attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
     as they are.
     """
     _start.load()

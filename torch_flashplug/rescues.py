@@ -16,7 +16,6 @@ FACTS = (
     "one_row",  # Sq == 1
     "one_key",  # Sk == 1
     "unusual_scale",  # zero or negative
-    "grad",  # gradients are wanted
 )
 
 
@@ -30,7 +29,7 @@ class Rescue:
 
 
 _SEEN = "2026-11-22 H100, torch 2.11 + cuDNN 9.19"
-_STRIDE_OF_ONE = "raise (value is not correctly aligned): it reads the stride of a dim of size 1"
+_STRIDE_OF_ONE = "raise (value is not correctly aligned, no kernel found): it reads the stride of a dim of size 1"
 RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("odd_base", "whole_dims", "one_row"),
@@ -47,11 +46,11 @@ RESCUES: tuple[Rescue, ...] = (
         "raise (cuDNN: the stride for the last dimension), and end the process at the second call",
         f"{_SEEN}: q (2, 3, 64, 80) expanded over heads, Dv 64",
     ),
-    Rescue(("odd_ones", "whole_dims", "one_row", "grad"), _STRIDE_OF_ONE, f"{_SEEN}: as with one key"),
+    Rescue(("odd_ones", "whole_dims", "one_row"), _STRIDE_OF_ONE, f"{_SEEN}: gradients, as with one key"),
     Rescue(
-        ("odd_ones", "whole_dims", "one_key", "grad"),
+        ("odd_ones", "whole_dims", "one_key"),
         _STRIDE_OF_ONE,
-        f"{_SEEN}: v (2, 4, 1, 96) made by transpose from (2, 4, 96, 1)",
+        f"{_SEEN}: gradients of v (2, 4, 1, 96), by transpose from (2, 4, 96, 1); q (1, 1, 4, 32), v (1, 1, 1, 256)",
     ),
     Rescue(
         ("unusual_scale",),

@@ -1,0 +1,208 @@
+"""tools/fuzz.py on the CPU stand-in: every kind of call comes up and is right in every mode; what is wrong is found;
+what kills a worker is told. On a GPU: python tools/fuzz.py itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+import fuzz  # noqa: E402
+import fuzz_calls  # noqa: E402
+import fuzz_check  # noqa: E402
+from fuzz_calls import Call, Posed  # noqa: E402
+from fuzz_check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
+
+SEED = 20261122
+EACH = 12  # calls of a kind
+WORK = fuzz.WORK["cpu"]
+BY_KIND = pytest.mark.parametrize("kind", fuzz_calls.NAMES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products wait for threads longer than they take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drawn(kind: str, count: int = EACH) -> list[Call]:
+    numbers = itertools.islice(fuzz_calls.indices(SEED, [kind]), count)
+    return [fuzz_calls.draw(SEED, index, WORK) for index in numbers]
+
+
+@BY_KIND
+def test_calls_are_right(kind: str) -> None:
+    statuses = set()
+    with hooked("cpu") as off:
+        for call in drawn(kind):
+            posed = fuzz_calls.pose(call, "cpu")
+            answers = answer(posed)
+            for mode in fuzz.MODES:
+                verdict = check(posed, answers, mode, off)
+                assert not verdict.bad, (mode, verdict, call)
+                statuses.add((mode, verdict.status))
+    assert ("auto", "right") in statuses
+    assert ("fa2", "refused" if kind in {"mask", "dropout", "wide"} else "right") in statuses
+
+
+@BY_KIND
+def test_a_number_is_a_call(kind: str) -> None:
+    calls = drawn(kind)
+    assert calls == drawn(kind) and {call.kind for call in calls} == {kind}
+    assert len(set(calls)) == EACH
+    assert json.loads(json.dumps([call.facts() for call in calls]))
+
+
+@BY_KIND
+def test_layouts_hold_their_values(kind: str) -> None:
+    """The numbers are those of the plain layout, with NaN around them."""
+    for call in drawn(kind):
+        posed = fuzz_calls.pose(call, "cpu")
+        for buffer, stored in posed.guards:
+            assert int(buffer.isnan().sum()) == buffer.numel() - stored
+        for tensor in (posed.q, posed.k, posed.v, posed.grad_out, posed.first_grad):
+            assert not tensor.isnan().any()
+        assert torch.equal(posed.grad_out, posed.first_grad)
+
+
+def misaligned(tensor: Tensor) -> bool:
+    return tensor.storage_offset() * tensor.element_size() % 16 != 0
+
+
+TRAITS: dict[str, Callable[[Posed], bool]] = {
+    "fault2": lambda p: 1 in (p.call.Sq, p.call.Sk) and any(map(misaligned, (p.q, p.k, p.v))),
+    "fault3": lambda p: p.call.Sq == 1 < p.call.Sk and any(map(misaligned, (p.q, p.k, p.v))),
+    "fault4": lambda p: p.call.D != p.call.Dv and any(n > 1 and s == 0 for n, s in zip(p.q.shape, p.q.stride())),
+    "fault5": lambda p: p.call.wants == "qkv" and any(t.shape[2] == 1 and t.stride(2) % 8 for t in (p.q, p.k, p.v)),
+    "fault6": lambda p: p.call.scale <= 0,
+}
+
+
+@pytest.mark.parametrize("kind", TRAITS)
+def test_faults_have_their_trait(kind: str) -> None:
+    for call in drawn(kind, 50):
+        assert TRAITS[kind](fuzz_calls.pose(call, "cpu")), call
+
+
+# ---- what is wrong is found ----
+
+
+def poked(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """One element changed, its strides kept."""
+    last = tuple(n - 1 for n in tensor.shape)
+    tensor[last] = change(tensor[last])
+    return tensor
+
+
+def of_another_order(tensor: Tensor) -> Tensor:
+    """(B, S, H, D) in memory, read as (B, H, S, D): fault 1."""
+    return tensor.transpose(1, 2).reshape(tensor.shape)
+
+
+SPOILED: dict[str, tuple[str, Callable]] = {
+    "one element": ("out .*max error", lambda p, g, run: run(g) | {"out": poked(run(g)["out"], lambda x: x + 0.5)}),
+    "a NaN": ("out .*nan", lambda p, g, run: run(g) | {"out": poked(run(g)["out"], lambda x: x * float("nan"))}),
+    "a gradient": ("dk .*max error", lambda p, g, run: run(g) | {"dk": poked(run(g)["dk"], lambda x: x + 0.5)}),
+    "the order of grad_out": ("dq .*dk .*dv ", lambda p, g, run: run(of_another_order(g))),
+    "strides": ("out has strides", lambda p, g, run: run(g) | {"out": run(g)["out"].transpose(1, 2).clone(
+        memory_format=torch.contiguous_format).transpose(1, 2)}),
+    "a write beside": ("buffer was written", lambda p, g, run: run(p.guards[0][0][-1:].zero_() + g)),
+    "an error": ("RuntimeError: no", lambda p, g, run: (_ for _ in ()).throw(RuntimeError("no"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, spoil = SPOILED[what]
+    honest = fuzz_check.attend
+    monkeypatch.setattr(fuzz_check, "attend", lambda p, g: spoil(p, g, lambda grad: honest(p, grad)))
+    call = Call("plain", 1, B=2, Hq=4, Hkv=2, Sq=33, Sk=65, D=64, Dv=64, wants="qkv")
+    posed = fuzz_calls.pose(call, "cpu")
+    with hooked("cpu") as off:
+        verdict = check(posed, answer(posed), "auto", off)
+    assert verdict.status == ("raised" if what == "an error" else "wrong")
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(verdict.detail)
+    assert not is_stocks(call, "auto", verdict)
+
+
+def test_other_bits_the_second_time_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, times = fuzz_check.attend, itertools.count()
+
+    def flickering(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
+        run = honest(posed, grad_out)
+        run["out"][0, 0, 0, 0] *= 1.0 + 2**-8 * (next(times) % 2)  # a place of bf16
+        return run
+
+    monkeypatch.setattr(fuzz_check, "attend", flickering)
+    call = Call("deterministic", 1, B=1, Hq=1, Hkv=1, Sq=8, Sk=8, D=64, Dv=64, deterministic=True)
+    posed = fuzz_calls.pose(call, "cpu")
+    with hooked("cpu") as off:
+        verdict = check(posed, answer(posed), "auto", off)
+    assert "other bits the second time" in verdict.detail
+
+
+def test_whose_fault_it_is() -> None:
+    sizes = {"B": 1, "Hq": 1, "Hkv": 1, "Sq": 8, "Sk": 8, "D": 64, "Dv": 64}
+    plain, masked = Call("plain", 1, **sizes), Call("mask", 1, **sizes, mask="blind", mask_dims="qk")
+    assert not is_stocks(plain, "auto", Verdict("wrong")) and is_stocks(masked, "auto", Verdict("wrong"))
+    assert not is_stocks(masked, "auto", Verdict("wrong", paths={"ours_fwd": 1}))
+    assert not is_stocks(masked, "fa3", Verdict("raised"))
+
+
+# ---- processes ----
+
+
+class Dead:
+    """A process that has ended."""
+
+    exitcode = -11
+
+    def kill(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def test_a_dead_worker_is_a_finding_and_its_work_goes_on() -> None:
+    index, *others = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
+    run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
+    left = {index: ["auto", "fa3"], others[0]: ["auto", "fa3", "fa2"]}
+    run.bury(fuzz.Hand(Dead(), None, left, doing=(index, "auto")), "crash")
+    (finding,) = run.findings
+    assert (finding["status"], finding["index"], finding["mode"]) == ("crash", index, "auto")
+    assert list(run.again) == [(index, ["fa3"]), (others[0], ["auto", "fa3", "fa2"])]
+    while run.questions or run.asking:
+        run.ask()
+        time.sleep(0.05)
+    assert (finding["alone"], finding["stock"]) == ("right", "right")
+
+
+def test_command_line(tmp_path: Path) -> None:
+    base = [sys.executable, ROOT / "tools" / "fuzz.py"]
+    limits = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    options = ["--device", "cpu", "--workers", "1", "--calls", "60", "--out", tmp_path]
+    done = subprocess.run([*base, "60", str(SEED), *options], **limits)  # noqa: PLW1510
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("fuzz-*.json")
+    told = json.loads(path.read_text())
+    assert told["calls"] == dict.fromkeys(fuzz.MODES, 60) and told["findings"] == []
+    assert told["served"]["fa2"]["ours_fwd"] > 30 and sum(told["kinds"].values()) == 180
+    index = next(fuzz_calls.indices(SEED, ["fault4"]))
+    done = subprocess.run([*base, "0", str(SEED), "--call", str(index), "--device", "cpu"], **limits)  # noqa: PLW1510
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backend" in done.stdout and json.loads(done.stdout.splitlines()[-1])["status"] == "right"

@@ -1,0 +1,101 @@
+"""tools/programs.py by itself: on the stand-in, unmodified models come out as well with the plugin as without, in both
+orders; and its comparison fails where it should.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from standin import Road, road_to
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import program_models
+import programs
+
+SCENARIOS = ("forward", "train")
+CORRUPTED = "bert.encoder.layer.0.attention.self.value.weight"
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
+
+
+@pytest.fixture
+def standin() -> Iterator[Road]:
+    """Not the real device, whose errors are the tool's business: there stock has to be alone in its process."""
+    with road_to("cpu") as road:
+        yield road
+
+
+def rows(road: Road, program: str, order: str = "stock_first", scenarios: tuple[str, ...] = SCENARIOS) -> list[dict]:
+    sides = {"stock": road.off, "ours": contextlib.nullcontext}
+    if order == "plugin_first":
+        sides = dict(reversed(sides.items()))
+    found = list(programs.examine(programs.Task(order, program, scenarios, "cpu", quick=True), sides))
+    assert [record["side"] for record in found] == [side for side in sides for _ in scenarios]
+    alone = [record for record in found if record["side"] == "stock"]
+    document = programs.assemble({program: {"alone": alone, order: found}}, [order])
+    assert document["failed"] == [] and [row["scenario"] for row in document["rows"]] == list(scenarios)
+    return document["rows"]
+
+
+@pytest.mark.parametrize(
+    "program, order",
+    [("bert", "stock_first"), ("bert", "plugin_first"), ("deepseek_v3", "plugin_first")],  # no mask; D != Dv
+)
+def test_errors_are_stocks(standin: Road, program: str, order: str) -> None:
+    forward, train = rows(standin, program, order)
+    assert programs.violations([forward, train]) == []
+    assert 0 < forward["error_ours"] < 0.05 and 0 < train["mean_ours"] < 0.05
+    assert forward["calls"] == forward["served"] == train["served"] == 2
+    assert train["backwards"] == {"math_bwd": 2} and train["reasons"] == {}  # the stand-in has no kernel for it
+
+
+def test_compiled_and_generated(standin: Road) -> None:
+    made = rows(standin, "phi3", scenarios=("greedy_dynamic", "greedy_static", "compiled_forward"))
+    dynamic, static, compiled = made
+    assert programs.violations(made) == []
+    assert dynamic["served"] == dynamic["calls"] == 2 * program_models.QUICK_NEW_TOKENS
+    assert 0 < static["served"] < static["calls"] and "attn_mask is given" in next(iter(static["reasons"]))
+    assert compiled["dims"] == "" and compiled["error_ours"] > 0  # its eager twin was not asked for
+
+
+def test_a_wrong_gradient_is_a_violation(standin: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = program_models.run
+
+    def corrupted(*arguments: object) -> dict[str, torch.Tensor]:
+        found = run(*arguments)
+        if programs.native.enabled() and found[CORRUPTED].dtype == torch.bfloat16:  # not the reference
+            found[CORRUPTED] = found[CORRUPTED] * 1.1
+        return found
+
+    monkeypatch.setattr(program_models, "run", corrupted)
+    (train,) = rows(standin, "bert", scenarios=("train",))
+    assert train["worst_ours"] == CORRUPTED
+    assert programs.violations([train])[0].startswith("bert train stock_first: error 0.1")
+
+
+def test_not_a_number_is_a_violation() -> None:
+    good = {"scenario": "forward", "squares": {"output": [1.0, 1e4]}}
+    bad = good | {"squares": {"output": [float("nan"), 1e4]}}
+    assert programs.violations([programs.new_row("bert", "stock_first", good, good, good)]) == []
+    assert programs.violations([programs.new_row("bert", "stock_first", good, good, bad)])
+
+
+def test_what_cannot_run_is_told(standin: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = dataclasses.replace(program_models.PROGRAMS["bert"], model="BertOfTomorrow")
+    monkeypatch.setitem(programs.PROGRAMS, "bert", missing)
+    with pytest.raises(LookupError, match="has no BertOfTomorrow"):
+        rows(standin, "bert")
+    monkeypatch.setitem(programs.PROGRAMS, "bert", dataclasses.replace(missing, model="BertForMaskedLM"))
+    monkeypatch.setattr(program_models, "run", lambda *arguments: 1 / 0)
+    task = programs.Task("stock_first", "bert", SCENARIOS, "cpu", quick=True)
+    found = list(programs.examine(task, {"ours": contextlib.nullcontext}))
+    assert [record["failed"] for record in found] == ["ZeroDivisionError: division by zero"] * 2
+    failed = programs.assemble({"bert": {"stock_first": found}}, ["stock_first"])["failed"]
+    assert {failure["scenario"] for failure in failed} == set(SCENARIOS)

@@ -1,0 +1,326 @@
+"""Seeded random calls of F.scaled_dot_product_attention against fp64, with the plugin in each mode.
+
+    python tools/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...] [--out DIR]
+    python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      one call, and everything about it
+
+Owns the processes that make calls, of which any may die, and the account of what came of them. fuzz_calls.py says what
+the calls are, fuzz_check.py judges each. Exit code 1: findings of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import fuzz_calls
+import report
+import torch
+from fuzz_check import Verdict, answer, check, hooked, is_stocks, operands, settings
+from rich.console import Console
+from rich.table import Table
+
+import torch_flashplug
+from torch_flashplug import env
+
+WORK = {"cuda": 1 << 29, "cpu": 1 << 20}  # multiply-adds of a call's two products
+BLOCK = 8  # calls that a worker is given at a time
+STALL, START, ALONE = 60.0, 180.0, 90.0  # seconds: without progress; to the first call; for a call in its own process
+GRACE = 25.0  # seconds that are kept to ask again what was found
+AT_ONCE = 3  # questions
+ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
+MODES = ("auto", "fa3", "fa2")
+
+
+# ---- workers ----
+
+
+def work(conn: Connection, device: str, seed: int) -> None:
+    """A worker: receives blocks {index: modes}, says which call comes next, then what came of it. It ends after a call
+    that raised: the CUDA context may be dead, and stock keeps what it failed with.
+    """
+    torch.set_num_threads(1)
+    with hooked(device) as off:
+        conn.send(None)
+        while True:
+            for index, modes in conn.recv().items():
+                conn.send((index, modes[0], None))
+                posed = fuzz_calls.pose(fuzz_calls.draw(seed, index, WORK[device]), device)
+                answers = answer(posed)
+                for mode in modes:
+                    conn.send((index, mode, None))
+                    verdict = check(posed, answers, mode, off)
+                    conn.send((index, mode, verdict))
+                    if verdict.status == "raised":
+                        os._exit(1)
+
+
+@dataclass(slots=True)
+class Hand:
+    """A worker as its parent sees it."""
+
+    process: multiprocessing.process.BaseProcess
+    conn: Connection
+    left: dict[int, list[str]] = field(default_factory=dict)  # of its block what is not done
+    doing: tuple[int, str] | None = None
+    patience: float = field(default_factory=lambda: time.monotonic() + START)  # until when it may be silent
+
+
+def hire(device: str, seed: int) -> Hand:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there, device, seed), daemon=True)
+    process.start()
+    there.close()
+    return Hand(process, here)
+
+
+@dataclass(slots=True)
+class Question:
+    """What a finding's call does in a process of its own: in its mode, or in one that the plugin leaves untouched."""
+
+    told: dict[str, object]  # the finding that gets the answer, under this name:
+    name: str
+    command: list[str]
+    process: subprocess.Popen | None = None
+    until: float = 0.0
+
+    def ask(self) -> None:
+        environment = os.environ | ({env.ENABLED.name: "0"} if self.name == "stock" else {})
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(self.command, env=environment, **pipes)
+        self.until = time.monotonic() + ALONE
+
+    def answered(self) -> bool:
+        if self.process.poll() is None:
+            if late := time.monotonic() > self.until:
+                self.process.kill()
+                self.told[self.name] = "hang"
+            return late
+        lines = self.process.communicate()[0].splitlines()
+        ended = f"exit status {self.process.returncode}"
+        verdict = next((json.loads(line) for line in reversed(lines) if line.startswith('{"status"')), None)
+        if verdict is None:
+            self.told[self.name] = f"crash, {ended}: {' '.join(lines)[-300:]}"
+        else:
+            self.told[self.name] = f"{verdict['status']} {verdict['detail'][:300]}".strip()
+            self.told[self.name] += "" if self.process.returncode in {0, 1} else f", then {ended}"
+        return True
+
+
+# ---- a run ----
+
+
+@dataclass(slots=True)
+class Fuzz:
+    """What is to be done, by whom, and what came of it."""
+
+    seed: int
+    device: str
+    modes: tuple[str, ...]
+    todo: Iterator[int]
+    again: deque[tuple[int, list[str]]] = field(default_factory=deque)  # what dead workers left
+    hands: list[Hand] = field(default_factory=list)
+    deaths: int = 0
+    calls: Counter = field(default_factory=Counter)  # of each mode; and so on
+    refused: Counter = field(default_factory=Counter)
+    kinds: Counter = field(default_factory=Counter)
+    served: dict[str, Counter] = field(default_factory=dict)
+    findings: list[dict[str, object]] = field(default_factory=list)
+    stock: list[dict[str, object]] = field(default_factory=list)
+    questions: deque[Question] = field(default_factory=deque)
+    asking: list[Question] = field(default_factory=list)
+
+    def record(self, index: int, mode: str, verdict: Verdict) -> None:
+        call = fuzz_calls.draw(self.seed, index, WORK[self.device])
+        self.calls[mode] += 1
+        self.kinds[call.kind] += 1
+        self.refused[mode] += verdict.status == "refused"
+        self.served.setdefault(mode, Counter()).update(set(verdict.paths))
+        if not verdict.bad:
+            return
+        into = self.stock if is_stocks(call, mode, verdict) else self.findings
+        told = {"mode": mode, "index": index, **dataclasses.asdict(verdict), "call": call.facts()}
+        into.append(told)
+        alike = sum((a["call"]["kind"], a["mode"], a["status"]) == (call.kind, mode, verdict.status) for a in into)
+        if alike <= ASKED:
+            base = [sys.executable, __file__, "0", str(self.seed), "--call", str(index), "--device", self.device]
+            for name, asked in (("alone", mode), ("stock", "stock")):
+                told[name] = "no time to ask"
+                self.questions.append(Question(told, name, [*base, "--modes", asked]))
+
+    def ask(self) -> None:
+        """A few questions at a time; what has been answered makes room."""
+        self.asking = [question for question in self.asking if not question.answered()]
+        while self.questions and len(self.asking) < AT_ONCE:
+            self.asking.append(self.questions.popleft())
+            self.asking[-1].ask()
+
+    def feed(self, hand: Hand) -> bool:
+        """Gives what a dead worker left, else new calls; False where there are none."""
+        first = [self.again.popleft()] if self.again else []
+        hand.left = dict(first or [(index, list(self.modes)) for index in itertools.islice(self.todo, BLOCK)])
+        hand.patience = time.monotonic() + STALL
+        if hand.left:
+            hand.conn.send(hand.left)
+        return bool(hand.left)
+
+    def hear(self, hand: Hand) -> bool:
+        """One message of a worker; False: it has nothing more to do. EOFError: it is dead."""
+        message = hand.conn.recv()
+        hand.patience = time.monotonic() + STALL
+        if message is not None:
+            index, mode, verdict = message
+            hand.doing = (index, mode) if verdict is None else None
+            if verdict is None:
+                return True
+            self.record(index, mode, verdict)
+            hand.left[index].remove(mode)
+            if not hand.left[index]:
+                del hand.left[index]
+        return bool(hand.left) or self.feed(hand)
+
+    def bury(self, hand: Hand, status: str) -> None:
+        """A worker that died or hangs: the call it was at is a finding, what is left goes to another."""
+        hand.process.kill()
+        hand.process.join()
+        self.deaths += 1
+        if hand.doing is not None:
+            index, mode = hand.doing
+            self.record(index, mode, Verdict(status, f"exit status {hand.process.exitcode}"))
+            hand.left[index].remove(mode)
+        self.again.extend((index, modes) for index, modes in hand.left.items() if modes)
+
+    def run(self, workers: int, seconds: float) -> None:
+        start = told = time.monotonic()
+        self.hands = [hire(self.device, self.seed) for _ in range(workers)]
+        while self.hands and (now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
+            ready = wait([hand.conn for hand in self.hands], timeout=0.5)
+            for hand in tuple(self.hands):
+                try:
+                    if hand.conn in ready and not self.hear(hand):
+                        self.dismiss(hand)
+                    elif hand.conn not in ready and now > hand.patience:
+                        self.replace(hand, "hang")
+                except (EOFError, OSError):
+                    self.replace(hand, "crash")
+            self.ask()
+            if now > told + 10:
+                told, total = now, self.calls.total()
+                rate = f"{total} calls, {total / (now - start):.0f}/s"
+                bad = f"{len(self.findings)} findings, {len(self.stock)} of stock's"
+                print(f"{now - start:5.0f} s  {rate}, {bad}, {self.deaths} dead workers", flush=True)
+        for hand in tuple(self.hands):
+            self.dismiss(hand)
+        while (self.asking or self.questions) and time.monotonic() < start + seconds:
+            self.ask()
+            time.sleep(0.1)
+        for question in self.asking:
+            question.process.kill()
+
+    def dismiss(self, hand: Hand) -> None:
+        hand.process.kill()
+        self.hands.remove(hand)
+
+    def replace(self, hand: Hand, status: str) -> None:
+        self.hands.remove(hand)
+        self.bury(hand, status)
+        if hand.doing is None and hand.left == {}:
+            raise SystemExit(f"a worker died before its first call ({status}, exit status {hand.process.exitcode})")
+        self.hands.append(hire(self.device, self.seed))
+
+
+# ---- what a run leaves behind ----
+
+
+def write(fuzz: Fuzz, folder: Path) -> Path:
+    """fuzz-<gpu>.json, a finding a line."""
+    document = report.header("fuzz", {}, report.commit()) | {
+        "seed": fuzz.seed, "calls": fuzz.calls, "served": fuzz.served, "refused": fuzz.refused, "kinds": fuzz.kinds,
+        "findings": fuzz.findings, "stock": fuzz.stock,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"fuzz-{report.slug(str(document['gpu']))}.json"
+    lines = []
+    for name, value in document.items():
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
+        lines.append(f' "{name}": ' + (f"[\n{rows}\n ]" if rows else json.dumps(value)))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def print_table(fuzz: Fuzz) -> None:
+    console = Console(width=150)
+    table = Table(title=f"Random calls of seed {fuzz.seed} on {report.gpu_name()}, torch {torch.__version__}")
+    for column in ("mode", "calls", "ours fwd", "ours bwd", "refused", "findings", "stock's"):
+        table.add_column(column, justify="right")
+    for mode in fuzz.modes:
+        served = fuzz.served.get(mode, Counter())
+        bad = [sum(told["mode"] == mode for told in listed) for listed in (fuzz.findings, fuzz.stock)]
+        cells = (fuzz.calls[mode], served["ours_fwd"], served["ours_bwd"], fuzz.refused[mode], *bad)
+        table.add_row(mode, *map(str, cells))
+    console.print(table)
+    for told in fuzz.findings[:20]:
+        print(f"{told['mode']} --call {told['index']}: {told['status']} {told['detail'][:200]}\n   {told['call']}")
+        print(f"   alone: {told.get('alone', 'not asked')}\n   stock: {told.get('stock', 'not asked')}")
+
+
+def show_call(seed: int, index: int, mode: str, device: str) -> int:
+    """One call, and everything about it; the last line is its verdict in JSON."""
+    call = fuzz_calls.draw(seed, index, WORK[device])
+    print(call)
+    posed = fuzz_calls.pose(call, device)
+    for name in ("q", "k", "v", "grad_out"):
+        tensor = getattr(posed, name)
+        print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")
+    with hooked(device, mode) as off:
+        if mode != "stock":
+            with torch_flashplug.sdpa_backend(mode):
+                preset = "h100" if device == "cpu" else None
+                print(torch_flashplug.explain(*operands(posed), **settings(call), device=preset), flush=True)
+        verdict = check(posed, answer(posed), mode, off)
+    print(json.dumps(dataclasses.asdict(verdict)))
+    return int(verdict.bad)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--calls", type=int, help="at most so many of each mode")
+    parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)))
+    parser.add_argument("--only", default=",".join(fuzz_calls.NAMES), help="kinds of calls")
+    parser.add_argument("--out", type=Path, help="folder for fuzz-<gpu>.json")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--call", type=int, help="this one alone, in the first of the modes")
+    options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it under deterministic algorithms
+    modes, only = tuple(options.modes.split(",")), options.only.split(",")
+    known = {*MODES, *(("stock",) if options.call is not None else ())}
+    if unknown := {*only} - {*fuzz_calls.NAMES} | {*modes} - known:
+        parser.error(f"{sorted(unknown)}: kinds are {fuzz_calls.NAMES}, modes {sorted(known)}")
+    if options.call is not None:
+        return show_call(options.seed, options.call, modes[0], options.device)
+    todo = itertools.islice(fuzz_calls.indices(options.seed, only), options.calls)
+    fuzz = Fuzz(options.seed, options.device, modes, todo)
+    fuzz.run(options.workers, options.seconds)
+    print_table(fuzz)
+    if options.out:
+        print(write(fuzz, options.out))
+    return int(bool(fuzz.findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

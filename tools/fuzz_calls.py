@@ -1,0 +1,384 @@
+"""Random calls of F.scaled_dot_product_attention: what one is (plain data), how (seed, index) draws it, and the tensors
+that pose it.
+
+The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DIMS = "bhsd"
+TAIL = 64  # elements of NaN behind every operand
+# At and beside the edges of tiles, of vectors and of the blocks that stock's kernels have.
+EDGES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 79, 95, 96, 97, 111, 112, 113, 127, 128, 129,
+         160, 191, 192, 193, 255, 256, 257, 319, 320, 383, 384, 385, 511, 512, 513, 700, 767, 769, 1023, 1025,
+         1500)  # fmt: skip
+LONG = (2049, 3000, 4097)
+OPERAND_ROWS = 32  # reading an operand costs as much as this many products with it
+MAX_HEADS = 600
+SOME = ("qkv", "qkv", "q", "k", "v", "qk", "kv", "qv")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor (b, h, s, d) lies in memory. What its buffer holds besides is NaN."""
+
+    order: str = DIMS  # of the dims in memory, outermost first
+    offset: int = 0  # elements before it in its storage
+    pad: tuple[int, int, int] = (0, 0, 0)  # heads, rows and columns that the buffer has more
+    step: int = 1  # every step-th element of a row
+    expand: str = ""  # dims that are stored once, stride 0
+    ones: int = 0  # stride of dims of size 1; 0: as it comes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call and what is asked of it: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+
+    kind: str
+    seed: int  # of its numbers
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Sk: int
+    D: int
+    Dv: int
+    dtype: str = "bf16"
+    causal: bool = False
+    scale: float | None = None
+    q: Layout = Layout()
+    k: Layout = Layout()
+    v: Layout = Layout()
+    packed: bool = False  # q, k and v are heads of one tensor, laid out as q says
+    wants: str = ""  # gradients: of these operands
+    grad_out: Layout = Layout()
+    first: str = ""  # before it: "same", the call itself with first_grad; "stock", that with the plugin disabled
+    first_grad: Layout = Layout()
+    mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32"
+    mask_dims: str = ""  # of b, h, q and k those that are not 1
+    dropout: float = 0.0
+    deterministic: bool = False
+
+    def facts(self) -> dict[str, object]:
+        """What is not as usual, JSON-able."""
+        return _unusual(self)
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.B, self.Hq, self.Sq, self.Sk)
+
+
+def _unusual(record: Call | Layout) -> dict[str, object]:
+    told = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value != field.default:
+            told[field.name] = _unusual(value) if isinstance(value, Layout) else value
+    return told
+
+
+# ---- sizes ----
+
+
+def _head_dim(rng: Random) -> int:
+    near = rng.random()
+    if near < 0.35:
+        return rng.choice((64, 128, 192, 256))
+    return 8 * rng.randint(1, 32) if near < 0.75 else rng.randint(1, 256)
+
+
+def _length(rng: Random, most: int) -> int:
+    wanted = rng.choice(LONG) if rng.random() < 0.02 else rng.choice(EDGES)
+    return wanted if wanted <= most else rng.choice([edge for edge in EDGES if edge <= max(most, 1)])
+
+
+def _sizes(rng: Random, work: int, **fixed: int) -> dict[str, int]:
+    """Sizes of a call whose two products take at most about `work` multiply-adds; `fixed` ones are as given."""
+    D = fixed.get("D") or _head_dim(rng)
+    Dv = fixed.get("Dv") or (D if rng.random() < 0.7 else _head_dim(rng))
+    width = D + Dv
+    Sq = fixed.get("Sq") or _length(rng, work // width)
+    Sk = fixed.get("Sk") or (
+        Sq if rng.random() < 0.35 and Sq * Sq * width <= work else _length(rng, work // width // Sq)
+    )
+    heads = work // (width * max(Sq * Sk, OPERAND_ROWS * (Sq + Sk)))
+    heads = max(1, min(heads, MAX_HEADS if rng.random() < 0.03 else rng.choice((1, 4, 12, 48))))
+    group = min(heads, rng.choice((1, 1, 1, 2, 3, 4, 5, 7, 8, 16)))
+    Hkv = 1 if rng.random() < 0.25 else rng.randint(1, min(16, heads // group))
+    B = rng.randint(1, max(1, heads // (group * Hkv)))
+    drawn = {"B": B, "Hq": group * Hkv, "Hkv": Hkv, "Sq": Sq, "Sk": Sk, "D": D, "Dv": Dv}
+    return drawn | fixed
+
+
+def _scale(rng: Random, dtype: str) -> float | None:
+    if rng.random() < 0.7:
+        return None
+    huge = 12.0 if dtype == "fp16" else 1000.0  # fp16 holds no score of a larger one
+    return rng.choice((1.0, 0.3, rng.uniform(0.01, 2.0), 1e-4, 1e-2, huge, huge / 10))
+
+
+def _wants(rng: Random) -> str:
+    draw = rng.random()
+    return "" if draw < 0.45 else "qkv" if draw < 0.8 else rng.choice(("q", "k", "v", "qk", "qv", "kv"))
+
+
+def _call(rng: Random, kind: str, sizes: dict[str, int], **more: object) -> Call:
+    dtype = str(more.pop("dtype", None) or rng.choice(("bf16", "bf16", "fp16")))
+    usual = {"causal": rng.random() < 0.4, "scale": _scale(rng, dtype), "wants": _wants(rng)}
+    order = rng.choice(("bhsd", "bshd"))
+    usual |= dict.fromkeys(("q", "k", "v"), Layout(order)) | {"grad_out": Layout(rng.choice(("bhsd", "bshd")))}
+    return Call(kind, rng.getrandbits(31), **sizes, **({"dtype": dtype} | usual | more))
+
+
+# ---- layouts ----
+
+
+def _misaligned(rng: Random, **more: object) -> Layout:
+    return Layout(rng.choice(("bhsd", "bshd")), offset=rng.choice((1, 2, 3, 4, 5, 7, 9, 12, 15)), **more)
+
+
+def _layout(rng: Random) -> Layout:
+    traits: dict[str, object] = {}
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        traits |= rng.choice((
+            {"offset": rng.randint(1, 15)},
+            {"pad": (rng.randint(0, 2), rng.randint(0, 3), 16 * rng.randint(0, 2))},
+            {"pad": (rng.randint(0, 1), rng.randint(0, 3), rng.randint(1, 9))},
+            {"step": 2},
+            {"expand": rng.choice(("b", "h", "bh"))},
+            {"ones": rng.choice((1, 3, 5, 12, 77))},
+        ))  # fmt: skip
+    return Layout(rng.choice(("bhsd", "bhsd", "bshd", "sbhd", "bhds", "hbsd")), **traits)
+
+
+def _three(rng: Random) -> dict[str, object]:
+    return {x: _layout(rng) for x in "qkv"}
+
+
+def _grad_layout(rng: Random) -> Layout:
+    draw = rng.random()
+    if draw < 0.15:
+        return Layout(expand=DIMS)  # as .sum().backward() gives
+    return _misaligned(rng) if draw < 0.4 else Layout(rng.choice(("bhsd", "bshd", "sbhd", "bhds")))
+
+
+# ---- kinds: sizes, and what else is not as usual ----
+
+Drawn = tuple[dict[str, int], dict[str, object]]
+
+
+def _plain(rng: Random, work: int) -> Drawn:
+    return _sizes(rng, work), {}
+
+
+def _decode(rng: Random, work: int) -> Drawn:
+    width = _head_dim(rng)
+    keys = min(rng.choice((*EDGES[-16:], *LONG, 8192, 9001)), max(1, work // (2 * width * OPERAND_ROWS)))
+    sizes = _sizes(rng, work, Sq=rng.choice((1, 1, 1, 2, 4, 16, 24)), Sk=keys, D=width)
+    return sizes, {"wants": "" if rng.random() < 0.8 else "qkv"}
+
+
+def _tiny(rng: Random, work: int) -> Drawn:
+    return _sizes(rng, work, B=1, Hq=1, Hkv=1, Sq=rng.randint(1, 5), Sk=rng.randint(1, 5)), _three(rng)
+
+
+def _layouts(rng: Random, work: int) -> Drawn:
+    sizes = _sizes(rng, work)
+    if rng.random() < 0.85:
+        return sizes, _three(rng)
+    rows = min(sizes["Sq"], sizes["Sk"])
+    packed = Layout(rng.choice(("bhsd", "bshd", "sbhd")), offset=rng.choice((0, 0, 0, rng.randint(1, 15))))
+    return sizes | {"Sq": rows, "Sk": rows, "Dv": sizes["D"]}, {"packed": True, "q": packed}
+
+
+def _grad_out(rng: Random, work: int) -> Drawn:
+    wants = rng.choice(SOME)
+    layouts = {} if rng.random() < 0.7 else _three(rng)
+    return _sizes(rng, work), {"wants": wants, "grad_out": _grad_layout(rng), **layouts}
+
+
+def _twice(first: str, rng: Random, work: int) -> Drawn:
+    """Both orders of grad_out, and layouts and head dims that every fused kernel of stock serves."""
+    orders = rng.sample(("bhsd", "bshd"), 2)
+    D = rng.choice((64, 80, 96, 112, 128, 8 * rng.randint(1, 16)))
+    sizes = _sizes(rng, work, D=D, Dv=D, Sq=rng.choice(EDGES[10:22]), Sk=rng.choice(EDGES[10:22]))
+    grads = {"grad_out": Layout(orders[0]), "first_grad": Layout(orders[1])}
+    return sizes, {"wants": "qkv", "first": first, "scale": None, **grads}
+
+
+def _fault2(rng: Random, work: int) -> Drawn:
+    """Misaligned bases, one row or one key."""
+    short = rng.choice(({"Sq": 1, "Sk": 1}, {"Sq": 1}, {"Sk": 1}))
+    return _sizes(rng, work, **short), {x: _misaligned(rng) for x in rng.choice(SOME)}
+
+
+def _fault3(rng: Random, work: int) -> Drawn:
+    """Misaligned bases, one row and a few keys."""
+    return _sizes(rng, work, Sq=1, Sk=rng.randint(2, 17)), {x: _misaligned(rng) for x in rng.choice(SOME)}
+
+
+def _fault4(rng: Random, work: int) -> Drawn:
+    """A broadcast query, and Dv != D."""
+    expand = rng.choice(("h", "b", "bh"))
+    D, Dv = rng.sample((16, 32, 40, 64, 72, 80, 96, 128, 192, 256), 2)
+    sizes = _sizes(rng, work // 4, D=D, Dv=Dv, Sq=rng.choice(EDGES[:22]))
+    sizes |= {"B": sizes["B"] + ("b" in expand), "Hq": sizes["Hq"] + sizes["Hkv"] * ("h" in expand)}
+    return sizes, {"q": Layout(rng.choice(("bhsd", "bshd")), expand=expand)}
+
+
+def _fault5(rng: Random, work: int) -> Drawn:
+    """One row or one key, its stride odd; gradients."""
+    short, which = rng.choice((("Sk", "v"), ("Sk", "k"), ("Sk", "kv"), ("Sq", "q")))
+    odd = rng.choice((Layout("bhds"), Layout(ones=rng.choice((1, 3, 5, 7, 77)))))
+    sizes = _sizes(rng, work, **({short: 1} if rng.random() < 0.7 else {"Sq": 1, "Sk": 1}))
+    return sizes, {"wants": "qkv", "grad_out": _grad_layout(rng)} | dict.fromkeys(which, odd)
+
+
+def _fault6(rng: Random, work: int) -> Drawn:
+    """Scales that are not positive."""
+    return _sizes(rng, work), {"scale": rng.choice((0.0, 0.0, -0.0, -1.0, -0.125, -rng.uniform(0.01, 2.0)))}
+
+
+def _mask(rng: Random, work: int) -> Drawn:
+    mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
+    return _sizes(rng, work), {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
+
+
+def _empty(rng: Random, work: int) -> Drawn:
+    return _sizes(rng, work) | rng.choice(({"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Hq": 0, "Hkv": 0}, {"Sq": 0, "Sk": 0})), {}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    weight: int
+    draw: Callable[[Random, int], Drawn]
+
+
+KINDS = (
+    Kind("plain", 24, _plain),
+    Kind("decode", 8, _decode),
+    Kind("tiny", 4, _tiny),
+    Kind("layouts", 24, _layouts),
+    Kind("grad_out", 10, _grad_out),
+    Kind("repeat", 5, functools.partial(_twice, "same")),
+    Kind("stock_first", 4, functools.partial(_twice, "stock")),
+    Kind("fault2", 2, _fault2),
+    Kind("fault3", 2, _fault3),
+    Kind("fault4", 2, _fault4),
+    Kind("fault5", 2, _fault5),
+    Kind("fault6", 2, _fault6),
+    Kind("mask", 5, _mask),
+    Kind("dropout", 1, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5))})),
+    Kind("deterministic", 4, lambda rng, work: (_sizes(rng, work), {"deterministic": True, "wants": rng.choice(SOME)})),
+    Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64"))})),
+    Kind("empty", 1, _empty),
+)
+NAMES = tuple(kind.name for kind in KINDS)
+_BY_WEIGHT = tuple(itertools.accumulate(kind.weight for kind in KINDS))
+
+
+def _begin(seed: int, index: int) -> tuple[Random, Kind]:
+    rng = Random(f"{seed}/{index}")
+    return rng, rng.choices(KINDS, cum_weights=_BY_WEIGHT)[0]
+
+
+def draw(seed: int, index: int, work: int) -> Call:
+    """The call of that number. `work`: multiply-adds it may take; fewer where there is no GPU."""
+    rng, kind = _begin(seed, index)
+    sizes, more = kind.draw(rng, work)
+    return _call(rng, kind.name, sizes, **more)
+
+
+def indices(seed: int, only: Collection[str] = NAMES) -> Iterator[int]:
+    """Numbers of the calls of these kinds, without end."""
+    return (index for index in itertools.count() if _begin(seed, index)[1].name in only)
+
+
+# ---- tensors ----
+
+
+@dataclass(slots=True)
+class Posed:
+    """A call's tensors."""
+
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    first_grad: Tensor
+    mask: Tensor | None
+    guards: list[tuple[Tensor, int]]  # a buffer, and how many elements of it are not NaN
+
+
+def _stored(shape: tuple[int, ...], layout: Layout) -> list[int]:
+    return [min(n, 1) if dim in layout.expand else n for dim, n in zip(DIMS, shape)]
+
+
+def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(view with these values, its buffer). Of expanded dims the first entry counts."""
+    stored = _stored(values.shape, layout)
+    room = [n * step + more for n, step, more in zip(stored, (1, 1, 1, layout.step), (0, *layout.pad))]
+    total = math.prod(room)
+    buffer = values.new_full((layout.offset + total + TAIL,), float("nan"))
+    axes = [DIMS.index(dim) for dim in layout.order]  # of the dims in memory
+    grid = buffer[layout.offset : layout.offset + total].view([room[axis] for axis in axes])
+    starts = [more // 2 for more in (0, *layout.pad)]
+    view = grid.permute([axes.index(axis) for axis in range(4)])
+    view = view[tuple(slice(a, a + n) for a, n in zip(starts[:3], stored))]
+    view = view[..., starts[3] : starts[3] + stored[3] * layout.step : layout.step]
+    view.copy_(values[tuple(slice(n) for n in stored)])
+    view = view.expand(values.shape)
+    if layout.ones and 1 in view.shape:
+        strides = [layout.ones if n == 1 else stride for n, stride in zip(view.shape, view.stride())]
+        view = view.as_strided(view.shape, strides, view.storage_offset())
+    return view, buffer
+
+
+def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
+    if not call.mask:
+        return None
+    sizes = {"b": call.B, "h": call.Hq, "q": call.Sq, "k": call.Sk}
+    shape = [size if dim in call.mask_dims else 1 for dim, size in sizes.items()]
+    seen = randn(shape) < 0.5
+    seen[..., :1] = True
+    if call.mask == "blind":
+        seen &= randn((*shape[:3], 1)) < 0.8
+    if call.mask in {"bool", "blind"}:
+        return seen
+    bias = randn(shape)
+    bias = bias.masked_fill(~seen, float("-inf")) if call.mask == "inf" else bias
+    return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
+
+
+def pose(call: Call, device: str) -> Posed:
+    generator = torch.Generator(device=device).manual_seed(call.seed)
+    randn = functools.partial(torch.randn, generator=generator, device=device)
+    guards: list[tuple[Tensor, int]] = []
+
+    def made(shape: tuple[int, ...], layout: Layout) -> Tensor:
+        view, buffer = lay_out(randn(shape).to(DTYPES[call.dtype]), layout)
+        guards.append((buffer, math.prod(_stored(shape, layout))))
+        return view
+
+    if call.packed:
+        heads = (call.Hq, call.Hkv, call.Hkv)
+        q, k, v = made((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
+    else:
+        q = made((call.B, call.Hq, call.Sq, call.D), call.q)
+        k, v = (made((call.B, call.Hkv, call.Sk, d), lay) for d, lay in ((call.D, call.k), (call.Dv, call.v)))
+    grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
+    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], _mask_of(call, randn), guards)

@@ -1,0 +1,277 @@
+"""Whether one random call is right: the answer in fp64, the call in one mode, and what is wrong with what came back.
+
+The judge is the error budget of torch_flashplug/testing. Where a result leaves it, rounding may still explain that
+(`_chance`): of a few elements plain torch may happen to round none. Starts no process: tools/fuzz.py does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import report
+import torch
+import torch.nn.functional as F
+from fuzz_calls import DTYPES, Call, Posed
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import env, native
+from torch_flashplug.ops import empty_in_layout_of
+from torch_flashplug.testing import Masking, assert_within_budget, attention_math, grads_math
+from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_sums
+
+SIGMAS = 5.0
+
+Off = Callable[[], contextlib.AbstractContextManager]
+
+
+# ---- the right answer, and how far from it is right ----
+
+
+@dataclass(slots=True)
+class Answers:
+    """ "out", "dq", "dk" and "dv" in fp64, and in the call's own dtype step by step."""
+
+    exact: dict[str, Tensor]
+    plain: dict[str, Tensor]
+
+
+def answer(posed: Posed) -> Answers:
+    call, given = posed.call, (posed.q, posed.k, posed.v)
+    rule = {"scale": call.scale, "mask": Masking(int(call.causal), posed.mask)}
+    found = []
+    for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
+        if call.empty:  # nothing is seen, so everything is 0
+            shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in zip("qkv", given)}
+            found.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
+            continue
+        found.append({"out": attention_math(*given, dtype=dtype, **rule).out})
+        if call.wants:
+            found[-1] |= zip(("dq", "dk", "dv"), grads_math(*given, posed.grad_out, dtype=dtype, **rule))
+    return Answers(*found)
+
+
+def _softmax_scale(call: Call) -> float:
+    return call.D**-0.5 if call.scale is None else call.scale
+
+
+def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
+    found: dict[str, Tensor | float] = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    if posed.call.wants and not posed.call.empty:
+        found |= cancelled_sums(posed.q, posed.k, posed.v, posed.grad_out, posed.call.scale)
+    return found
+
+
+def _chance(posed: Posed) -> dict[str, float]:
+    """What random roundings of P, dS and the output to the inputs' dtype, and of scores to fp32, leave at the worst
+    element of each result: SIGMAS standard deviations.
+    """
+    call, group, mask = posed.call, posed.call.Hq // posed.call.Hkv, posed.mask
+    q, do = posed.q.double(), posed.grad_out.double()
+    k, v = (tensor.double().repeat_interleave(group, dim=1) for tensor in (posed.k, posed.v))
+    scale = _softmax_scale(call)
+    scores = q @ k.mT * scale
+    kind = torch.finfo(posed.q.dtype)
+    unit = kind.eps / 2 + 8 * FP32_EPS * float(scores.abs().amax())
+    if call.causal:
+        mask = torch.ones(call.Sq, call.Sk, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    p = scores.softmax(-1).nan_to_num()
+    terms = do * (p @ v)
+    delta_error = (terms**2).sum(-1, keepdim=True)
+    ds = p * (do @ v.mT - terms.sum(-1, keepdim=True))
+    squares = {
+        "out": p**2 @ v**2,
+        "dq": scale**2 * (ds**2 @ k**2 + (p @ k) ** 2 * delta_error),
+        "dk": scale**2 * (ds**2 + p**2 * delta_error).mT @ q**2,
+        "dv": (p**2).mT @ do**2,
+    }
+    for name in ("dk", "dv"):
+        squares[name] = squares[name].unflatten(1, (-1, group)).sum(2)
+    smallest = 4 * kind.smallest_normal * kind.eps
+    return {name: SIGMAS * unit * float(square.amax()) ** 0.5 + smallest for name, square in squares.items()}
+
+
+# ---- one call in one mode ----
+
+
+@dataclass(slots=True)
+class Verdict:
+    """status: "right", "refused" (by a forced mode that cannot), "wrong", "raised"; of a process "crash" or "hang"."""
+
+    status: str
+    detail: str = ""
+    paths: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> bool:
+        return self.status not in {"right", "refused"}
+
+
+@contextlib.contextmanager
+def _as_told(call: Call, mode: str) -> Iterator[None]:
+    torch.use_deterministic_algorithms(call.deterministic)
+    try:
+        forced = mode not in {"auto", "stock"}
+        with torch_flashplug.sdpa_backend(mode) if forced else contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # stock's notes on why a fused kernel did not run
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _poison(posed: Posed) -> None:
+    """Leaves NaN in the allocator's free blocks: what is not written shows."""
+    blocks = [torch.full_like(tensor, float("nan")) for tensor in (posed.q, posed.k, posed.v, posed.grad_out)]
+    del blocks
+
+
+def operands(posed: Posed) -> list[Tensor | None]:
+    """q, k and v as leaves, and the mask."""
+    leaves = zip("qkv", (posed.q, posed.k, posed.v))
+    return [*(tensor.detach().requires_grad_(x in posed.call.wants) for x, tensor in leaves), posed.mask]
+
+
+def settings(call: Call) -> dict[str, object]:
+    told = {"dropout_p": call.dropout, "is_causal": call.causal}
+    return told | {"scale": call.scale, "enable_gqa": call.Hq != call.Hkv}
+
+
+def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
+    """ "out" and the gradients that are wanted."""
+    given = operands(posed)
+    wanted = [tensor for tensor in given[:3] if tensor.requires_grad]
+    _poison(posed)
+    out = F.scaled_dot_product_attention(*given, **settings(posed.call))
+    _poison(posed)
+    grads = torch.autograd.grad(out, wanted, grad_out) if wanted else ()
+    return {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(posed.call.wants, grads)}
+
+
+def _factor(name: str) -> float:
+    return OUT_FACTOR if name == "out" else GRAD_FACTOR
+
+
+def _fits(name: str, got: Tensor, answers: Answers, cancelled: Tensor | float) -> Tensor:
+    """assert_within_budget's inequality without a wait for the device. Only what it lets pass is settled."""
+    exact = answers.exact[name]
+    error, yardstick = got.double() - exact, answers.plain[name].double() - exact
+    slack = torch.finfo(got.dtype).eps / 2, FP32_EPS * cancelled
+    peaks, means = ([x.abs().amax() for x in (error, yardstick, exact)],
+                    [x.square().mean().sqrt() for x in (error, yardstick, exact)])  # fmt: skip
+    largest, rms = (a <= _factor(name) * b + slack[0] * c + slack[1] for a, b, c in (peaks, means))
+    return largest & rms
+
+
+def _second_look(posed: Posed, answers: Answers, name: str, got: Tensor, cancelled: float) -> Iterator[str]:
+    if not posed.call.empty:
+        cancelled += _chance(posed)[name] / FP32_EPS
+    budget = {"factor": _factor(name), "cancelled": cancelled, "seed": posed.call.seed}
+    try:
+        assert_within_budget(name, got, answers.exact[name], answers.plain[name], **budget)
+    except AssertionError as error:
+        yield str(error)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+
+
+def _layout_faults(posed: Posed, run: dict[str, Tensor], paths: dict[str, int]) -> Iterator[str]:
+    """Where ours ran: strides as torch's meta functions promise them."""
+    like = {"out": empty_in_layout_of(posed.q, tuple(posed.grad_out.shape))} if paths.get("ours_fwd") else {}
+    like |= {f"d{x}": torch.empty_like(getattr(posed, x)) for x in posed.call.wants if paths.get("ours_bwd")}
+    for name, tensor in like.items():
+        if _strides(tensor) != _strides(run[name]):
+            yield f"{name} has strides {run[name].stride()}, promised are {tensor.stride()}"
+
+
+def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths: dict[str, int]) -> Iterator[str]:
+    """What is wrong with the results, in words."""
+    call = posed.call
+    for name, got in itertools.chain.from_iterable(run.items() for run in runs):
+        if got.shape != answers.exact[name].shape or got.dtype != posed.q.dtype:
+            yield f"{name} is {got.dtype} {tuple(got.shape)}"
+            return
+    whole = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
+    results = [(name, got) for run in runs for name, got in run.items() if got.numel()]
+    if call.dropout:
+        fits = [got.isfinite().all() for _, got in results]
+    else:
+        cancelled = _cancelled(posed)
+        fits = [_fits(name, got, answers, cancelled[name]) for name, got in results]
+    told = torch.stack(whole + fits).tolist()  # the one wait for the device
+    if not all(told[: len(whole)]):
+        yield "an operand's buffer was written"
+    for (name, got), fit in zip(results, told[len(whole) :]):
+        if call.dropout and not fit:
+            yield f"{name} is not finite"
+        elif not fit:
+            yield from _second_look(posed, answers, name, got, float(cancelled[name]))
+    yield from _layout_faults(posed, runs[-1], paths)
+    if call.deterministic and not all(torch.equal(*pair) for pair in zip(*(run.values() for run in runs[-2:]))):
+        yield "other bits the second time"
+
+
+def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
+    """Makes the call in one mode and judges what comes back; inside of `off()` the plugin is disabled."""
+    call = posed.call
+    native.counters(reset=True)
+    status, detail = "right", ""
+    try:
+        with _as_told(call, mode):
+            if call.first == "stock":
+                with off():
+                    attend(posed, posed.first_grad)
+                native.counters(reset=True)
+            grads = [posed.first_grad] * (call.first == "same") + [posed.grad_out] * (1 + call.deterministic)
+            runs = [attend(posed, grad) for grad in grads]
+        detail = "; ".join(dict.fromkeys(_faults(posed, answers, runs, native.counters())))[:1000]
+        status = "wrong" if detail else "right"
+    except Exception as error:  # of any kind: that a call raises is what is looked for
+        status, detail = "raised", f"{type(error).__name__}: {error}"[:1000]
+        if mode in {"fa3", "fa2"} and isinstance(error, RuntimeError) and "cannot run this call" in detail:
+            status, detail = "refused", ""
+    return Verdict(status, detail, {path: count for path, count in native.counters().items() if count})
+
+
+def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
+    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart."""
+    left = call.mask or call.dropout or call.dtype in {"fp32", "fp64"} or call.empty
+    unordered = call.deterministic and verdict.status == "raised" and "deterministic" in verdict.detail
+    return mode == "auto" and bool(left or unordered) and not verdict.paths.get("ours_fwd")
+
+
+@contextlib.contextmanager
+def _disabled() -> Iterator[None]:
+    torch_flashplug.disable()
+    try:
+        yield
+    finally:
+        torch_flashplug.enable()
+
+
+@contextlib.contextmanager
+def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
+    """The plugin where calls reach it: on CUDA as it is, for CPU tensors on the road of test/standin.py. For "stock" it
+    is disabled, for good.
+    """
+    if mode == "stock":
+        if not env.disabled():
+            torch_flashplug.disable()
+        yield contextlib.nullcontext
+    elif device == "cuda":
+        yield _disabled
+    else:
+        if (tests := str(report.ROOT / "test")) not in sys.path:
+            sys.path.append(tests)
+        import standin
+
+        with standin.road_to(device) as road:
+            yield road.off
