@@ -222,6 +222,9 @@ def explain(
     mode = native.effective_mode()
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
+    nan = problem.unusual_scale(scale) and stock_choice in {"CUDNN_ATTENTION", "FLASH_ATTENTION"}
+    if nan and made["backend"] == "stock" and native.backend_of(mode) != "stock":
+        stock_choice = f"EFFICIENT_ATTENTION or MATH; {stock_choice} would give NaN with this scale"
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     return Plan(call, **fields, error=error, stock_choice=stock_choice)

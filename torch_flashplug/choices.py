@@ -190,9 +190,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
     ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
-    # Gradients: forward and backward, both ours (280 shapes up to 128, 168 of head dims without a kernel of their own but
-    # for one disturbed cell of D 88, 278 above and with D != Dv); tiles are blocks of 128 keys. Few steps of queries do not pay for loading K and V,
-    # and few tiles do not fill the GPU.
+    # Gradients: forward and backward, both ours: 280 shapes up to 128, 168 of head dims without a kernel of their own
+    # (but for one disturbed cell, tools/results/LOG.md), 278 above and with D != Dv. Tiles are blocks of 128 keys. Few
+    # steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
     ChoiceRow("grad", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
     ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),

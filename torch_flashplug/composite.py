@@ -63,8 +63,7 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
-    # The stock backends that may come next give NaN for such scales.
-    if backend == "stock" and problem.kind_of_scale(scale) in ("zero", "negative") and native.enabled():
+    if backend == "stock" and problem.unusual_scale(scale) and native.backend_of(native.effective_mode()) != "stock":
         backend = "math"
     if backend == "stock":
         settings = {"scale": scale, "enable_gqa": enable_gqa}

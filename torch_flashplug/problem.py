@@ -117,6 +117,11 @@ def kind_of_scale(scale: float | None) -> str:
     return "positive" if scale is None or scale > 0 else "negative" if scale < 0 else "zero"
 
 
+def unusual_scale(scale: float | None) -> bool:
+    """Zero or negative: cuDNN's and flash's kernels give NaN (right_for_scale in src/router.cpp)."""
+    return kind_of_scale(scale) in {"zero", "negative"}
+
+
 def _hints(sizes: tuple) -> tuple[int | None, ...]:
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes)
 

@@ -1,5 +1,5 @@
-"""Switches the repair of stock's cuDNN attention (src/repair.cpp), for calls that stay with stock: it misreads addresses
-and strides that are no multiples of 16 bytes, and its backward forgets the order in which grad_out lies in memory.
+"""Switches the repair of stock's cuDNN attention (src/repair.cpp), for calls that stay with stock: it misreads
+addresses and strides that are no multiples of 16 bytes, and its backward forgets how grad_out lies in memory.
 """
 
 from __future__ import annotations
