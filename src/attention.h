@@ -47,8 +47,8 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 // The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
 // differ, else a copy.
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
-// A 4-d tensor as TMA and vectors can read it, rows of consecutive elements and all else on multiples of 16 bytes: itself,
-// or a copy, its dims in the same order in memory where that is possible.
+// A 4-d tensor as TMA and vectors can read it, rows of consecutive elements and all else on multiples of 16 bytes:
+// itself, or a copy, its dims in the same order in memory where that is possible.
 Owned readable(AtenTensorHandle tensor);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);

@@ -5,6 +5,7 @@
 // symbolic tensors, it never throws, it allocates nothing.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 
@@ -62,6 +63,17 @@ int64_t address_of(AtenTensorHandle tensor, bool traced) {
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * kElementBytes : 0;
 }
 
+// Sizes and layouts of the operands; false where there are none, or symbolic ones.
+bool read_operands(const Call& call, bool traced, Shape shapes[kNumOperands], Problem* p) {
+  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (!read_shape(operands[i], &shapes[i])) return false;
+  }
+  fill_shapes(shapes[0], shapes[1], shapes[2], p);
+  for (int i = 0; i < kNumOperands; ++i) p->layout[i] = layout_of(shapes[i], address_of(operands[i], traced));
+  return true;
+}
+
 Verdict judge(const Call& call, Mode mode) {
   const TorchSymbols& torch = torch_symbols();
   TensorClass q, k, v;
@@ -92,17 +104,13 @@ Verdict judge(const Call& call, Mode mode) {
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (traced) quiet.emplace();
-  Shape shape_q, shape_k, shape_v;
-  if (!read_shape(call.q, &shape_q) || !read_shape(call.k, &shape_k) || !read_shape(call.v, &shape_v)) {
+  Shape shapes[kNumOperands];
+  if (!read_operands(call, traced, shapes, &p)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
     // ours.
     return traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
   }
-  if (!shapes_regular(shape_q, shape_k, shape_v, call.enable_gqa)) return Verdict::kStock;
-  fill_shapes(shape_q, shape_k, shape_v, &p);
-  p.layout[0] = layout_of(shape_q, address_of(call.q, traced));
-  p.layout[1] = layout_of(shape_k, address_of(call.k, traced));
-  p.layout[2] = layout_of(shape_v, address_of(call.v, traced));
+  if (!shapes_regular(shapes[0], shapes[1], shapes[2], call.enable_gqa)) return Verdict::kStock;
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
@@ -111,16 +119,12 @@ Verdict judge(const Call& call, Mode mode) {
 
 // Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads.
 bool efficient_reads(const Call& call) {
-  if (torch_symbols().nested(call.q)) return false;
   const QuietShims quiet;  // symbolic sizes
-  for (AtenTensorHandle tensor : {call.q, call.k, call.v}) {
-    Shape shape;
-    if (!read_shape(tensor, &shape) || shape.size[3] % kUnitElements != 0) return false;
-    const Layout layout = layout_of(shape, address_of(tensor, false));
-    if (layout.last_stride != 1 || layout.align_bytes < 2 * kUnitElements || layout.odd_ones) return false;
-  }
-  Shape q, k;
-  return read_shape(call.q, &q) && read_shape(call.k, &k) && q.size[1] == k.size[1];
+  Shape shapes[kNumOperands];
+  Problem p;
+  if (torch_symbols().nested(call.q) || !read_operands(call, false, shapes, &p)) return false;
+  const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
+  return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
 }
 
 // cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not.

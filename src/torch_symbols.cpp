@@ -218,8 +218,8 @@ bool has_cudnn() { return cudnn().forward != nullptr && cudnn().backward != null
 CudnnResult stock_cudnn_forward(const CudnnForwardCall& c) {
   std::optional<void*> bias;  // the at::Tensor behind a handle is one pointer
   if (c.bias != nullptr) bias = *reinterpret_cast<void**>(c.bias);
-  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = cudnn().forward(
-      c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
+  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] =
+      cudnn().forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
   CudnnResult result{{}, max_q.number, max_k.number};
   int i = 0;
   for (const T* tensor : {&out, &lse, &cum_q, &cum_k, &seed, &offset, &debug}) result.tensors[i++] = tensor->handle();
