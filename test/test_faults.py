@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from plans import call
 from standin import Road
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_flashplug
 from torch_flashplug import native, ops, repair, rescues
@@ -175,8 +178,7 @@ def test_what_stock_raises_is_raised_through_the_repair() -> None:
     op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     lse = torch.zeros(1, 2, 128, 1, device="cuda")
     none = torch.tensor([])
-    arguments = (none, none, None, none, none, 128, 128, 0.0, False)
-    texts = []
+    texts, arguments = [], (none, none, None, none, none, 128, 128, 0.0, False)
     for on in (False, True):  # in this order: the repair stays
         native.repair(on)
         with pytest.raises(Exception) as raised:  # fp64 is no dtype of its
@@ -190,6 +192,35 @@ def test_without_cudnn_there_is_nothing_to_repair() -> None:
         assert repair.install() == "" and not native.repair(True)
         assert "no cuDNN attention" in native.last_error()
     native.repair(False)
+
+
+@pytest.mark.parametrize("memory", ORDERS)
+def test_traced_graphs_give_grad_out_in_the_order_of_out(memory: str) -> None:
+    """What Inductor's C++ wrapper will call past the dispatcher; tensors that are only traced need no GPU."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+    def traced() -> list[torch.fx.Node]:
+        with FakeTensorMode(), enable_python_dispatcher():
+            q, k, v, out, grad_out = (torch.empty(2, 128, 4, 64, device="cuda").transpose(1, 2) for _ in range(5))
+            if memory == "bhsd":
+                grad_out = torch.empty(2, 4, 128, 64, device="cuda")
+            lse, seed = torch.empty(2, 4, 128, 1, device="cuda"), torch.empty((), device="cuda", dtype=torch.int64)
+            arguments = (grad_out, q, k, v, out, lse, seed, seed)
+            graph = make_fx(lambda *given: op(*given, None, None, None, 128, 128, 0.0, True))(*arguments).graph
+        return [node for node in graph.nodes if node.op == "call_function"]
+
+    repair.in_graphs(True)
+    try:
+        nodes = traced()
+    finally:
+        repair.in_graphs(False)
+    (backward,) = (node for node in nodes if node.target is op)
+    assert math.copysign(1.0, backward.args[13]) == -1.0
+    copies = [node for node in nodes if node.target is torch.ops.aten.clone.default]
+    assert len(copies) == (memory == "bhsd")
+    untouched = traced()
+    assert untouched[0].target is op and math.copysign(1.0, untouched[0].args[13]) == 1.0
+    repair.in_graphs(torch.version.cuda is not None)
 
 
 # ---- rescues ----

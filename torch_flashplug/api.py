@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _start, choices, composite, configs, env, native, problem, repair, tracing
+from . import _start, choices, composite, configs, env, native, problem, repair, rescues, tracing
 from .ops import never_a_frame
 from .spec import BACKENDS
 
@@ -39,8 +39,8 @@ def _cache_mark() -> str:
     """What a traced graph depends on besides the program: the table and the settings that the router reads while
     tracing.
     """
-    table = zlib.crc32(repr((configs.KERNEL_ROWS, choices.CHOICE_ROWS)).encode())
-    return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{table:08x}"
+    table = zlib.crc32(repr((configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
+    return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{env.REPAIR.get()}:{table:08x}"
 
 
 def enable() -> None:
