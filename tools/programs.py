@@ -15,7 +15,7 @@ distances to it, over all batches (SEEDS of them) at once: sqrt(sum |x - ref|^2 
 
 A row violates the bar where an error with the plugin exceeds BAR times that of stock alone. Weights, inputs and all
 other ops are equal on both sides, so errors differ by attention's rounding alone, averaged over the SEEDS batches.
-What stock alone has wrong by more than NOISE counts on neither side, and is reported: `stock_alone_wrong`.
+What stock alone has wrong by more than NOISE counts on neither side; both sides' are told: `wrong_stock`, `wrong_ours`.
 Who shares a process decides what cuDNN's plan cache remembers, so each (order, program) has a process of its own, and
 compiled scenarios another than eager ones. Times are taken last, by one process that has the GPU for itself.
 """
@@ -244,8 +244,9 @@ def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record
             row[f"tokens_{label}"] = _apart(record["tokens"], record["wanted"])
     if "tokens" in ours:
         row["tokens_apart"] = _apart(ours["tokens"], alone["tokens"])
-    wrong = [name for name, pair in alone["squares"].items() if _error(pair) > NOISE]
-    row |= {"stock_alone_wrong": wrong} if wrong else {}
+    for label, record in (("stock", alone), ("ours", ours)):
+        if wrong := [name for name, pair in record["squares"].items() if _error(pair) > NOISE]:
+            row[f"wrong_{label}"] = wrong
     return row | {name: ours[name] for name in ("dims", "calls", "served", "backwards", "reasons") if name in ours}
 
 
@@ -331,9 +332,8 @@ def _rounded(value: object) -> object:
 
 
 def write_json(document: Record, folder: Path) -> Path:
-    """One row a line."""
+    path = folder / f"programs-{report.slug(str(document['gpu']))}.json"  # one row a line
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"programs-{report.slug(str(document['gpu']))}.json"
     rest = json.dumps({name: _rounded(value) for name, value in document.items() if name != "rows"}, indent=1)
     rows = ",\n".join(json.dumps(_rounded(row)) for row in document["rows"])
     path.write_text(f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n')
@@ -347,9 +347,8 @@ def print_table(document: Record, console: Console) -> None:
     numbers = [f"{what}_{side}" for what in ("error", "mean", "tokens") for side in ("stock", "ours")]
     numbers += ["stock_ms", "ours_ms"]
     for column in (*numbers, "why not"):
-        table.add_column(
-            column.replace("_", " "), justify="right" if column in numbers else "left", no_wrap=column == "why not"
-        )
+        justify = "right" if column in numbers else "left"
+        table.add_column(column.replace("_", " "), justify=justify, no_wrap=column == "why not")
     for row in document["rows"]:
         colour = "red" if violations([row]) else "default"
         why = max(row["reasons"], key=row["reasons"].__getitem__, default="") if row["served"] < row["calls"] else ""
@@ -358,8 +357,9 @@ def print_table(document: Record, console: Console) -> None:
         table.add_row(*cells, why[:36])
     console.print(table)
     lines = [f"absent: {program} ({reason})" for program, reason in document["absent"].items()]
-    wrong = [row for row in document["rows"] if "stock_alone_wrong" in row]
-    lines += [f"stock alone is wrong: {row['program']} {row['scenario']}: {row['stock_alone_wrong']}" for row in wrong]
+    for row in (row for row in document["rows"] if {"wrong_stock", "wrong_ours"} & set(row)):
+        sides = f"stock alone {row.get('wrong_stock', [])}, with the plugin {row.get('wrong_ours', [])}"
+        lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
     for line in (*lines, f"totals: {_rounded(document['totals'])}"):
