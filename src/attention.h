@@ -15,6 +15,7 @@ struct ForwardCall {
   Causal causal;
   std::optional<double> scale;
   Mode mode;
+  std::optional<bool> grad = {};  // whether autograd will want a backward; graphs do not know
 };
 
 // Of a call with a usual scale.
@@ -78,8 +79,12 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
 
 // ---- repair.cpp ----
 
-// Stock's cuDNN forward with operands that it can read.
-CudnnResult repaired_cudnn_forward(CudnnForwardCall call);
+// Stock's cuDNN forward with operands that it can read; its output in the layout that output_strides() says.
+struct RepairedForward {
+  Owned tensors[7];  // as CudnnResult
+  int64_t max_q, max_k;
+};
+RepairedForward repaired_cudnn_forward(CudnnForwardCall call);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 

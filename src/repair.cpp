@@ -8,12 +8,14 @@
 // - The backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and `grad_out`
 //   are of the call that built the plan. A later call whose grad_out lies in memory in another order, (B, S, H, D)
 //   against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query alone. Plans from
-//   before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p, so our calls say the
-//   number beside the caller's (-0 for 0), which means the same and no other call says.
+//   before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as float), so our
+//   calls say the number beside the caller's (-0 for 0), which up to 1/2 keeps 1 - p as it is, and which no other call
+//   says.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
 #include <memory>
+#include <mutex>
 
 #include "attention.h"
 
@@ -40,11 +42,11 @@ bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {
 void forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
               bias = box::to_optional_tensor(stack[3]);
-  const CudnnResult result = repaired_cudnn_forward(
+  RepairedForward result = repaired_cudnn_forward(
       {q.get(), k.get(), v.get(), bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
        box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to<bool>(stack[7]), box::to_optional_double(stack[8])});
   constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
-  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(Owned(result.tensors[i]));
+  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
   stack[4] = box::from(result.max_q);
   stack[5] = box::from(result.max_k);
 }
@@ -52,7 +54,9 @@ void forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 constexpr int kTensors = 11;  // the first arguments: grad_out, query, key, value, out, and six that are passed on
 constexpr int kGradOut = 0, kQuery = 1, kKey = 2, kValue = 3, kOut = 4;
 
-double its_neighbour(double dropout_p) { return dropout_p == 0.0 ? -0.0 : std::nextafter(dropout_p, 0.0); }
+double its_neighbour(double dropout_p) {
+  return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
+}
 
 // ... max_q, max_k, dropout_p, is_causal, scale? -> dq, dk, dv
 void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
@@ -62,7 +66,9 @@ void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const auto dropout_p = box::to<double>(stack[kTensors + 2]);
   const auto is_causal = box::to<bool>(stack[kTensors + 3]);
   const std::optional<double> scale = box::to_optional_double(stack[kTensors + 4]);
-  tensors[kQuery] = for_cudnn(tensors[kQuery].get(), mixed_dims(tensors[kQuery].get(), tensors[kValue].get()));
+  const Owned given[] = {Owned::share(tensors[kQuery].get()), Owned::share(tensors[kKey].get()),
+                         Owned::share(tensors[kValue].get())};
+  tensors[kQuery] = for_cudnn(given[0].get(), mixed_dims(given[0].get(), given[2].get()));
   for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
   const Shape out = shape_of(tensors[kOut].get());
   int64_t stride[4];
@@ -72,9 +78,13 @@ void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
   stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
-  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
+  for (int i = 0; i < 3; ++i) {
+    Owned grad(grads[i]);
+    stack[i] = box::from_tensor(grad.defined() ? laid_out_like(std::move(grad), given[i].get()) : std::move(grad));
+  }
 }
 
+std::mutex repair_mutex;
 std::unique_ptr<StableLibrary>& library() {
   static auto* instance = new std::unique_ptr<StableLibrary>();
   return *instance;
@@ -82,24 +92,27 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-CudnnResult repaired_cudnn_forward(CudnnForwardCall call) {
+RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   const AtenTensorHandle query = call.q;
   const Owned q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
-  CudnnResult result = stock_cudnn_forward(call);
-  Owned out(result.tensors[0]);
+  const CudnnResult raw = stock_cudnn_forward(call);
+  RepairedForward result{{}, raw.max_q, raw.max_k};
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  Owned& out = result.tensors[0];
   if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
-  result.tensors[0] = out.release();
   return result;
 }
 
 void repair(bool on) {
-  library().reset();  // stock's kernels are in place again
-  if (!on) return;
+  std::lock_guard<std::mutex> lock(repair_mutex);
+  if (on == (library() != nullptr)) return;
+  if (!on) return library().reset();  // stock's kernels are in place again
   if (!has_cudnn()) throw std::runtime_error("torch_flashplug: this torch has no cuDNN attention to repair");
-  library() = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
-  library()->impl("_scaled_dot_product_cudnn_attention", &forward_kernel);
-  library()->impl("_scaled_dot_product_cudnn_attention_backward", &backward_kernel);
+  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
+  made->impl("_scaled_dot_product_cudnn_attention", &forward_kernel);
+  made->impl("_scaled_dot_product_cudnn_attention_backward", &backward_kernel);
+  library() = std::move(made);
 }
 
 }  // namespace flashplug

@@ -27,19 +27,13 @@ std::atomic<void*> stock_functions[kNumSlots];  // what to call for stock's answ
 std::mutex install_mutex;
 
 struct Call {
-  AtenTensorHandle q, k, v;
-  bool has_mask, is_causal, enable_gqa;
+  AtenTensorHandle q, k, v, mask;  // mask may be null
+  bool is_causal, enable_gqa;
   double dropout_p;
   std::optional<double> scale;
 };
 
 enum class Verdict { kStock, kOurs };
-
-bool wants_grad(const Call& call) {
-  const TorchSymbols& torch = torch_symbols();
-  return aoti_torch_grad_mode_is_enabled() &&
-         (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v));
-}
 
 // Shapes that stock would reject or broadcast: it keeps them, and raises its own errors.
 bool shapes_regular(const Shape& q, const Shape& k, const Shape& v, bool enable_gqa) {
@@ -90,11 +84,11 @@ Verdict judge(const Call& call, Mode mode) {
   p.dtype[0] = q.dtype;
   p.dtype[1] = k.dtype;
   p.dtype[2] = v.dtype;
-  p.has_mask = call.has_mask;
+  p.has_mask = call.mask != nullptr;
   p.causal = call.is_causal ? Causal::kTopLeft : Causal::kNone;
   p.dropout_p = call.dropout_p;
   p.scale = scale_of(call.scale);
-  p.grad = wants_grad(call);
+  p.grad = wants_grad(call.q, call.k, call.v);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return Verdict::kStock;
@@ -117,12 +111,21 @@ Verdict judge(const Call& call, Mode mode) {
   return plan.ours() && !kernel_missing(plan.kernel_row, p.dtype[0], device) ? Verdict::kOurs : Verdict::kStock;
 }
 
-// Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads.
+// Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads, and
+// a mask whose rows are not broadcast.
 bool efficient_reads(const Call& call) {
-  const QuietShims quiet;  // symbolic sizes
-  Shape shapes[kNumOperands];
+  const TorchSymbols& torch = torch_symbols();
+  if (standin() != Standin::kOff || torch.nested(call.q)) return false;
+  std::optional<QuietShims> quiet;  // symbolic sizes
+  if (torch.python_dispatch(call.q)) quiet.emplace();
+  Shape shapes[kNumOperands], mask;
   Problem p;
-  if (torch_symbols().nested(call.q) || !read_operands(call, false, shapes, &p)) return false;
+  if (!read_operands(call, false, shapes, &p)) return false;
+  if (call.mask != nullptr) {
+    int64_t dims = 0;
+    if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
+    if (mask.size[dims - 1] != p.Sk) return false;
+  }
   const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
   return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
 }
@@ -142,7 +145,9 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const TorchSymbols& torch = torch_symbols();
   const Mode mode = effective_mode();
   const Backend wanted = mode.backend();
-  const Call call{q, k, v, mask->has_value(), is_causal, enable_gqa, dropout_p, scale};
+  // An optional holds its tensor at its own address.
+  const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
+  const Call call{q, k, v, mask->has_value() ? mask_handle : nullptr, is_causal, enable_gqa, dropout_p, scale};
   bool ours = false, asked = false;
   if (enabled()) {
     if (process_backend() == Backend::kMath) return kChoiceMath;

@@ -1,10 +1,11 @@
 // The ops that torch calls once the router said "ours", and the project's own ops: one road behind two doors.
 //
-//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward)   eager; autograd, autocast and functorch are
-//   libtorch's torch_flashplug::sdpa_fwd / sdpa_bwd                                   traced graphs and direct users;
-//   schemas, fakes, autograd in ops.py
+//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager; autograd, autocast and functorch are
+//     libtorch's
+//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
 //
-// Run-time order: ours if the plan says so; else stock's efficient attention; else math. A forced backend that cannot
+// Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
+// the efficient attention; else math. A forced backend that cannot
 // run raises its reasons. The backward follows its forward's mode: autograd threads do not see the caller's
 // thread-local, so the aten carrier lets the mode ride in the upper bits of max_q, an integer that the generated
 // autograd formula saves and hands back untouched (0 in auto mode, so max_q is Sq there).
@@ -140,10 +141,16 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 }
 
 ForwardResult forward(const ForwardCall& call) {
-  const Facts facts = read_facts(call);
-  const Problem& p = facts.problem;
+  Facts facts = read_facts(call);
+  Problem& p = facts.problem;
   const DeviceFacts device = device_facts(facts.query.device_index);
-  const Plan plan = remembered_plan(p, device, call.mode, tables());
+  const auto plan_with = [&](bool grad) {
+    p.grad = grad;
+    p.deterministic = grad && torch_symbols().deterministic();
+    return remembered_plan(p, device, call.mode, tables());
+  };
+  Plan plan = plan_with(call.grad.value_or(false));
+  if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);  // a graph that the router sent here for both
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
@@ -192,7 +199,8 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
                          box::to<double>(stack[4]),
                          box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone,
                          box::to_optional_double(stack[7]),
-                         effective_mode()};
+                         effective_mode(),
+                         wants_grad(q.get(), k.get(), v.get())};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");

@@ -1,6 +1,8 @@
 // Tensor facts through the stable C shims. Nothing here decides anything.
 #include "tensor_facts.h"
 
+#include "torch_symbols.h"
+
 #include <cmath>
 
 namespace flashplug {
@@ -62,6 +64,12 @@ Scale scale_of(std::optional<double> scale) {
 bool eligible_device(int32_t device_type) {
   static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
   return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
+}
+
+bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+  const TorchSymbols& torch = torch_symbols();
+  return aoti_torch_grad_mode_is_enabled() &&
+         (torch.requires_grad(q) || torch.requires_grad(k) || torch.requires_grad(v));
 }
 
 void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p) {

@@ -29,6 +29,7 @@ Layout layout_of(const Shape& shape, int64_t address_bytes);
 Scale scale_of(std::optional<double> scale);  // the default one is positive
 
 bool eligible_device(int32_t device_type);
+bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v);  // with them, here and now
 
 // Fills sizes and layouts from three 4-D shapes; no checks.
 void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p);

@@ -347,13 +347,37 @@ def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
     assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa3"]
 
 
-@pytest.mark.parametrize("field", native.PROBLEM_FIELDS)
+# One fact changed at a time, each in a call whose plan it changes.
+_LONG = call((4, 32, 16), (4096, 4096), (64, 64), grad=1)
+_ONE_ROW, _MIXED = call((2, 4, 4), (1, 100), (64, 64)), call((2, 4, 4), (64, 64), (80, 64))
+ONE_FACT = {
+    **{size: (_LONG, 1) for size in ("B", "Hq", "Hkv", "Sq", "D", "Dv")},
+    "Sk": (_LONG, -4095),
+    **{f"dtype_{x}": (_LONG, 1) for x in "qkv"},
+    **{f"last_stride_{x}": (_LONG, 1) for x in "qkv"},
+    **{f"align_{x}": (_LONG, -8) for x in "qkv"},
+    **{fact: (_LONG, 1) for fact in ("causal", "has_mask", "scale")},
+    "deterministic": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1), 1),
+    **{fact: (_LONG, -1) for fact in ("on_cuda", "grad")},
+    **{f"{fact}_{x}": (_ONE_ROW, 1) for fact in ("odd_base", "odd_ones") for x in "qkv"},
+    "broadcast_q": (_MIXED, 1),
+}
+
+
+def test_no_fact_is_left_out() -> None:
+    """But for broadcast keys and values, which no rule asks for."""
+    assert set(native.PROBLEM_FIELDS) - set(ONE_FACT) == {"broadcast_k", "broadcast_v"}
+
+
+@pytest.mark.parametrize("field", ONE_FACT)
 def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
-    plain = {**native.PROBLEM_DEFAULTS, **call((4, 32, 16), (4096, 4096), (64, 64), grad=1)}
-    other = plain | {field: int(plain[field]) + 1}
-    kept = [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other, plain, other)]
-    assert kept == [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)] * 2
+    plain, step = ONE_FACT[field]
+    plain = {**native.PROBLEM_DEFAULTS, **plain}
+    other = plain | {field: int(plain[field]) + step}
+    made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
+    assert made[0] != made[1]
+    assert [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other) * 2] == made * 2
 
 
 def test_every_reason_of_a_refused_call_is_listed() -> None:

@@ -12,6 +12,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from . import native, problem
 from .ops import never_a_frame
@@ -63,7 +64,7 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
-    if backend == "stock" and problem.unusual_scale(scale) and native.backend_of(native.effective_mode()) != "stock":
+    if backend == "stock" and _gives_nan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         backend = "math"
     if backend == "stock":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
@@ -71,6 +72,26 @@ def _sdpa(
     if backend == "math":
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+def _gives_nan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> bool:
+    """The scale is one that the stock backend which would come next cannot take."""
+    if not problem.unusual_scale(scale) or native.backend_of(native.effective_mode()) == "stock":
+        return False
+    if problem.outside_dispatcher(query, key, value, enable_gqa) is not None:
+        return False
+    settings = {"scale": scale, "enable_gqa": enable_gqa}
+    choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    return choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _backend(

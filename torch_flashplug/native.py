@@ -184,7 +184,7 @@ def unregister_ops() -> None:
 
 
 def repair(on: bool) -> bool:
-    """Puts the repair of stock's cuDNN backward in place, or takes it out; False: this torch has none to repair."""
+    """Puts the repair of stock's cuDNN attention in place, or takes it out; False: this torch has none to repair."""
     return lib().flashplug_repair(int(on)) == 0
 
 

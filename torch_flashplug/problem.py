@@ -127,9 +127,12 @@ def _hints(sizes: tuple) -> tuple[int | None, ...]:
 
 
 def _lies(tensor: Tensor) -> dict[str, int]:
-    """How an operand lies in memory (struct Layout in src/flashplug.h). Storages themselves are aligned."""
+    """How an operand lies in memory (struct Layout in src/flashplug.h). The storages of tensors that are only traced
+    will be aligned.
+    """
     (offset,) = _hints((tensor.storage_offset(),))
-    base = offset * tensor.element_size()
+    real = type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta
+    base = tensor.data_ptr() if real else offset * tensor.element_size()
     outer = [
         (size, stride * tensor.element_size())
         for size, stride in zip(_hints(tensor.shape[:3]), _hints(tensor.stride()[:3]))

@@ -2,22 +2,35 @@
 addresses and strides that are no multiples of 16 bytes, and its backward forgets how grad_out lies in memory.
 
 Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
-dispatcher: while a graph is traced, its backward is given grad_out in the order that the plan will assume.
+dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
+own; operands that cuDNN misreads are not repaired there.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import env, native
 
+_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+# What src/torch_symbols.cpp calls by its mangled name, which says nothing of results.
+_SCHEMAS = {
+    _FORWARD: "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
+    _BACKWARD: "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, "
+    "Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
+    "float? scale=None) -> (Tensor, Tensor, Tensor)",
+}
 
 
 @functools.cache
@@ -50,11 +63,10 @@ def _trace_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     *passed_on, dropout_p, is_causal = rest
-    if grad_out.stride() != out.stride():
+    if not all(statically_known_true(a == b) for a, b in zip(grad_out.stride(), out.stride())):
         with mode:
             grad_out = _in_order_of(out, grad_out)
-    of_its_own = math.nextafter(dropout_p, 0.0) if dropout_p else -0.0  # as its_neighbour in src/repair.cpp
-    arguments = (grad_out, query, key, value, out, *passed_on, of_its_own, is_causal)
+    arguments = (grad_out, query, key, value, out, *passed_on, dropout_p or -0.0, is_causal)
     return mode.__torch_dispatch__(_BACKWARD, (), arguments, {"scale": scale})
 
 
@@ -70,6 +82,8 @@ def install() -> str:
     """Puts it in place; says why not, where it cannot be."""
     if env.REPAIR.get() == "0" or torch.version.cuda is None:
         return ""
+    if changed := [op.name() for op, schema in _SCHEMAS.items() if str(op._schema) != schema]:
+        return f"stock's cuDNN attention is not repaired: this torch has other schemas of {', '.join(changed)}"
     spend_override_warning()
     in_graphs(True)
     return "" if native.repair(True) else native.last_error()

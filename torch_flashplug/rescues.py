@@ -29,7 +29,10 @@ class Rescue:
 
 
 _SEEN = "2026-11-22 H100, torch 2.11 + cuDNN 9.19"
-_STRIDE_OF_ONE = "raise (value is not correctly aligned, no kernel found): it reads the stride of a dim of size 1"
+_STRIDE_OF_ONE = (
+    "raise where it takes the efficient attention (value is not correctly aligned, no kernel found), which reads the "
+    "stride of a dim of size 1"
+)
 RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("odd_base", "whole_dims", "one_row"),
