@@ -185,26 +185,29 @@ def _both(*scopes) -> Iterator[None]:
 
 
 def _host_rows(bench: Bench) -> None:
-    """Host time of a call whose kernel takes no time to speak of."""
+    """Host time of a call whose kernel takes no time to speak of; masked ones stay with stock's cuDNN, repaired."""
     modes = {
-        "no_grad": (torch.no_grad, workloads.TINY),
-        "inference_mode": (torch.inference_mode, workloads.TINY),
-        "grad_forward": (torch.enable_grad, workloads.TINY),
-        "decode": (torch.no_grad, workloads.TINY_DECODE),
+        "no_grad": (torch.no_grad, workloads.TINY, ""),
+        "inference_mode": (torch.inference_mode, workloads.TINY, ""),
+        "grad_forward": (torch.enable_grad, workloads.TINY, ""),
+        "decode": (torch.no_grad, workloads.TINY_DECODE, ""),
+        "masked": (torch.no_grad, workloads.TINY, "bool_mask"),
+        "masked_grad_forward": (torch.enable_grad, workloads.TINY, "bool_mask"),
     }
-    for mode, (scope, case) in modes.items():
+    for mode, (scope, case, extra) in modes.items():
         if not bench.take(f"host_{mode}"):
             continue
-        inputs = make_inputs(case, bench.device, requires_grad=mode == "grad_forward")
-        call = partial(F.scaled_dot_product_attention, *inputs, **case.sdpa_kwargs())
+        inputs = make_inputs(case, bench.device, requires_grad=mode.endswith("grad_forward"))
+        kwargs = case.sdpa_kwargs() | workloads.extra_arguments(extra, case, bench.device)
+        call = partial(F.scaled_dot_product_attention, *inputs, **kwargs)
 
         candidates = {
             name: Candidate(call, lambda scope=scope, name=name: _both(bench.providers[name].scope, scope))
             for name in ("ours_fa3", "ours_auto", "stock")
-            if name in bench.providers
+            if name in bench.providers and not (extra and name == "ours_fa3")
         }
         timings = time_host(candidates, rounds=max(15, bench.rounds), device=bench.device)
-        plan = auto_plan_of(inputs, case)
+        plan = "stock" if extra else auto_plan_of(inputs, case)
         bench.add(row_of(f"host_{mode}", timings, **facts_of(case), kind="host", auto_plan=plan))
 
 

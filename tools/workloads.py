@@ -226,7 +226,7 @@ class Everyday:
     def build(self, device: str) -> Callable[[], object]:
         """The call as user code would make it, on fixed inputs."""
         inputs = make_inputs(self.case, device, requires_grad=self.grad)
-        kwargs = self.case.sdpa_kwargs() | _extra_arguments(self.extra, self.case, device)
+        kwargs = self.case.sdpa_kwargs() | extra_arguments(self.extra, self.case, device)
         if not self.grad:
 
             def call():
@@ -242,7 +242,7 @@ class Everyday:
         return step
 
 
-def _extra_arguments(extra: str, case: Case, device: str) -> dict[str, object]:
+def extra_arguments(extra: str, case: Case, device: str) -> dict[str, object]:
     generator = torch.Generator(device=device).manual_seed(1)
     if extra == "bool_mask":
         return {"attn_mask": torch.rand(1, 1, case.Sq, case.Sk, device=device, generator=generator) > 0.1}
