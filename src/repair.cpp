@@ -13,6 +13,8 @@
 //   says.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -24,6 +26,17 @@ namespace flashplug {
 namespace {
 
 using torch::stable::detail::StableLibrary;
+
+// What stock itself refuses, or makes nothing of, it gets as it is.
+bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
+  const auto has_four = [](AtenTensorHandle tensor) {
+    bool defined = false;
+    int64_t dims = 0;
+    return aoti_torch_is_defined(tensor, &defined) == 0 && defined && aoti_torch_get_dim(tensor, &dims) == 0 &&
+           dims == 4;
+  };
+  return std::all_of(tensors.begin(), tensors.end(), has_four);
+}
 
 Owned for_cudnn(AtenTensorHandle query, bool mixed_dims) {
   const Shape shape = shape_of(query);
@@ -58,6 +71,19 @@ double its_neighbour(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
 }
 
+// Of four-dimensional tensors: what cuDNN takes for what it is. Returns the operands that were given.
+std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
+  std::array<Owned, 3> given;
+  for (int i = 0; i < 3; ++i) given[i] = Owned::share(tensors[kQuery + i].get());
+  tensors[kQuery] = for_cudnn(given[0].get(), mixed_dims(given[0].get(), given[2].get()));
+  for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
+  const Shape out = shape_of(tensors[kOut].get());
+  int64_t stride[4];
+  output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
+  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
+  return given;
+}
+
 // ... max_q, max_k, dropout_p, is_causal, scale? -> dq, dk, dv
 void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   Owned tensors[kTensors];
@@ -66,21 +92,18 @@ void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const auto dropout_p = box::to<double>(stack[kTensors + 2]);
   const auto is_causal = box::to<bool>(stack[kTensors + 3]);
   const std::optional<double> scale = box::to_optional_double(stack[kTensors + 4]);
-  const Owned given[] = {Owned::share(tensors[kQuery].get()), Owned::share(tensors[kKey].get()),
-                         Owned::share(tensors[kValue].get())};
-  tensors[kQuery] = for_cudnn(given[0].get(), mixed_dims(given[0].get(), given[2].get()));
-  for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
-  const Shape out = shape_of(tensors[kOut].get());
-  int64_t stride[4];
-  output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
-  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
+  std::array<Owned, 3> given;
+  const bool mendable = four_dims({tensors[kGradOut].get(), tensors[kQuery].get(), tensors[kKey].get(),
+                                   tensors[kValue].get(), tensors[kOut].get()});
+  if (mendable) given = mend(tensors);
   AtenTensorHandle borrowed[kTensors], grads[3];
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
   stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) {
     Owned grad(grads[i]);
-    stack[i] = box::from_tensor(grad.defined() ? laid_out_like(std::move(grad), given[i].get()) : std::move(grad));
+    if (mendable && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
+    stack[i] = box::from_tensor(std::move(grad));
   }
 }
 
@@ -94,13 +117,17 @@ std::unique_ptr<StableLibrary>& library() {
 
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   const AtenTensorHandle query = call.q;
-  const Owned q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
-  call.q = q.get(), call.k = k.get(), call.v = v.get();
+  const bool mendable = four_dims({call.q, call.k, call.v});
+  Owned q, k, v;
+  if (mendable) {
+    q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
+    call.q = q.get(), call.k = k.get(), call.v = v.get();
+  }
   const CudnnResult raw = stock_cudnn_forward(call);
   RepairedForward result{{}, raw.max_q, raw.max_k};
   for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
   Owned& out = result.tensors[0];
-  if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
+  if (mendable && out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
   return result;
 }
 
