@@ -125,6 +125,24 @@ def test_such_scales_are_ours(road: Road, scale: float) -> None:
         assert not q.grad.any() and not k.grad.any()
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_masked_calls_with_such_scales_are_right(any_road: Road, scale: float) -> None:
+    """Ours take no mask: math does, where stock would have taken a kernel that gives NaN."""
+    q, k, v = any_road.qkv(rows=65)
+    mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
+    out = sdpa(q, k, v, attn_mask=mask, scale=scale)
+    scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
+    torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
+    assert any_road.took().get("ours_fwd", 0) == 0
+
+
+def test_forced_math_takes_boolean_masks(any_road: Road) -> None:
+    q, k, v = any_road.qkv(rows=65)
+    mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
+    with torch_flashplug.sdpa_backend("math"):
+        torch.testing.assert_close(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, is_causal=True), atol=2e-2, rtol=2e-2)
+
+
 def test_the_op_keeps_the_routers_plan(road: Road) -> None:
     """A class that is ours with gradients and stock's without: the op must not think of the other one."""
     rows = [

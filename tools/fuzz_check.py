@@ -21,6 +21,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import env, native
+from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.ops import empty_in_layout_of
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, grads_math
 from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_sums
@@ -249,15 +250,6 @@ def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
 
 
 @contextlib.contextmanager
-def _disabled() -> Iterator[None]:
-    torch_flashplug.disable()
-    try:
-        yield
-    finally:
-        torch_flashplug.enable()
-
-
-@contextlib.contextmanager
 def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     """The plugin where calls reach it: on CUDA as it is, for CPU tensors on the road of test/standin.py. For "stock" it
     is disabled, for good.
@@ -267,7 +259,7 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
             torch_flashplug.disable()
         yield contextlib.nullcontext
     elif device == "cuda":
-        yield _disabled
+        yield plugin_off
     else:
         if (tests := str(report.ROOT / "test")) not in sys.path:
             sys.path.append(tests)

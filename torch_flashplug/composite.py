@@ -64,34 +64,14 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     backend = _backend(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, scale)
-    if backend == "stock" and _gives_nan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        backend = "math"
     if backend == "stock":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         return _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, **settings)
     if backend == "math":
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # it adds what it is given
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-
-
-def _gives_nan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> bool:
-    """The scale is one that the stock backend which would come next cannot take."""
-    if not problem.unusual_scale(scale) or native.backend_of(native.effective_mode()) == "stock":
-        return False
-    if problem.outside_dispatcher(query, key, value, enable_gqa) is not None:
-        return False
-    settings = {"scale": scale, "enable_gqa": enable_gqa}
-    choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-    return choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _backend(
@@ -116,7 +96,13 @@ def _backend(
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
     }
-    return _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
+    planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
+    if planned == "stock" and problem.unusual_scale(scale):
+        settings = {"scale": scale, "enable_gqa": enable_gqa}
+        choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+        if choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):  # which give NaN then
+            return "math"
+    return planned
 
 
 @functools.lru_cache(maxsize=1024)
