@@ -2,8 +2,6 @@
 // results, stock's own kernels.
 #pragma once
 
-#include <cmath>
-
 #include "tensor_facts.h"
 #include "values.h"
 
@@ -17,11 +15,6 @@ struct ForwardCall {
   Mode mode;
   std::optional<bool> grad = {};  // whether autograd will want a backward; graphs do not know
 };
-
-// Of a call with a usual scale.
-inline double softmax_scale(const ForwardCall& call, const Problem& p) {
-  return call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
-}
 
 struct ForwardResult {
   Owned out, lse, seed, offset;  // seed and offset stay empty where no dropout was drawn
@@ -48,6 +41,8 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 // The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
 // differ, else a copy.
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
+Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // of a tensor that has an address
+Owned packed_copy(AtenTensorHandle tensor);                            // of a 4-d tensor, row-major
 // A 4-d tensor as TMA and vectors can read it, rows of consecutive elements and all else on multiples of 16 bytes:
 // itself, or a copy, its dims in the same order in memory where that is possible.
 Owned readable(AtenTensorHandle tensor);

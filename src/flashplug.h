@@ -39,6 +39,7 @@ enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
+inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 constexpr int kNumHalves = 2;  // the element types of kernels: the first of DType, bf16 and fp16
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
@@ -68,6 +69,7 @@ struct Layout {
 constexpr int kNumOperands = 3;       // query, key, value
 constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
 constexpr int64_t kElementBytes = 2;  // of the element types of kernels
+constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
 
 // Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
 // multiple of those of key and value.
@@ -266,6 +268,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int kMaxReasons = 8;
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit);
+inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
 bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 bool is_half(DType dtype);

@@ -42,16 +42,27 @@ Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
 }
 
-Owned readable(AtenTensorHandle tensor) {
-  const Shape shape = shape_of(tensor);
+Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape) {
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
-  const Layout layout = layout_of(shape, reinterpret_cast<int64_t>(data));
-  if (layout.last_stride == 1 && layout.align_bytes >= kUnitElements * kElementBytes) return Owned::share(tensor);
+  return layout_of(shape, reinterpret_cast<int64_t>(data));
+}
+
+Owned packed_copy(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t stride[4];
+  pack_strides(shape.size, stride);
+  return new_like(tensor, 4, shape.size, stride, tensor);
+}
+
+Owned readable(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const Layout layout = layout_in_memory(tensor, shape);
+  if (layout.last_stride == 1 && layout.align_bytes >= kUnitBytes) return Owned::share(tensor);
   int64_t stride[4];
   dense_strides(shape.size, shape.stride, 4, stride);
-  if (stride[3] != 1 || layout.broadcast) pack_strides(shape.size, stride);
-  return new_like(tensor, 4, shape.size, stride, tensor);
+  const bool rows = stride[3] == 1 && !layout.broadcast;
+  return rows ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
 }
 
 namespace {

@@ -39,11 +39,7 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
 }
 
 Owned for_cudnn(AtenTensorHandle query, bool mixed_dims) {
-  const Shape shape = shape_of(query);
-  if (!mixed_dims || !layout_of(shape, 0).broadcast) return readable(query);
-  int64_t stride[4];
-  pack_strides(shape.size, stride);
-  return new_like(query, 4, shape.size, stride, query);
+  return mixed_dims && layout_of(shape_of(query), 0).broadcast ? packed_copy(query) : readable(query);
 }
 
 bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {

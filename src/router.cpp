@@ -132,9 +132,7 @@ bool efficient_reads(const Call& call) {
 
 // cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not.
 int64_t right_for_scale(int64_t chosen, const Call& call) {
-  const Scale scale = scale_of(call.scale);
-  if ((scale != Scale::kZero && scale != Scale::kNegative) || (chosen != kChoiceCudnn && chosen != kChoiceFlash))
-    return chosen;
+  if (!is_unusual(scale_of(call.scale)) || (chosen != kChoiceCudnn && chosen != kChoiceFlash)) return chosen;
   if (torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
   return torch_symbols().math_enabled() ? kChoiceMath : chosen;
 }

@@ -98,7 +98,7 @@ int choice_kind(const Problem& p, const KernelRow& kernel) {
   if (kernel.elementwise) {
     const auto rows_whole = [](const Layout& layout) { return layout.last_stride == 1; };
     if (!std::all_of(p.layout, p.layout + kNumOperands, rows_whole)) return kKindColumns;
-    return p.D % kUnitElements != 0 || p.Dv % kUnitElements != 0 ? kKindOddDims : kKindUnaligned;
+    return whole_dims(p) ? kKindUnaligned : kKindOddDims;
   }
   if (kernel.kind == kKindDecode) return mixed ? kKindMixDecode : kKindDecode;
   if (!p.grad) return kKindFwd;

@@ -62,9 +62,7 @@ Facts read_facts(const ForwardCall& call) {
   const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
   const Shape* shapes[kNumOperands] = {&facts.q, &facts.k, &facts.v};
   for (int i = 0; i < kNumOperands; ++i) {
-    const void* data = nullptr;
-    check_shim(torch_get_const_data_ptr(operands[i], &data), "get_const_data_ptr");
-    p.layout[i] = layout_of(*shapes[i], reinterpret_cast<int64_t>(data));
+    p.layout[i] = layout_in_memory(operands[i], *shapes[i]);
   }
   p.causal = call.causal;
   bool has_mask = false;

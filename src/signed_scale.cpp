@@ -23,12 +23,9 @@ void times_sign(AtenTensorHandle tensor, Scale scale) {
 }  // namespace
 
 SignedScale with_positive_scale(const ForwardCall& call, const Problem& p) {
-  const double scale = softmax_scale(call, p);
+  const double scale = call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
   if (p.scale == Scale::kPositive) return {Owned::share(call.q), scale};
-  const Shape query = shape_of(call.q);
-  int64_t stride[4];
-  pack_strides(query.size, stride);
-  Owned q = new_like(call.q, 4, query.size, stride, call.q);
+  Owned q = packed_copy(call.q);
   times_sign(q.get(), p.scale);
   return {std::move(q), p.scale == Scale::kZero ? 1.0 : std::abs(scale)};
 }

@@ -15,8 +15,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAlignElements = 8;  // 16 bytes of a 16-bit dtype
-constexpr int64_t kLsePad = 32;        // the efficient kernels keep LSE rows in multiples of this
+constexpr int64_t kLsePad = 32;  // the efficient kernels keep LSE rows in multiples of this
 
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
 // The same tensor with strides there that no kernel minds.
@@ -25,8 +24,8 @@ Owned aligned_ones(AtenTensorHandle tensor) {
   int64_t stride[4];
   bool changed = false;
   for (int i = 0; i < 4; ++i) {
-    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kAlignElements != 0;
-    stride[i] = odd ? (shape.size[3] + kAlignElements - 1) / kAlignElements * kAlignElements : shape.stride[i];
+    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kUnitElements != 0;
+    stride[i] = odd ? (shape.size[3] + kUnitElements - 1) / kUnitElements * kUnitElements : shape.stride[i];
     changed |= odd;
   }
   return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);

@@ -8,8 +8,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kUnitBytes = 16;  // what addresses are multiples of
-
 bool runs_on(int arch, const DeviceFacts& device) { return arch == kHopper ? device.cc == kHopper : device.cc >= arch; }
 
 // Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
@@ -73,7 +71,7 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
 
 bool whole_units(const Problem& p) {
   const auto whole = [](const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; };
-  return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0 && std::all_of(p.layout, p.layout + kNumOperands, whole);
+  return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
 int find_rescue(const Problem& p, const Tables& tables) {
@@ -85,10 +83,10 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOddOnes, any(&Layout::odd_ones)},
       {kBroadcastQuery, p.layout[0].broadcast},
       {kMixedDims, p.D != p.Dv},
-      {kWholeDims, p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0},
+      {kWholeDims, whole_dims(p)},
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
-      {kUnusualScale, p.scale == Scale::kZero || p.scale == Scale::kNegative},
+      {kUnusualScale, is_unusual(p.scale)},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

@@ -8,7 +8,6 @@
 namespace flashplug {
 
 namespace {
-constexpr int64_t kAlignMax = 16;
 
 DType to_dtype(int32_t shim) {
   static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
@@ -41,13 +40,13 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape) {
 }
 
 Layout layout_of(const Shape& shape, int64_t address_bytes) {
-  uint64_t bits = static_cast<uint64_t>(address_bytes) | kAlignMax;
+  uint64_t bits = static_cast<uint64_t>(address_bytes) | kUnitBytes;
   Layout layout;
-  layout.odd_base = address_bytes % kAlignMax != 0;
+  layout.odd_base = address_bytes % kUnitBytes != 0;
   for (int i = 0; i < 3; ++i) {
     const int64_t bytes = shape.stride[i] * kElementBytes;
     if (shape.size[i] > 1) bits |= static_cast<uint64_t>(bytes);
-    layout.odd_ones |= shape.size[i] == 1 && bytes % kAlignMax != 0;
+    layout.odd_ones |= shape.size[i] == 1 && bytes % kUnitBytes != 0;
     layout.broadcast |= shape.size[i] > 1 && bytes == 0;
   }
   layout.align_bytes = static_cast<int>(bits & (~bits + 1));  // lowest set bit

@@ -199,7 +199,7 @@ def explain(
         )
     _start.load()
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    stock_choice = ""
+    choice, stock_choice = -1, ""
     if device is None and query.is_cuda and not problem.decides_itself(query, key, value):
         # The op asks stock's choice function itself, past the router.
         choice = torch._fused_sdp_choice(
@@ -222,8 +222,7 @@ def explain(
     mode = native.effective_mode()
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
-    nan = problem.unusual_scale(scale) and stock_choice in {"CUDNN_ATTENTION", "FLASH_ATTENTION"}
-    if nan and made["backend"] == "stock" and native.backend_of(mode) != "stock":
+    if problem.gives_nan(scale, choice) and made["backend"] == "stock" and native.backend_of(mode) != "stock":
         stock_choice = f"EFFICIENT_ATTENTION or MATH; {stock_choice} would give NaN with this scale"
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""

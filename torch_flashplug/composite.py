@@ -12,7 +12,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from . import native, problem
 from .ops import never_a_frame
@@ -97,10 +96,10 @@ def _backend(
         "on_cuda": query.device.type in _libraries
     }
     planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
-    if planned == "stock" and problem.unusual_scale(scale):
+    if planned == "stock" and problem.kind_of_scale(scale) != "positive":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):  # which give NaN then
+        if problem.gives_nan(scale, choice):
             return "math"
     return planned
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.attention import SDPBackend
 
 from . import native
 
@@ -117,9 +118,10 @@ def kind_of_scale(scale: float | None) -> str:
     return "positive" if scale is None or scale > 0 else "negative" if scale < 0 else "zero"
 
 
-def unusual_scale(scale: float | None) -> bool:
-    """Zero or negative: cuDNN's and flash's kernels give NaN (right_for_scale in src/router.cpp)."""
-    return kind_of_scale(scale) in {"zero", "negative"}
+def gives_nan(scale: float | None, stock_choice: int) -> bool:
+    """With a scale of zero or below cuDNN's and flash's kernels do (right_for_scale in src/router.cpp)."""
+    backends = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
+    return kind_of_scale(scale) in {"zero", "negative"} and stock_choice in backends
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:
