@@ -256,7 +256,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
 void unregister_ops();
-// repair.cpp: stock's cuDNN attention gets operands that it takes for what they are.
+// repair.cpp: stock's attention gets operands that it takes for what they are.
 void repair(bool on);
 
 // ---- 3. plan.cpp and its parts (pure) ----

@@ -1,6 +1,9 @@
-// Stock's cuDNN attention, made right for the calls that stay with it: kernels of ours over stock's, which hand it
-// operands that it takes for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
+// Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
+// that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
 //
+// Flash and efficient: the backward reads grad_out 16 bytes at a time, wherever it lies: the CUDA context ends, or it
+// refuses. Copied.
+// cuDNN:
 // - It reads with TMA, and nobody looks whether addresses and strides are multiples of 16 bytes: others are rounded
 //   down, and the numbers are those of other elements (one row or one key: the CUDA context ends). Copied.
 // - A broadcast query with Dv != D asks for an output whose rows are no consecutive elements: refused, and the second
@@ -18,6 +21,7 @@
 #include <cmath>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "attention.h"
 
@@ -48,7 +52,7 @@ bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {
 
 // query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale? -> output,
 // logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset, debug_attn_mask
-void forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
               bias = box::to_optional_tensor(stack[3]);
   RepairedForward result = repaired_cudnn_forward(
@@ -81,7 +85,7 @@ std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
 }
 
 // ... max_q, max_k, dropout_p, is_causal, scale? -> dq, dk, dv
-void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   Owned tensors[kTensors];
   for (int i = 0; i < kTensors; ++i) tensors[i] = box::to_tensor(stack[i]);
   const auto max_q = box::to<int64_t>(stack[kTensors]), max_k = box::to<int64_t>(stack[kTensors + 1]);
@@ -101,6 +105,46 @@ void backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
     if (mendable && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
     stack[i] = box::from_tensor(std::move(grad));
   }
+}
+
+// Flash's and the efficient backward. Stock itself copies rows that are no consecutive elements.
+Owned to_grad_out(StableIValue value) {
+  Owned grad_out = box::to_tensor(value);
+  const bool rows = four_dims({grad_out.get()}) && shape_of(grad_out.get()).stride[3] == 1;
+  return rows ? readable(grad_out.get()) : std::move(grad_out);
+}
+
+// grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
+// philox_offset, scale? -> dq, dk, dv
+void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int places[] = {0, 1, 2, 3, 4, 5, 6, 7, 12, 13};
+  Owned tensors[std::size(places)];
+  AtenTensorHandle borrowed[std::size(places)], grads[3];
+  for (size_t i = 0; i < std::size(places); ++i) {
+    tensors[i] = i == kGradOut ? to_grad_out(stack[i]) : box::to_tensor(stack[places[i]]);
+    borrowed[i] = tensors[i].get();
+  }
+  stock_flash_backward(borrowed, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]), box::to<double>(stack[10]),
+                       box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
+}
+
+// grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
+// is_causal, scale? -> dq, dk, dv, d(attn_bias)
+void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr int tensor_count = 9;
+  Owned tensors[tensor_count];
+  AtenTensorHandle borrowed[tensor_count], grads[4];
+  for (int i = 0; i < tensor_count; ++i) {
+    tensors[i] = i == kGradOut ? to_grad_out(stack[i]) : box::to_tensor(stack[i]);
+    borrowed[i] = tensors[i].get();
+  }
+  const auto listed = box::to<std::vector<bool>>(stack[10]);
+  std::array<bool, 4> wanted{};
+  std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
+  stock_efficient_backward(borrowed, box::to<double>(stack[9]), wanted, box::to<bool>(stack[11]),
+                           box::to_optional_double(stack[12]), grads);
+  for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
 }
 
 std::mutex repair_mutex;
@@ -131,10 +175,13 @@ void repair(bool on) {
   std::lock_guard<std::mutex> lock(repair_mutex);
   if (on == (library() != nullptr)) return;
   if (!on) return library().reset();  // stock's kernels are in place again
-  if (!has_cudnn()) throw std::runtime_error("torch_flashplug: this torch has no cuDNN attention to repair");
+  if (!has_cudnn_forward() || !has_stock_backwards())
+    throw std::runtime_error("torch_flashplug: this torch has no CUDA attention to repair");
   auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
-  made->impl("_scaled_dot_product_cudnn_attention", &forward_kernel);
-  made->impl("_scaled_dot_product_cudnn_attention_backward", &backward_kernel);
+  made->impl("_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel);
+  made->impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
+  made->impl("_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
+  made->impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
   library() = std::move(made);
 }
 

@@ -94,7 +94,7 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
-  if (!has_cudnn()) return false;
+  if (!has_cudnn_forward()) return false;
   RepairedForward raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;

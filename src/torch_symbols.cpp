@@ -11,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 namespace flashplug {
@@ -29,12 +30,18 @@ constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
-// at::cuda::_scaled_dot_product_cudnn_attention and ..._backward, arguments and all
+// at::cuda::_scaled_dot_product_cudnn_attention, and the backwards of cuDNN, flash and efficient, arguments and all
 constexpr const char* kCudnnForward =
     "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
 constexpr const char* kCudnnBackward =
     "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
     "lldbSt8optionalIdE";
+constexpr const char* kFlashBackward =
+    "_ZN2at4cuda44_scaled_dot_product_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_"
+    "St8optionalIdE";
+constexpr const char* kEfficientBackward =
+    "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
+    "dSt5arrayIbLm4EEbSt8optionalIdE";
 constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
@@ -186,40 +193,60 @@ struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
 using T = TensorValue;
 using Reference = const void*;  // const at::Tensor&
 using OptionalReference = const std::optional<void*>*;
-using ForwardFunction = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T> (*)(Reference, Reference, Reference,
-                                                                                      OptionalReference, bool, double,
-                                                                                      bool, bool,
-                                                                                      std::optional<double>);
-using BackwardFunction = std::tuple<T, T, T> (*)(Reference, Reference, Reference, Reference, Reference, Reference,
-                                                 Reference, Reference, Reference, Reference, Reference, int64_t,
-                                                 int64_t, double, bool, std::optional<double>);
+using MaybeScale = std::optional<double>;
 
-struct Cudnn {
-  ForwardFunction forward = nullptr;
-  BackwardFunction backward = nullptr;
+// Stock's kernels past the dispatcher; null where this torch has them not.
+struct StockKernels {
+  std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T> (*cudnn_forward)(Reference, Reference, Reference,
+                                                                             OptionalReference, bool, double, bool,
+                                                                             bool, MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*cudnn_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, Reference, Reference, Reference, int64_t, int64_t, double, bool,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*flash_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, int64_t, int64_t, double, bool, Reference, Reference,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T, T> (*efficient_backward)(Reference, Reference, Reference, Reference, Reference, Reference,
+                                               Reference, Reference, Reference, double, std::array<bool, 4>, bool,
+                                               MaybeScale) = nullptr;
 };
 
-const Cudnn& cudnn() {
-  static const Cudnn instance = [] {
-    Cudnn found;
-    if (void* cuda = in_process("libtorch_cuda.so")) {
-      found.forward = reinterpret_cast<ForwardFunction>(dlsym(cuda, kCudnnForward));
-      found.backward = reinterpret_cast<BackwardFunction>(dlsym(cuda, kCudnnBackward));
-    }
+const StockKernels& stock_kernels() {
+  static const StockKernels instance = [] {
+    StockKernels found;
+    void* cuda = in_process("libtorch_cuda.so");
+    if (cuda == nullptr) return found;
+    const auto look = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(cuda, name));
+    };
+    look(found.cudnn_forward, kCudnnForward);
+    look(found.cudnn_backward, kCudnnBackward);
+    look(found.flash_backward, kFlashBackward);
+    look(found.efficient_backward, kEfficientBackward);
     return found;
   }();
   return instance;
 }
 
+template <typename Tuple>
+void hand_out(const Tuple& grads, AtenTensorHandle* handles) {
+  std::apply([&](const auto&... grad) { ((*handles++ = grad.handle()), ...); }, grads);
+}
+
 }  // namespace
 
-bool has_cudnn() { return cudnn().forward != nullptr && cudnn().backward != nullptr; }
+bool has_cudnn_forward() { return stock_kernels().cudnn_forward != nullptr; }
+
+bool has_stock_backwards() {
+  const StockKernels& stock = stock_kernels();
+  return stock.cudnn_backward != nullptr && stock.flash_backward != nullptr && stock.efficient_backward != nullptr;
+}
 
 CudnnResult stock_cudnn_forward(const CudnnForwardCall& c) {
   std::optional<void*> bias;  // the at::Tensor behind a handle is one pointer
   if (c.bias != nullptr) bias = *reinterpret_cast<void**>(c.bias);
-  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] =
-      cudnn().forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
+  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = stock_kernels().cudnn_forward(
+      c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
   CudnnResult result{{}, max_q.number, max_k.number};
   int i = 0;
   for (const T* tensor : {&out, &lse, &cum_q, &cum_k, &seed, &offset, &debug}) result.tensors[i++] = tensor->handle();
@@ -227,11 +254,24 @@ CudnnResult stock_cudnn_forward(const CudnnForwardCall& c) {
 }
 
 void stock_cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
-                          std::optional<double> scale, AtenTensorHandle grads[3]) {
-  auto [dq, dk, dv] = cudnn().backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q, max_k,
-                                       dropout_p, is_causal, scale);
-  int i = 0;
-  for (const T* grad : {&dq, &dk, &dv}) grads[i++] = grad->handle();
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().cudnn_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
+                                          max_k, dropout_p, is_causal, scale),
+           grads);
+}
+
+void stock_flash_backward(const AtenTensorHandle t[10], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().flash_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], max_q, max_k, dropout_p,
+                                          is_causal, t[8], t[9], scale),
+           grads);
+}
+
+void stock_efficient_backward(const AtenTensorHandle t[9], double dropout_p, std::array<bool, 4> wanted, bool is_causal,
+                              MaybeScale scale, AtenTensorHandle grads[4]) {
+  hand_out(stock_kernels().efficient_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], dropout_p, wanted,
+                                              is_causal, scale),
+           grads);
 }
 
 const TorchSymbols& torch_symbols() {

@@ -1,6 +1,8 @@
 // What is asked of libtorch and the CUDA driver behind the stable ABI (torch_symbols.cpp).
 #pragma once
 
+#include <array>
+
 #include "flashplug.h"
 
 namespace flashplug {
@@ -54,9 +56,10 @@ class QuietShims {
  private:
   int previous_ = 0;
 };
-// Stock's own kernels for cuDNN's attention, past the dispatcher (repair.cpp sits above them). They raise what they
-// raise, torch.OutOfMemoryError too.
-bool has_cudnn();
+// Stock's own attention kernels, past the dispatcher (repair.cpp sits above them). They raise what they raise,
+// torch.OutOfMemoryError too.
+bool has_cudnn_forward();
+bool has_stock_backwards();  // those below, all of them
 struct CudnnForwardCall {
   AtenTensorHandle q, k, v, bias;  // bias may be null
   bool needs_lse;
@@ -69,8 +72,12 @@ struct CudnnResult {
   int64_t max_q, max_k;
 };
 CudnnResult stock_cudnn_forward(const CudnnForwardCall& call);
-// `tensors`: its first eleven arguments.
+// `tensors`: those of its arguments, in order.
 void stock_cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p,
                           bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
+void stock_flash_backward(const AtenTensorHandle tensors[10], int64_t max_q, int64_t max_k, double dropout_p,
+                          bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
+void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_p, std::array<bool, 4> wanted,
+                              bool is_causal, std::optional<double> scale, AtenTensorHandle grads[4]);
 
 }  // namespace flashplug

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import native, repair
@@ -170,10 +171,10 @@ def test_dropout_and_the_order_of_grad_out() -> None:
     assert all(grad.abs().amax() > 0.1 for grad in pairs[0])
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has cuDNN")
-def test_without_cudnn_there_is_nothing_to_repair() -> None:
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_without_cuda_there_is_nothing_to_repair() -> None:
     assert repair.install() == "" and not native.repair(True)
-    assert "no cuDNN attention" in native.last_error()
+    assert "no CUDA attention" in native.last_error()
 
 
 def test_the_ops_that_are_repaired_are_those_we_know() -> None:
@@ -249,3 +250,20 @@ def test_cudnn_reads_what_it_is_given(kind: str, masked: bool) -> None:
     assert native.counters()["repaired_bwd"] == 1
     assert [grad.stride() for grad in grads] == [torch.empty_like(tensor).stride() for tensor in (q, k, v)]
     check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), outs[1].detach(), grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("kind", ["base", "rows", "expanded"])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+def test_flash_and_efficient_read_grad_out_wherever_it_lies(backend: SDPBackend, kind: str) -> None:
+    """Stock's flash ends the CUDA context, its efficient backward refuses; a sum's gradient stays as it is."""
+    torch.manual_seed(3)
+    q, k, v = (half(2, 4, 150, 80).requires_grad_() for _ in range(3))
+    grad_out = {"base": odd(q.shape, 12), "rows": padded(q.shape, 1), "expanded": half(1).expand(q.shape)}[kind]
+    with torch_flashplug.sdpa_backend("stock"), sdpa_kernel(backend):
+        out = sdpa(q, k, v, is_causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    assert [grad.shape for grad in grads] == [q.shape] * 3
+    case = new_case(kind, (2, 4, 4), (150, 150), (80, 80), "causal")
+    check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), out.detach(), grads)

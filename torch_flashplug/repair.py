@@ -1,9 +1,10 @@
-"""Switches the repair of stock's cuDNN attention (src/repair.cpp), for calls that stay with stock: it misreads
-addresses and strides that are no multiples of 16 bytes, and its backward forgets how grad_out lies in memory.
+"""Switches the repair of stock's attention (src/repair.cpp), for calls that stay with stock: cuDNN's misreads addresses
+and strides that are no multiples of 16 bytes, and its backward forgets how grad_out lies in memory; flash's and the
+efficient backward fail where the address of grad_out is no such multiple.
 
 Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
 dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
-own; operands that cuDNN misreads are not repaired there.
+own; operands that stock misreads are not repaired there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ _SCHEMAS = {
     "Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, "
     "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
     "float? scale=None) -> (Tensor, Tensor, Tensor)",
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (
+        "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: (
+        "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, "
+        "Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, "
+        "float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
+    ),
 }
 
 
@@ -83,7 +96,7 @@ def install() -> str:
     if env.REPAIR.get() == "0" or torch.version.cuda is None:
         return ""
     if changed := [op.name() for op, schema in _SCHEMAS.items() if str(op._schema) != schema]:
-        return f"stock's cuDNN attention is not repaired: this torch has other schemas of {', '.join(changed)}"
+        return f"stock's attention is not repaired: this torch has other schemas of {', '.join(changed)}"
     spend_override_warning()
     in_graphs(True)
     return "" if native.repair(True) else native.last_error()
