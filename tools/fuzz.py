@@ -46,11 +46,13 @@ MODES = ("auto", "fa3", "fa2")
 # ---- workers ----
 
 
-def work(conn: Connection, device: str, seed: int) -> None:
+def work(conn: Connection, device: str, seed: int, number: int) -> None:
     """A worker: receives blocks {index: modes}, says which call comes next, then what came of it. It ends after a call
     that raised: the CUDA context may be dead, and stock keeps what it failed with.
     """
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
     with hooked(device) as off:
         conn.send(None)
         while True:
@@ -77,10 +79,11 @@ class Hand:
     patience: float = field(default_factory=lambda: time.monotonic() + START)  # until when it may be silent
 
 
-def hire(device: str, seed: int) -> Hand:
+def hire(device: str, seed: int, number: int) -> Hand:
+    """Worker number `number`: they take turns on the GPUs there are."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, device, seed), daemon=True)
+    process = context.Process(target=work, args=(there, device, seed, number), daemon=True)
     process.start()
     there.close()
     return Hand(process, here)
@@ -204,7 +207,7 @@ class Fuzz:
 
     def run(self, workers: int, seconds: float) -> None:
         start = told = time.monotonic()
-        self.hands = [hire(self.device, self.seed) for _ in range(workers)]
+        self.hands = [hire(self.device, self.seed, number) for number in range(workers)]
         while self.hands and (now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
             ready = wait([hand.conn for hand in self.hands], timeout=0.5)
             for hand in tuple(self.hands):
@@ -238,7 +241,7 @@ class Fuzz:
         self.bury(hand, status)
         if hand.doing is None and hand.left == {}:
             raise SystemExit(f"a worker died before its first call ({status}, exit status {hand.process.exitcode})")
-        self.hands.append(hire(self.device, self.seed))
+        self.hands.append(hire(self.device, self.seed, self.deaths))
 
 
 # ---- what a run leaves behind ----

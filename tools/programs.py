@@ -27,6 +27,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -124,13 +125,8 @@ def examine(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
 def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str, Scope]) -> Record:
     """Times of a scenario, and of its attention by itself; of that, stock's time for what we serve."""
     call = functools.partial(program_models.run, model, scenario, task.batch(model, scenario, 0))
-    greedy = scenario.kind == "greedy"
-    limits = {
-        "rounds": 3 if greedy else 5,
-        "min_calls": 1 if greedy else 3,
-        "max_calls": 1 if greedy else 3,
-        "warmup": 1,
-    }
+    rounds, calls = (3, 1) if scenario.kind == "greedy" else (5, 3)
+    limits = {"rounds": rounds, "min_calls": calls, "max_calls": calls, "warmup": 1}
     times = time_interleaved({side: Candidate(call, scope) for side, scope in sides.items()}, **limits)
     with Witness("") as witness:
         call()
@@ -190,7 +186,7 @@ def child(tasks: Sequence[Task], out: Path) -> None:
 # ---- in all of them ----
 
 
-def start(tasks: Sequence[Task], threads: int, until: float) -> list[Record]:
+def start(tasks: Sequence[Task], threads: int, until: float, gpu: int = 0) -> list[Record]:
     """Runs tasks in a new process; their records, and one more if it did not end well, or there was no time left."""
     began, mode, why = time.monotonic(), tasks[0].mode, ""
     seconds = max(1.0, min(SECONDS, until - began))
@@ -201,7 +197,7 @@ def start(tasks: Sequence[Task], threads: int, until: float) -> list[Record]:
         out.touch()
         command = [sys.executable, __file__, "--child", json.dumps([dataclasses.asdict(task) for task in tasks])]
         try:
-            done = subprocess.run([*command, "--out", out], env=os.environ | flags, timeout=seconds,
+            done = subprocess.run([*command, "--out", out, "--gpu", str(gpu)], env=os.environ | flags, timeout=seconds,
                                   capture_output=True, text=True, check=False)  # fmt: skip
             why = f"exit {done.returncode}: {done.stderr.strip()[-400:]}" if done.returncode else ""
         except subprocess.TimeoutExpired:
@@ -311,8 +307,10 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
     ]
     records: dict[str, dict[str, list[Record]]] = {program: collections.defaultdict(list) for program in programs}
     threads, until = max(1, (os.cpu_count() or 1) // options.workers), time.monotonic() + options.seconds
+    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     with ThreadPoolExecutor(options.workers) as pool:
-        for task, found in zip(tasks, pool.map(lambda task: start([task], threads, until), tasks), strict=True):
+        done = pool.map(lambda task, gpu: start([task], threads, until, gpu), tasks, gpus)
+        for task, found in zip(tasks, done, strict=True):
             records[task.program][task.mode] += found
     eager = [task for task in tasks if task.mode == "alone" and not SCENARIOS[task.scenarios[0]].compiled]
     if eager and options.device == "cuda" and not options.no_times:
@@ -378,10 +376,12 @@ def main() -> int:
     parser.add_argument("--no-times", action="store_true", help="errors and who served what, nothing else")
     parser.add_argument("--seconds", type=float, default=3600.0, help="what has not ended by then is told as failed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--gpu", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         tasks = [Task(**fields | {"scenarios": tuple(fields["scenarios"])}) for fields in json.loads(options.child)]
-        child(tasks, options.out)
+        with torch.cuda.device(options.gpu):  # on a machine without GPUs this does nothing
+            child(tasks, options.out)
         return 0
     programs, orders = options.only.split(",") if options.only else list(PROGRAMS), options.orders.split(",")
     unknown = {*programs, *orders, *filter(None, options.scenarios.split(","))} - {*PROGRAMS, *ORDERS, *SCENARIOS}
