@@ -43,9 +43,13 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // of a tensor that has an address
 Owned packed_copy(AtenTensorHandle tensor);                            // of a 4-d tensor, row-major
-// A 4-d tensor as TMA and vectors can read it, rows of consecutive elements and all else on multiples of 16 bytes:
-// itself, or a copy, its dims in the same order in memory where that is possible.
+Owned dense_copy(AtenTensorHandle tensor);  // of a 4-d tensor, its dims in the same order where rows stay consecutive
+// A 4-d tensor of 16-bit elements as TMA and vectors can read it, rows of consecutive elements and all else on
+// multiples of 16 bytes: itself, or a dense copy.
 Owned readable(AtenTensorHandle tensor);
+// torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
+// The same 4-d tensor with strides there that no kernel minds.
+Owned aligned_ones(AtenTensorHandle tensor);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
@@ -76,7 +80,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
 
 // Stock's cuDNN forward with operands that it can read; its output in the layout that output_strides() says.
 struct RepairedForward {
-  Owned tensors[7];  // as CudnnResult
+  Owned tensors[7];  // as FusedResult
   int64_t max_q, max_k;
 };
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call);

@@ -141,6 +141,7 @@ enum CallFact : int64_t {  // in the order of FACTS in rescues.py
   kOneRow = 32,     // Sq == 1
   kOneKey = 64,     // Sk == 1
   kUnusualScale = 128,
+  kRows = 256,  // the last dims are contiguous; else stock takes math
 };
 
 constexpr int kMaxRows = 256;

@@ -55,14 +55,30 @@ Owned packed_copy(AtenTensorHandle tensor) {
   return new_like(tensor, 4, shape.size, stride, tensor);
 }
 
-Owned readable(AtenTensorHandle tensor) {
+Owned dense_copy(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
-  const Layout layout = layout_in_memory(tensor, shape);
-  if (layout.last_stride == 1 && layout.align_bytes >= kUnitBytes) return Owned::share(tensor);
   int64_t stride[4];
   dense_strides(shape.size, shape.stride, 4, stride);
-  const bool rows = stride[3] == 1 && !layout.broadcast;
+  bool rows = stride[3] == 1;
+  for (int i = 0; i < 4; ++i) rows &= shape.size[i] == 1 || shape.stride[i] != 0;
   return rows ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
+}
+
+Owned readable(AtenTensorHandle tensor) {
+  const Layout layout = layout_in_memory(tensor, shape_of(tensor));
+  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes ? Owned::share(tensor) : dense_copy(tensor);
+}
+
+Owned aligned_ones(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t stride[4];
+  bool changed = false;
+  for (int i = 0; i < 4; ++i) {
+    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kUnitElements != 0;
+    stride[i] = odd ? (shape.size[3] + kUnitElements - 1) / kUnitElements * kUnitElements : shape.stride[i];
+    changed |= odd;
+  }
+  return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
 }
 
 namespace {

@@ -1,19 +1,18 @@
 // Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
 // that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
 //
-// Flash and efficient: the backward reads grad_out 16 bytes at a time, wherever it lies: the CUDA context ends, or it
-// refuses. Copied.
-// cuDNN:
-// - It reads with TMA, and nobody looks whether addresses and strides are multiples of 16 bytes: others are rounded
-//   down, and the numbers are those of other elements (one row or one key: the CUDA context ends). Copied.
-// - A broadcast query with Dv != D asks for an output whose rows are no consecutive elements: refused, and the second
-//   such call ends the process. Copied.
-// - The backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and `grad_out`
-//   are of the call that built the plan. A later call whose grad_out lies in memory in another order, (B, S, H, D)
-//   against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query alone. Plans from
-//   before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as float), so our
-//   calls say the number beside the caller's (-0 for 0), which up to 1/2 keeps 1 - p as it is, and which no other call
-//   says.
+// - All read 16 bytes at a time, and do not look whether addresses and strides are multiples of that. cuDNN, with TMA,
+//   rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA context,
+//   as flash always does; the efficient attention refuses, or does the same, and minds the stride of a dim of size 1,
+//   too. Copied, masks excepted.
+// - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
+//   second such call ends the process. Copied.
+// - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
+//   `grad_out` are of the call that built the plan. A later call whose grad_out lies in memory in another order,
+//   (B, S, H, D) against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query
+//   alone. Plans from before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as
+//   float), so our calls say the number beside the caller's (-0 for 0), which no other call says. The mask that it
+//   draws stays the forward's (test_repair.py).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -50,18 +49,36 @@ bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {
   return shape_of(query).size[3] != shape_of(value).size[3];
 }
 
-// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale? -> output,
-// logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, philox_seed, philox_offset, debug_attn_mask
-void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              bias = box::to_optional_tensor(stack[3]);
-  RepairedForward result = repaired_cudnn_forward(
-      {q.get(), k.get(), v.get(), bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
-       box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to<bool>(stack[7]), box::to_optional_double(stack[8])});
+// ---- cuDNN ----
+
+RepairedForward owned(const FusedResult& raw) {
+  RepairedForward result{{}, raw.max_q, raw.max_k};
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  return result;
+}
+
+// output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, two of dropout's, debug_attn_mask
+void give_back(RepairedForward result, StableIValue* stack) {
   constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
   for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
   stack[4] = box::from(result.max_q);
   stack[5] = box::from(result.max_k);
+}
+
+// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale?
+void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
+              bias = box::to_optional_tensor(stack[3]);
+  const CudnnForwardCall call{q.get(),
+                              k.get(),
+                              v.get(),
+                              bias.defined() ? bias.get() : nullptr,
+                              box::to<bool>(stack[4]),
+                              box::to<double>(stack[5]),
+                              box::to<bool>(stack[6]),
+                              box::to<bool>(stack[7]),
+                              box::to_optional_double(stack[8])};
+  give_back(repaired_cudnn_forward(call), stack);
 }
 
 constexpr int kTensors = 11;  // the first arguments: grad_out, query, key, value, out, and six that are passed on
@@ -107,44 +124,89 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   }
 }
 
-// Flash's and the efficient backward. Stock itself copies rows that are no consecutive elements.
-Owned to_grad_out(StableIValue value) {
-  Owned grad_out = box::to_tensor(value);
-  const bool rows = four_dims({grad_out.get()}) && shape_of(grad_out.get()).stride[3] == 1;
-  return rows ? readable(grad_out.get()) : std::move(grad_out);
+// ---- flash and efficient ----
+
+// Whether rows that are whole units of 16 bytes begin elsewhere. Other rows stock pads, or refuses.
+bool off_units(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int32_t dtype = 0;
+  const void* data = nullptr;
+  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+  const auto bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  if (shape.stride[3] != 1 || shape.size[3] * bytes % kUnitBytes != 0) return false;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  bool off = reinterpret_cast<int64_t>(data) % kUnitBytes != 0;
+  for (int i = 0; i < 3; ++i) off |= shape.size[i] > 1 && shape.stride[i] * bytes % kUnitBytes != 0;
+  return off;
+}
+
+Owned on_units(Owned tensor) {
+  if (!four_dims({tensor.get()})) return tensor;
+  return aligned_ones((off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor)).get());
+}
+
+// Tensors of the stack; the first `operands` of them as stock can read them.
+template <size_t n>
+struct Taken {
+  Owned tensors[n];
+  AtenTensorHandle handles[n];
+  Taken(const StableIValue* stack, const int (&places)[n], size_t operands) {
+    for (size_t i = 0; i < n; ++i) {
+      tensors[i] = box::to_tensor(stack[places[i]]);
+      if (i < operands) tensors[i] = on_units(std::move(tensors[i]));
+      handles[i] = tensors[i].get();
+    }
+  }
+};
+
+template <size_t n>
+void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
+  for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(Owned(tensors[i]));
+}
+
+// query, key, value, dropout_p, is_causal, return_debug_mask, scale?
+void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  const Taken taken(stack, {0, 1, 2}, 3);
+  const auto [q, k, v] = taken.handles;
+  give_back(owned(stock_flash_forward({q, k, v, box::to<double>(stack[3]), box::to<bool>(stack[4]),
+                                       box::to<bool>(stack[5]), box::to_optional_double(stack[6])})),
+            stack);
+}
+
+// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, scale? -> output, log_sumexp, philox_seed,
+// philox_offset
+void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  const Taken taken(stack, {0, 1, 2}, 3);
+  const auto [q, k, v] = taken.handles;
+  const Owned bias = box::to_optional_tensor(stack[3]);
+  AtenTensorHandle results[4];
+  stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
+                           box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to_optional_double(stack[7])},
+                          results);
+  give_back(results, stack);
 }
 
 // grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
 // philox_offset, scale? -> dq, dk, dv
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int places[] = {0, 1, 2, 3, 4, 5, 6, 7, 12, 13};
-  Owned tensors[std::size(places)];
-  AtenTensorHandle borrowed[std::size(places)], grads[3];
-  for (size_t i = 0; i < std::size(places); ++i) {
-    tensors[i] = i == kGradOut ? to_grad_out(stack[i]) : box::to_tensor(stack[places[i]]);
-    borrowed[i] = tensors[i].get();
-  }
-  stock_flash_backward(borrowed, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]), box::to<double>(stack[10]),
-                       box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
-  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
+  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, 4);
+  AtenTensorHandle grads[3];
+  stock_flash_backward(taken.handles, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]),
+                       box::to<double>(stack[10]), box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
+  give_back(grads, stack);
 }
 
 // grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
 // is_causal, scale? -> dq, dk, dv, d(attn_bias)
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr int tensor_count = 9;
-  Owned tensors[tensor_count];
-  AtenTensorHandle borrowed[tensor_count], grads[4];
-  for (int i = 0; i < tensor_count; ++i) {
-    tensors[i] = i == kGradOut ? to_grad_out(stack[i]) : box::to_tensor(stack[i]);
-    borrowed[i] = tensors[i].get();
-  }
+  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 8}, 4);
   const auto listed = box::to<std::vector<bool>>(stack[10]);
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
-  stock_efficient_backward(borrowed, box::to<double>(stack[9]), wanted, box::to<bool>(stack[11]),
+  AtenTensorHandle grads[4];
+  stock_efficient_backward(taken.handles, box::to<double>(stack[9]), wanted, box::to<bool>(stack[11]),
                            box::to_optional_double(stack[12]), grads);
-  for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(Owned(grads[i]));
+  give_back(grads, stack);
 }
 
 std::mutex repair_mutex;
@@ -163,9 +225,7 @@ RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
     q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
     call.q = q.get(), call.k = k.get(), call.v = v.get();
   }
-  const CudnnResult raw = stock_cudnn_forward(call);
-  RepairedForward result{{}, raw.max_q, raw.max_k};
-  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  RepairedForward result = owned(stock_cudnn_forward(call));
   Owned& out = result.tensors[0];
   if (mendable && out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
   return result;
@@ -175,11 +235,12 @@ void repair(bool on) {
   std::lock_guard<std::mutex> lock(repair_mutex);
   if (on == (library() != nullptr)) return;
   if (!on) return library().reset();  // stock's kernels are in place again
-  if (!has_cudnn_forward() || !has_stock_backwards())
-    throw std::runtime_error("torch_flashplug: this torch has no CUDA attention to repair");
+  if (!has_stock_kernels()) throw std::runtime_error("torch_flashplug: this torch has no CUDA attention to repair");
   auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
   made->impl("_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel);
   made->impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
+  made->impl("_scaled_dot_product_flash_attention", &flash_forward_kernel);
+  made->impl("_scaled_dot_product_efficient_attention", &efficient_forward_kernel);
   made->impl("_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
   made->impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
   library() = std::move(made);

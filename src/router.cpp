@@ -48,6 +48,12 @@ bool python_agrees(const Call& call) {
   return ask == nullptr || ask(call.q, call.k, call.v, call.enable_gqa) != 0;
 }
 
+// Tensors that functorch wraps have no address, and asking for one fails.
+bool wrapped(const Call& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v);
+}
+
 // What tells alignment: the address; of a tensor that is only traced, where it will lie in a storage, which the
 // allocator aligns.
 int64_t address_of(AtenTensorHandle tensor, bool traced) {
@@ -97,7 +103,7 @@ Verdict judge(const Call& call, Mode mode) {
   if (traced && !python_agrees(call)) return Verdict::kStock;
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
-  if (traced) quiet.emplace();
+  if (traced || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands];
   if (!read_operands(call, traced, shapes, &p)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
@@ -112,19 +118,23 @@ Verdict judge(const Call& call, Mode mode) {
 }
 
 // Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads, and
-// a mask whose rows are not broadcast.
+// a mask whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;
-  std::optional<QuietShims> quiet;  // symbolic sizes
-  if (torch.python_dispatch(call.q)) quiet.emplace();
+  std::optional<QuietShims> quiet;  // symbolic sizes, no storage
+  if (torch.python_dispatch(call.q) || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands], mask;
   Problem p;
   if (!read_operands(call, false, shapes, &p)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
-    if (mask.size[dims - 1] != p.Sk) return false;
+    int32_t mask_dtype = -1, query_dtype = -1;
+    if (aoti_torch_get_dtype(call.mask, &mask_dtype) != 0 || aoti_torch_get_dtype(call.q, &query_dtype) != 0)
+      return false;
+    if (mask.size[dims - 1] != p.Sk || (mask_dtype != query_dtype && mask_dtype != aoti_torch_dtype_bool()))
+      return false;
   }
   const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
   return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);

@@ -17,20 +17,6 @@ namespace {
 
 constexpr int64_t kLsePad = 32;  // the efficient kernels keep LSE rows in multiples of this
 
-// torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
-// The same tensor with strides there that no kernel minds.
-Owned aligned_ones(AtenTensorHandle tensor) {
-  const Shape shape = shape_of(tensor);
-  int64_t stride[4];
-  bool changed = false;
-  for (int i = 0; i < 4; ++i) {
-    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kUnitElements != 0;
-    stride[i] = odd ? (shape.size[3] + kUnitElements - 1) / kUnitElements * kUnitElements : shape.stride[i];
-    changed |= odd;
-  }
-  return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
-}
-
 // (B, S, H, D) in memory: how the efficient kernels write their output, and how their backward reads it, unasked.
 void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
   stride[3] = 1;
@@ -94,7 +80,7 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
-  if (!has_cudnn_forward()) return false;
+  if (!has_stock_kernels()) return false;
   RepairedForward raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;

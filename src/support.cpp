@@ -87,6 +87,8 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
+      {kRows,
+       std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; })},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

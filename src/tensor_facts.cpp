@@ -4,6 +4,7 @@
 #include "torch_symbols.h"
 
 #include <cmath>
+#include <limits>
 
 namespace flashplug {
 
@@ -55,9 +56,10 @@ Layout layout_of(const Shape& shape, int64_t address_bytes) {
 }
 
 Scale scale_of(std::optional<double> scale) {
-  if (!scale || (*scale > 0.0 && std::isfinite(*scale))) return Scale::kPositive;
-  if (!std::isfinite(*scale)) return Scale::kNotFinite;
-  return *scale == 0.0 ? Scale::kZero : Scale::kNegative;
+  if (!scale) return Scale::kPositive;
+  constexpr double smallest = std::numeric_limits<float>::min(), largest = std::numeric_limits<float>::max();
+  if (!(std::abs(*scale) <= largest)) return Scale::kNotFinite;
+  return *scale >= smallest ? Scale::kPositive : *scale <= -smallest ? Scale::kNegative : Scale::kZero;
 }
 
 bool eligible_device(int32_t device_type) {

@@ -26,7 +26,8 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape);
 // not count.
 Layout layout_of(const Shape& shape, int64_t address_bytes);
 
-Scale scale_of(std::optional<double> scale);  // the default one is positive
+// What becomes of it as a float of 32 bits, which is what kernels take. The default one is positive.
+Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
 bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v);  // with them, here and now

@@ -1,5 +1,5 @@
-// Every symbol that is looked up at run time, and the facts about torch versions that stand behind it. Nothing else
-// knows a mangled name.
+// The symbols that are looked up at run time, and the facts about torch versions that stand behind them. Only
+// stock_kernels.cpp knows other mangled names.
 //
 // libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
 // driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
@@ -10,11 +10,11 @@
 
 #include <mutex>
 #include <stdexcept>
-#include <tuple>
-#include <type_traits>
 #include <utility>
 
 namespace flashplug {
+
+void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
 
 namespace {
 
@@ -30,23 +30,12 @@ constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
 constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
 constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
 constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
-// at::cuda::_scaled_dot_product_cudnn_attention, and the backwards of cuDNN, flash and efficient, arguments and all
-constexpr const char* kCudnnForward =
-    "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
-constexpr const char* kCudnnBackward =
-    "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
-    "lldbSt8optionalIdE";
-constexpr const char* kFlashBackward =
-    "_ZN2at4cuda44_scaled_dot_product_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_"
-    "St8optionalIdE";
-constexpr const char* kEfficientBackward =
-    "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
-    "dSt5arrayIbLm4EEbSt8optionalIdE";
 constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
 constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
+constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 
 using ContextFlag = bool (*)(const void* context);
@@ -58,10 +47,9 @@ struct Found {
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
   const void* nested_type = nullptr;
+  const void* plain_type = nullptr;
   int* log_level = nullptr;
 };
-
-void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
 
 Found& found() {
   static Found instance;
@@ -87,6 +75,7 @@ TorchSymbols look_up() {
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
   f.nested_type = dlsym(cpu, kNestedType);
+  f.plain_type = dlsym(c10, kPlainType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
   if (void* python = in_process("libtorch_python.so")) symbols.wrap = dlsym(python, kWrap);
   return symbols;
@@ -173,107 +162,6 @@ QuietShims::~QuietShims() {
   quiet_mutex.unlock();
 }
 
-namespace {
-
-// Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
-struct TensorValue {  // at::Tensor: one pointer
-  void* impl = nullptr;
-  TensorValue() = default;
-  TensorValue(const TensorValue&) = delete;
-  ~TensorValue() {}
-  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
-  AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
-};
-struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
-  int64_t number = 0;
-  SymIntValue() = default;
-  SymIntValue(const SymIntValue&) = delete;
-  ~SymIntValue() {}
-};
-using T = TensorValue;
-using Reference = const void*;  // const at::Tensor&
-using OptionalReference = const std::optional<void*>*;
-using MaybeScale = std::optional<double>;
-
-// Stock's kernels past the dispatcher; null where this torch has them not.
-struct StockKernels {
-  std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T> (*cudnn_forward)(Reference, Reference, Reference,
-                                                                             OptionalReference, bool, double, bool,
-                                                                             bool, MaybeScale) = nullptr;
-  std::tuple<T, T, T> (*cudnn_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
-                                        Reference, Reference, Reference, Reference, int64_t, int64_t, double, bool,
-                                        MaybeScale) = nullptr;
-  std::tuple<T, T, T> (*flash_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
-                                        Reference, int64_t, int64_t, double, bool, Reference, Reference,
-                                        MaybeScale) = nullptr;
-  std::tuple<T, T, T, T> (*efficient_backward)(Reference, Reference, Reference, Reference, Reference, Reference,
-                                               Reference, Reference, Reference, double, std::array<bool, 4>, bool,
-                                               MaybeScale) = nullptr;
-};
-
-const StockKernels& stock_kernels() {
-  static const StockKernels instance = [] {
-    StockKernels found;
-    void* cuda = in_process("libtorch_cuda.so");
-    if (cuda == nullptr) return found;
-    const auto look = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(cuda, name));
-    };
-    look(found.cudnn_forward, kCudnnForward);
-    look(found.cudnn_backward, kCudnnBackward);
-    look(found.flash_backward, kFlashBackward);
-    look(found.efficient_backward, kEfficientBackward);
-    return found;
-  }();
-  return instance;
-}
-
-template <typename Tuple>
-void hand_out(const Tuple& grads, AtenTensorHandle* handles) {
-  std::apply([&](const auto&... grad) { ((*handles++ = grad.handle()), ...); }, grads);
-}
-
-}  // namespace
-
-bool has_cudnn_forward() { return stock_kernels().cudnn_forward != nullptr; }
-
-bool has_stock_backwards() {
-  const StockKernels& stock = stock_kernels();
-  return stock.cudnn_backward != nullptr && stock.flash_backward != nullptr && stock.efficient_backward != nullptr;
-}
-
-CudnnResult stock_cudnn_forward(const CudnnForwardCall& c) {
-  std::optional<void*> bias;  // the at::Tensor behind a handle is one pointer
-  if (c.bias != nullptr) bias = *reinterpret_cast<void**>(c.bias);
-  auto [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = stock_kernels().cudnn_forward(
-      c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale);
-  CudnnResult result{{}, max_q.number, max_k.number};
-  int i = 0;
-  for (const T* tensor : {&out, &lse, &cum_q, &cum_k, &seed, &offset, &debug}) result.tensors[i++] = tensor->handle();
-  return result;
-}
-
-void stock_cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
-                          MaybeScale scale, AtenTensorHandle grads[3]) {
-  hand_out(stock_kernels().cudnn_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
-                                          max_k, dropout_p, is_causal, scale),
-           grads);
-}
-
-void stock_flash_backward(const AtenTensorHandle t[10], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
-                          MaybeScale scale, AtenTensorHandle grads[3]) {
-  hand_out(stock_kernels().flash_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], max_q, max_k, dropout_p,
-                                          is_causal, t[8], t[9], scale),
-           grads);
-}
-
-void stock_efficient_backward(const AtenTensorHandle t[9], double dropout_p, std::array<bool, 4> wanted, bool is_causal,
-                              MaybeScale scale, AtenTensorHandle grads[4]) {
-  hand_out(stock_kernels().efficient_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], dropout_p, wanted,
-                                              is_causal, scale),
-           grads);
-}
-
 const TorchSymbols& torch_symbols() {
   static const TorchSymbols instance = look_up();
   return instance;
@@ -290,11 +178,18 @@ bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
   return found().requires_grad(*reinterpret_cast<void**>(tensor));
 }
 
+namespace {
+
 // The C++ ABI keeps the address of an object's type_info in front of its virtual functions.
-bool TorchSymbols::nested(AtenTensorHandle tensor) const {
+const void* type_of(AtenTensorHandle tensor) {
   void*** object = *reinterpret_cast<void****>(tensor);
-  return (*object)[-1] == found().nested_type;
+  return (*object)[-1];
 }
+
+}  // namespace
+
+bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == found().nested_type; }
+bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tensor) != found().plain_type; }
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
 

@@ -21,6 +21,7 @@ struct TorchSymbols {
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
   bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
+  bool wrapped(AtenTensorHandle tensor) const;          // by functorch, say: it has no storage of its own
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
   bool complete() const;
 };
@@ -56,10 +57,13 @@ class QuietShims {
  private:
   int previous_ = 0;
 };
+void* in_process(const char* library);  // its handle; null where it is not loaded
+
+// ---- stock_kernels.cpp ----
+
 // Stock's own attention kernels, past the dispatcher (repair.cpp sits above them). They raise what they raise,
 // torch.OutOfMemoryError too.
-bool has_cudnn_forward();
-bool has_stock_backwards();  // those below, all of them
+bool has_stock_kernels();  // those below, all of them
 struct CudnnForwardCall {
   AtenTensorHandle q, k, v, bias;  // bias may be null
   bool needs_lse;
@@ -67,11 +71,27 @@ struct CudnnForwardCall {
   bool is_causal, returns_debug_mask;
   std::optional<double> scale;
 };
-struct CudnnResult {
-  AtenTensorHandle tensors[7];  // output, logsumexp, cum_seq_q, cum_seq_k, philox_seed, philox_offset, debug mask
+struct FlashForwardCall {
+  AtenTensorHandle q, k, v;
+  double dropout_p;
+  bool is_causal, returns_debug_mask;
+  std::optional<double> scale;
+};
+struct EfficientForwardCall {
+  AtenTensorHandle q, k, v, bias;  // bias may be null
+  bool needs_lse;
+  double dropout_p;
+  bool is_causal;
+  std::optional<double> scale;
+};
+struct FusedResult {
+  AtenTensorHandle tensors[7];  // output, logsumexp, cum_seq_q, cum_seq_k, two of dropout's, debug mask
   int64_t max_q, max_k;
 };
-CudnnResult stock_cudnn_forward(const CudnnForwardCall& call);
+FusedResult stock_cudnn_forward(const CudnnForwardCall& call);
+FusedResult stock_flash_forward(const FlashForwardCall& call);
+// Results: output, logsumexp, philox_seed, philox_offset.
+void stock_efficient_forward(const EfficientForwardCall& call, AtenTensorHandle results[4]);
 // `tensors`: those of its arguments, in order.
 void stock_cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p,
                           bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);

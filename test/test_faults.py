@@ -15,7 +15,7 @@ from plans import call
 from standin import OPEN_GATE, Road
 
 import torch_flashplug
-from torch_flashplug import configs, native, ops, rescues
+from torch_flashplug import configs, native, ops, problem, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
@@ -48,6 +48,21 @@ def test_auto_takes_what_stock_fails(name: str) -> None:
     assert native.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was seen there
 
 
+def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
+    """Stock takes math there, which is right."""
+    plain, fault = RESCUED["odd_base_one_row"]
+    assert not native.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["rescue"]
+
+
+@pytest.mark.parametrize(("scale", "kind"), [
+    (1e-50, "zero"), (-1e-39, "zero"), (-0.0, "zero"), (1.2e-38, "positive"), (None, "positive"),
+    (-2.0, "negative"), (1e39, "not finite"), (math.nan, "not finite"), (-math.inf, "not finite"),
+])  # fmt: skip
+def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -> None:
+    """A float of 32 bits."""
+    assert problem.kind_of_scale(scale) == kind
+
+
 def test_every_rescue_is_tried() -> None:
     tried = {native.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
     assert tried == {f"{row.stock} ({row.evidence})" for row in rescues.RESCUES}
@@ -66,6 +81,7 @@ FAULTS = {
     "zero_scale_causal": lambda: (*(half(2, 8, 200, 64) for _ in range(3)), {"scale": 0.0, "is_causal": True}),
     "negative_scale": lambda: (*(half(2, 8, 129, 128) for _ in range(3)), {"scale": -0.125}),
     "negative_scale_causal": lambda: (*(half(2, 8, 200, 96) for _ in range(3)), {"scale": -1.0, "is_causal": True}),
+    "tiny_scale_causal": lambda: (*(half(2, 8, 129, 64) for _ in range(3)), {"scale": 1e-50, "is_causal": True}),
     "negative_scale_decode": lambda: (half(2, 8, 1, 64), half(2, 2, 999, 64), half(2, 2, 999, 64), {"scale": -1.0}),
 }
 
@@ -95,13 +111,15 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True], ids=["fp32", "masked"])
+@pytest.mark.parametrize("kind", ["fp32", "masked", "masked_fp32"])
 @pytest.mark.parametrize("scale", [0.0, -0.25, -1.0])
-def test_scales_are_right_where_ours_cannot_run(scale: float, masked: bool) -> None:
+def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None:
+    masked = kind != "fp32"
     dtype = torch.bfloat16 if masked else torch.float32
     q, k, v = (torch.randn(2, 4, 129, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     mask = torch.ones(129, 129, dtype=torch.bool, device="cuda").tril()
-    kwargs = {"attn_mask": mask} if masked else {"is_causal": True}
+    bias = torch.zeros(129, 129, device="cuda").masked_fill(~mask, -math.inf)
+    kwargs = {"attn_mask": bias if kind == "masked_fp32" else mask} if masked else {"is_causal": True}
     out = sdpa(q, k, v, scale=scale, **kwargs)
     grads = torch.autograd.grad(out.float().sum(), (q, k, v))
     exact = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~mask, -math.inf).softmax(-1) @ v.double()
@@ -109,7 +127,7 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, masked: bool) -> N
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.25])
+@pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
 def test_such_scales_are_ours(road: Road, scale: float) -> None:
     q, k, v = road.qkv(grad=True)
     assert native.plan(torch_flashplug.problem.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
@@ -121,7 +139,7 @@ def test_such_scales_are_ours(road: Road, scale: float) -> None:
     assert took["ours_fwd"] == 1
     exact = (q.double() @ k.double().transpose(-1, -2) * scale).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
-    if scale == 0.0:
+    if scale in {0.0, 1e-50}:
         assert not q.grad.any() and not k.grad.any()
 
 
@@ -141,6 +159,17 @@ def test_forced_math_takes_boolean_masks(any_road: Road) -> None:
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
     with torch_flashplug.sdpa_backend("math"):
         torch.testing.assert_close(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, is_causal=True), atol=2e-2, rtol=2e-2)
+
+
+def test_forced_math_refuses_what_stock_refuses(any_road: Road) -> None:
+    q, k, v = any_road.qkv(rows=65)
+    with torch_flashplug.sdpa_backend("math"), pytest.raises(RuntimeError, match="same dtype"):
+        sdpa(q, k.float(), v)
+
+
+def test_explain_takes_nested_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(4, rows, 64) for rows in (3, 5)])
+    assert "q nested" in torch_flashplug.explain(nested, nested, nested).call
 
 
 def test_the_op_keeps_the_routers_plan(road: Road) -> None:

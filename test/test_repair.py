@@ -252,18 +252,97 @@ def test_cudnn_reads_what_it_is_given(kind: str, masked: bool) -> None:
     check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), outs[1].detach(), grads)
 
 
+# What lies where: operands that begin off 16 bytes, rows that do, a stride of one row or key, what a sum's gradient is.
+ELSEWHERE = {
+    "query": lambda: (odd((2, 4, 150, 80), 12), half(2, 4, 150, 80), half(2, 4, 150, 80), half(2, 4, 150, 80)),
+    "all": lambda: tuple(odd((2, 4, 150, 64), offset) for offset in (1, 2, 4, 7)),
+    "rows": lambda: tuple(padded((2, 4, 150, 80), columns) for columns in (1, 2, 4, 12)),
+    "one_row": lambda: (odd((2, 4, 1, 128)), *(odd((2, 4, 40, 128), 3) for _ in "kv"), odd((2, 4, 1, 128))),
+    "one_key": lambda: (odd((2, 4, 40, 96)), *(odd((2, 4, 1, 96), 3) for _ in "kv"), half(2, 4, 40, 96)),
+    "stride_of_one": lambda: (half(2, 4, 7, 96), half(2, 4, 1, 96), half(2, 4, 96, 1).mT, half(2, 4, 7, 96)),
+    "broadcast": lambda: (half(2, 4, 70, 64), *(odd((2, 1, 70, 64)).expand(2, 4, 70, 64) for _ in "kv"),
+                          odd((2, 4, 70, 64))),
+    "sum": lambda: (*(half(2, 4, 70, 64) for _ in "qkv"), half(1).expand(2, 4, 70, 64)),
+}  # fmt: skip
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+
+
+def by(backend: SDPBackend, *operands: Tensor, **kwargs: object) -> Tensor:
+    """A call that stays with this one of stock's kernels."""
+    with torch_flashplug.sdpa_backend("stock"), sdpa_kernel(backend):
+        return sdpa(*operands, **kwargs)
+
+
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
-@pytest.mark.parametrize("kind", ["base", "rows", "expanded"])
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
-def test_flash_and_efficient_read_grad_out_wherever_it_lies(backend: SDPBackend, kind: str) -> None:
-    """Stock's flash ends the CUDA context, its efficient backward refuses; a sum's gradient stays as it is."""
+@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize("backend", [FLASH, EFFICIENT], ids=["flash", "efficient"])
+def test_flash_and_efficient_read_what_they_are_given(backend: SDPBackend, kind: str) -> None:
+    """Of stock alone most of these end the CUDA context, the others raise."""
     torch.manual_seed(3)
-    q, k, v = (half(2, 4, 150, 80).requires_grad_() for _ in range(3))
-    grad_out = {"base": odd(q.shape, 12), "rows": padded(q.shape, 1), "expanded": half(1).expand(q.shape)}[kind]
-    with torch_flashplug.sdpa_backend("stock"), sdpa_kernel(backend):
-        out = sdpa(q, k, v, is_causal=True)
+    *operands, grad_out = ELSEWHERE[kind]()
+    q, k, v = (tensor.detach().requires_grad_() for tensor in operands)
+    out = by(backend, q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    assert [grad.shape for grad in grads] == [q.shape] * 3
-    case = new_case(kind, (2, 4, 4), (150, 150), (80, 80), "causal")
-    check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), out.detach(), grads)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+    case = new_case(kind, (2, 4, 4), (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3]))
+    check(kind, case, Inputs(*operands, grad_out), out.detach(), grads)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("kind", ["masked", "fp32", "dropout", "deterministic", "graph"])
+def test_what_auto_leaves_to_stock_may_lie_anywhere(kind: str) -> None:
+    """Calls that ended the CUDA context, or raised."""
+    torch.manual_seed(4)
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    rows = {"deterministic": 200, "fp32": 1}.get(kind, 40)
+    shapes = ((2, 4, rows, 64), *[(2, 4, {"deterministic": 200, "fp32": 40}.get(kind, 1), 64)] * 2)
+    given = [torch.randn(math.prod(shape) + 1, device="cuda", dtype=dtype)[1:].view(shape) for shape in shapes]
+    q, k, v = (tensor.requires_grad_(kind != "graph") for tensor in given)
+    mask = torch.ones(rows, k.shape[2], dtype=torch.bool, device="cuda") if kind == "masked" else None
+    attend = sdpa
+    if kind == "graph":  # traced with operands that stock's flash can read
+        attend = torch.compile(sdpa, backend="aot_eager", dynamic=False)
+        attend(*(half(*shape) for shape in shapes))
+    torch.use_deterministic_algorithms(kind == "deterministic", warn_only=False)
+    out = attend(q, k, v, attn_mask=mask, dropout_p=0.5 * (kind == "dropout"))
+    grads = torch.autograd.grad(out, (q, k, v), torch.randn_like(out)) if kind != "graph" else (out,)
+    torch.use_deterministic_algorithms(False)
+    assert all(grad.isfinite().all() for grad in grads)
+    if kind != "dropout":
+        exact = (q.double() @ k.double().mT * 0.125).softmax(-1) @ v.double()
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+# ---- dropout, and what nobody should see ----
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+def test_the_backward_drops_what_the_forward_dropped() -> None:
+    """The repaired backward is told another dropout_p than the forward. With V = 1 the output is P with its mask, so dV
+    has to be out^T grad_out.
+    """
+    for number, p in enumerate((0.0625, 0.1, 0.125, 0.2, 0.3, 0.43, 0.5, 0.625, 0.75, 0.9375)):
+        rows = 256 + 64 * number  # a plan of its own
+        q, k = half(2, 4, rows, 128).requires_grad_(), half(2, 4, 128, 128).requires_grad_()
+        v = torch.eye(128, device="cuda", dtype=torch.bfloat16).expand(2, 4, 128, 128).contiguous().requires_grad_()
+        native.counters(reset=True)
+        out = sdpa(q, k, v, dropout_p=p)
+        grad_out = half(*out.shape)
+        (grad_v,) = torch.autograd.grad(out, v, grad_out)
+        assert native.counters()["repaired_bwd"] == 1
+        exact = out.detach().double().mT @ grad_out.double()
+        assert float((grad_v.double() - exact).norm() / exact.norm()) < 1e-2, p
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+def test_transforms_leave_no_word_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Tensors that functorch wraps have no address: the router must not ask aloud."""
+    q, k, v = (half(2, 4, 64, 300).mT for _ in range(3))
+    torch.func.grad(lambda x: sdpa(x, k, v).float().sum())(q)
+    torch.vmap(lambda x: sdpa(x, k, v, scale=-1.0, dropout_p=0.1), randomness="same")(torch.stack([q, q]))
+    torch.cuda.synchronize()
+    assert "Exception" not in capfd.readouterr().err

@@ -47,7 +47,7 @@ def enable() -> None:
     """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
     Undone by disable().
 
-    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's cuDNN
+    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's
     attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
     as they are.
     """
@@ -223,7 +223,11 @@ def explain(
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     if problem.gives_nan(scale, choice) and made["backend"] == "stock" and native.backend_of(mode) != "stock":
-        stock_choice = f"EFFICIENT_ATTENTION or MATH; {stock_choice} would give NaN with this scale"
+        flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
+                 "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
+        right = " or ".join(name for name, enabled in flags.items() if enabled)
+        nan = f"{stock_choice} would give NaN with this scale"
+        stock_choice = f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     return Plan(call, **fields, error=error, stock_choice=stock_choice)
@@ -232,7 +236,8 @@ def explain(
 def _in_one_line(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str:
-    parts = [f"{name} {list(tensor.shape)}" for name, tensor in (("q", query), ("k", key), ("v", value))]
+    given = (("q", query), ("k", key), ("v", value))
+    parts = [f"{name} {'nested' if tensor.is_nested else list(tensor.shape)}" for name, tensor in given]
     parts.append(_dtype_name(query))
     parts += ["causal"] * is_causal
     parts += [f"mask {_dtype_name(attn_mask)} {list(attn_mask.shape)}"] if attn_mask is not None else []

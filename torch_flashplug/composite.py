@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import native, problem
+from . import env, native, problem
 from .ops import never_a_frame
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -87,7 +87,7 @@ def _backend(
     wanted, forced = native.backend_of(mode), native.forced_kernels(mode)
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if wanted == "math" and native.enabled():
-        return "math"
+        return "math" if _math_may(query, key, value) else "stock"
     if outside is not None or wanted == "stock":
         return "stock"
     if forced is not None:
@@ -102,6 +102,15 @@ def _backend(
         if problem.gives_nan(scale, choice):
             return "math"
     return planned
+
+
+def _math_may(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """As the router: torch.nn.attention.sdpa_kernel counts, but not against a process-wide backend. What stock refuses
+    it gets.
+    """
+    ours = torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
+    allowed = env.BACKEND.get() == "math" or (ours and torch.backends.cuda.math_sdp_enabled())
+    return allowed and query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
 
 
 @functools.lru_cache(maxsize=1024)

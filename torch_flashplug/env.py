@@ -39,7 +39,7 @@ HOOK = Flag(
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
-    "0: leave stock's cuDNN attention as it is, which can misread operands and the order of grad_out",
+    "0: leave stock's attention as it is, which can misread operands and the order of grad_out",
 )
 
 FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK, REPAIR)

@@ -7,8 +7,6 @@ it never adds a guard.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -61,6 +59,8 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         )
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
+    if any(tensor.is_nested for tensor in (query, key, value)):
+        return "nested tensors are stock attention's"
     if decides_itself(query, key, value):
         return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
     q, k, v = shapes = [_hints(tensor.shape) for tensor in (query, key, value)]
@@ -112,10 +112,11 @@ def describe(
 
 
 def kind_of_scale(scale: float | None) -> str:
-    """One of native.SCALE_IDS; scale_of in src/tensor_facts.cpp."""
-    if scale is not None and not math.isfinite(scale):
+    """One of native.SCALE_IDS; scale_of in src/tensor_facts.cpp. Kernels take it as a float of 32 bits."""
+    fp32 = torch.finfo(torch.float32)
+    if scale is not None and not abs(scale) <= fp32.max:
         return "not finite"
-    return "positive" if scale is None or scale > 0 else "negative" if scale < 0 else "zero"
+    return "positive" if scale is None or scale >= fp32.tiny else "negative" if scale <= -fp32.tiny else "zero"
 
 
 def gives_nan(scale: float | None, stock_choice: int) -> bool:

@@ -1,6 +1,6 @@
 """Switches the repair of stock's attention (src/repair.cpp), for calls that stay with stock: cuDNN's misreads addresses
-and strides that are no multiples of 16 bytes, and its backward forgets how grad_out lies in memory; flash's and the
-efficient backward fail where the address of grad_out is no such multiple.
+and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and its backward forgets
+how grad_out lies in memory.
 
 Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
 dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
@@ -31,6 +31,17 @@ _SCHEMAS = {
     "Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, "
     "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
     "float? scale=None) -> (Tensor, Tensor, Tensor)",
+    torch.ops.aten._scaled_dot_product_flash_attention.default: (
+        "aten::_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+        "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
+        "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, "
+        "Tensor unused, Tensor debug_attn_mask)"
+    ),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: (
+        "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> "
+        "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (
         "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "

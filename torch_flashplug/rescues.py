@@ -15,7 +15,8 @@ FACTS = (
     "whole_dims",  # D and Dv are multiples of 8
     "one_row",  # Sq == 1
     "one_key",  # Sk == 1
-    "unusual_scale",  # zero or negative
+    "unusual_scale",  # zero or negative, as a float of 32 bits
+    "rows",  # the last dims are contiguous: else stock takes math, which is right
 )
 
 
@@ -35,23 +36,23 @@ _STRIDE_OF_ONE = (
 )
 RESCUES: tuple[Rescue, ...] = (
     Rescue(
-        ("odd_base", "whole_dims", "one_row"),
+        ("odd_base", "rows", "whole_dims", "one_row"),
         "end the CUDA context (misaligned address, or cuDNN's execute fails)",
         f"{_SEEN}: q (1, 32, 1, 16), k (1, 8, 1, 16) at an odd storage offset; q (1, 4, 1, 128), k (1, 1, 3, 128)",
     ),
     Rescue(
-        ("odd_base", "whole_dims", "one_key"),
+        ("odd_base", "rows", "whole_dims", "one_key"),
         "end the CUDA context (misaligned address)",
         f"{_SEEN}: q (5, 21, 1, 128), k (5, 3, 1, 128) at an odd storage offset",
     ),
     Rescue(
-        ("broadcast_query", "mixed_dims", "whole_dims"),
+        ("broadcast_query", "mixed_dims", "rows", "whole_dims"),
         "raise (cuDNN: the stride for the last dimension), and end the process at the second call",
         f"{_SEEN}: q (2, 3, 64, 80) expanded over heads, Dv 64",
     ),
-    Rescue(("odd_ones", "whole_dims", "one_row"), _STRIDE_OF_ONE, f"{_SEEN}: gradients, as with one key"),
+    Rescue(("odd_ones", "rows", "whole_dims", "one_row"), _STRIDE_OF_ONE, f"{_SEEN}: gradients, as with one key"),
     Rescue(
-        ("odd_ones", "whole_dims", "one_key"),
+        ("odd_ones", "rows", "whole_dims", "one_key"),
         _STRIDE_OF_ONE,
         f"{_SEEN}: gradients of v (2, 4, 1, 96), by transpose from (2, 4, 96, 1); q (1, 1, 4, 32), v (1, 1, 1, 256)",
     ),

@@ -1,0 +1,153 @@
+// Stock's attention kernels for CUDA, called past the dispatcher by their mangled names, which spell all arguments but
+// no results: repair.py compares the schemas.
+#include <dlfcn.h>
+
+#include <tuple>
+#include <type_traits>
+
+#include "torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+// at::cuda::_scaled_dot_product_{cudnn, flash, efficient}_attention and ..._backward, arguments and all
+constexpr const char* kCudnnForward =
+    "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
+constexpr const char* kCudnnBackward =
+    "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
+    "lldbSt8optionalIdE";
+constexpr const char* kFlashForward =
+    "_ZN2at4cuda35_scaled_dot_product_flash_attentionERKNS_6TensorES3_S3_dbbSt8optionalIdE";
+constexpr const char* kFlashBackward =
+    "_ZN2at4cuda44_scaled_dot_product_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_"
+    "St8optionalIdE";
+constexpr const char* kEfficientForward =
+    "_ZN2at4cuda39_scaled_dot_product_efficient_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbS4_IdE";
+constexpr const char* kEfficientBackward =
+    "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
+    "dSt5arrayIbLm4EEbSt8optionalIdE";
+
+// Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
+struct TensorValue {  // at::Tensor: one pointer
+  void* impl = nullptr;
+  TensorValue() = default;
+  TensorValue(const TensorValue&) = delete;
+  ~TensorValue() {}
+  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+  AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
+};
+struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
+  int64_t number = 0;
+  SymIntValue() = default;
+  SymIntValue(const SymIntValue&) = delete;
+  ~SymIntValue() {}
+};
+using T = TensorValue;
+using Reference = const void*;  // const at::Tensor&
+using OptionalReference = const std::optional<void*>*;
+using MaybeScale = std::optional<double>;
+
+using Fused = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T>;
+
+// Stock's kernels past the dispatcher; null where this torch has them not.
+struct StockKernels {
+  Fused (*cudnn_forward)(Reference, Reference, Reference, OptionalReference, bool, double, bool, bool,
+                         MaybeScale) = nullptr;
+  Fused (*flash_forward)(Reference, Reference, Reference, double, bool, bool, MaybeScale) = nullptr;
+  std::tuple<T, T, T, T> (*efficient_forward)(Reference, Reference, Reference, OptionalReference, bool, double, bool,
+                                              MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*cudnn_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, Reference, Reference, Reference, int64_t, int64_t, double, bool,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*flash_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, int64_t, int64_t, double, bool, Reference, Reference,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T, T> (*efficient_backward)(Reference, Reference, Reference, Reference, Reference, Reference,
+                                               Reference, Reference, Reference, double, std::array<bool, 4>, bool,
+                                               MaybeScale) = nullptr;
+};
+
+const StockKernels& stock_kernels() {
+  static const StockKernels instance = [] {
+    StockKernels found;
+    void* cuda = in_process("libtorch_cuda.so");
+    if (cuda == nullptr) return found;
+    const auto look = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(cuda, name));
+    };
+    look(found.cudnn_forward, kCudnnForward);
+    look(found.flash_forward, kFlashForward);
+    look(found.efficient_forward, kEfficientForward);
+    look(found.cudnn_backward, kCudnnBackward);
+    look(found.flash_backward, kFlashBackward);
+    look(found.efficient_backward, kEfficientBackward);
+    return found;
+  }();
+  return instance;
+}
+
+template <typename Tuple>
+void hand_out(const Tuple& tensors, AtenTensorHandle* handles) {
+  std::apply([&](const auto&... tensor) { ((*handles++ = tensor.handle()), ...); }, tensors);
+}
+
+FusedResult hand_out(const Fused& results) {
+  const auto& [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = results;
+  FusedResult handles{{}, max_q.number, max_k.number};
+  hand_out(std::tie(out, lse, cum_q, cum_k, seed, offset, debug), handles.tensors);
+  return handles;
+}
+
+// The at::Tensor behind a handle is one pointer; an undefined one stands for none.
+std::optional<void*> optional_tensor(AtenTensorHandle handle) {
+  return handle == nullptr ? std::nullopt : std::optional<void*>(*reinterpret_cast<void**>(handle));
+}
+
+}  // namespace
+
+bool has_stock_kernels() {
+  const StockKernels& stock = stock_kernels();
+  return stock.cudnn_forward != nullptr && stock.flash_forward != nullptr && stock.efficient_forward != nullptr &&
+         stock.cudnn_backward != nullptr && stock.flash_backward != nullptr && stock.efficient_backward != nullptr;
+}
+
+FusedResult stock_cudnn_forward(const CudnnForwardCall& c) {
+  const std::optional<void*> bias = optional_tensor(c.bias);
+  return hand_out(stock_kernels().cudnn_forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal,
+                                                c.returns_debug_mask, c.scale));
+}
+
+FusedResult stock_flash_forward(const FlashForwardCall& c) {
+  return hand_out(
+      stock_kernels().flash_forward(c.q, c.k, c.v, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale));
+}
+
+void stock_efficient_forward(const EfficientForwardCall& c, AtenTensorHandle results[4]) {
+  const std::optional<void*> bias = optional_tensor(c.bias);
+  hand_out(stock_kernels().efficient_forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.scale),
+           results);
+}
+
+void stock_cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().cudnn_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
+                                          max_k, dropout_p, is_causal, scale),
+           grads);
+}
+
+void stock_flash_backward(const AtenTensorHandle t[10], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().flash_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], max_q, max_k, dropout_p,
+                                          is_causal, t[8], t[9], scale),
+           grads);
+}
+
+void stock_efficient_backward(const AtenTensorHandle t[9], double dropout_p, std::array<bool, 4> wanted, bool is_causal,
+                              MaybeScale scale, AtenTensorHandle grads[4]) {
+  hand_out(stock_kernels().efficient_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], dropout_p, wanted,
+                                              is_causal, scale),
+           grads);
+}
+
+}  // namespace flashplug
