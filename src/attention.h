@@ -49,7 +49,7 @@ Owned dense_copy(AtenTensorHandle tensor);  // of a 4-d tensor, its dims in the 
 Owned readable(AtenTensorHandle tensor);
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
 // The same 4-d tensor with strides there that no kernel minds.
-Owned aligned_ones(AtenTensorHandle tensor);
+Owned aligned_ones(Owned tensor);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
@@ -78,7 +78,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
 
 // ---- repair.cpp ----
 
-// Stock's cuDNN forward with operands that it can read; its output in the layout that output_strides() says.
+// Stock's cuDNN forward with operands that it can read; its output in the layout that it would have had.
 struct RepairedForward {
   Owned tensors[7];  // as FusedResult
   int64_t max_q, max_k;

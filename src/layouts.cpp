@@ -69,8 +69,8 @@ Owned readable(AtenTensorHandle tensor) {
   return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes ? Owned::share(tensor) : dense_copy(tensor);
 }
 
-Owned aligned_ones(AtenTensorHandle tensor) {
-  const Shape shape = shape_of(tensor);
+Owned aligned_ones(Owned tensor) {
+  const Shape shape = shape_of(tensor.get());
   int64_t stride[4];
   bool changed = false;
   for (int i = 0; i < 4; ++i) {
@@ -78,7 +78,7 @@ Owned aligned_ones(AtenTensorHandle tensor) {
     stride[i] = odd ? (shape.size[3] + kUnitElements - 1) / kUnitElements * kUnitElements : shape.stride[i];
     changed |= odd;
   }
-  return changed ? view(tensor, 4, shape.size, stride) : Owned::share(tensor);
+  return changed ? view(tensor.get(), 4, shape.size, stride) : std::move(tensor);
 }
 
 namespace {

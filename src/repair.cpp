@@ -41,15 +41,27 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), has_four);
 }
 
-Owned for_cudnn(AtenTensorHandle query, bool mixed_dims) {
-  return mixed_dims && layout_of(shape_of(query), 0).broadcast ? packed_copy(query) : readable(query);
-}
-
-bool mixed_dims(AtenTensorHandle query, AtenTensorHandle value) {
-  return shape_of(query).size[3] != shape_of(value).size[3];
-}
-
 // ---- cuDNN ----
+
+// Whether its output for a query would have rows that are no consecutive elements.
+bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
+  const Shape q = shape_of(query);
+  return q.size[3] != shape_of(value).size[3] && layout_of(q, 0).broadcast;
+}
+
+bool reads(AtenTensorHandle tensor) {
+  const Layout layout = layout_in_memory(tensor, shape_of(tensor));
+  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes;
+}
+
+// Whether cuDNN takes them for what they are.
+bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+  return reads(q) && reads(k) && reads(v) && !scatters_rows(q, v);
+}
+
+Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
+  return scatters_rows(query, value) ? packed_copy(query) : readable(query);
+}
 
 RepairedForward owned(const FusedResult& raw) {
   RepairedForward result{{}, raw.max_q, raw.max_k};
@@ -88,11 +100,25 @@ double its_neighbour(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
 }
 
-// Of four-dimensional tensors: what cuDNN takes for what it is. Returns the operands that were given.
+// Whether `out` and `grad_out` lie in the one order that a plan may have been built with.
+bool in_order(const Owned (&tensors)[kTensors]) {
+  const Shape out = shape_of(tensors[kOut].get()), grad_out = shape_of(tensors[kGradOut].get());
+  int64_t stride[4];
+  output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
+  return std::equal(stride, stride + 4, out.stride) && std::equal(stride, stride + 4, grad_out.stride);
+}
+
+bool needs_mending(const Owned (&t)[kTensors]) {
+  if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
+  const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
+  return !operands || !in_order(t) || !reads(t[kGradOut].get()) || !reads(t[kOut].get());
+}
+
+// What cuDNN takes for what it is. Returns the operands that were given.
 std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
   std::array<Owned, 3> given;
   for (int i = 0; i < 3; ++i) given[i] = Owned::share(tensors[kQuery + i].get());
-  tensors[kQuery] = for_cudnn(given[0].get(), mixed_dims(given[0].get(), given[2].get()));
+  tensors[kQuery] = query_for_cudnn(given[0].get(), given[2].get());
   for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
   const Shape out = shape_of(tensors[kOut].get());
   int64_t stride[4];
@@ -110,16 +136,15 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const auto is_causal = box::to<bool>(stack[kTensors + 3]);
   const std::optional<double> scale = box::to_optional_double(stack[kTensors + 4]);
   std::array<Owned, 3> given;
-  const bool mendable = four_dims({tensors[kGradOut].get(), tensors[kQuery].get(), tensors[kKey].get(),
-                                   tensors[kValue].get(), tensors[kOut].get()});
-  if (mendable) given = mend(tensors);
+  const bool mending = needs_mending(tensors);
+  if (mending) given = mend(tensors);
   AtenTensorHandle borrowed[kTensors], grads[3];
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
   stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) {
     Owned grad(grads[i]);
-    if (mendable && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
+    if (mending && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
     stack[i] = box::from_tensor(std::move(grad));
   }
 }
@@ -142,7 +167,7 @@ bool off_units(AtenTensorHandle tensor) {
 
 Owned on_units(Owned tensor) {
   if (!four_dims({tensor.get()})) return tensor;
-  return aligned_ones((off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor)).get());
+  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
 // Tensors of the stack; the first `operands` of them as stock can read them.
@@ -218,16 +243,14 @@ std::unique_ptr<StableLibrary>& library() {
 }  // namespace
 
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
+  if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
+    return owned(stock_cudnn_forward(call));
   const AtenTensorHandle query = call.q;
-  const bool mendable = four_dims({call.q, call.k, call.v});
-  Owned q, k, v;
-  if (mendable) {
-    q = for_cudnn(call.q, mixed_dims(call.q, call.v)), k = readable(call.k), v = readable(call.v);
-    call.q = q.get(), call.k = k.get(), call.v = v.get();
-  }
+  const Owned q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
+  call.q = q.get(), call.k = k.get(), call.v = v.get();
   RepairedForward result = owned(stock_cudnn_forward(call));
   Owned& out = result.tensors[0];
-  if (mendable && out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
+  if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
   return result;
 }
 

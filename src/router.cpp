@@ -122,7 +122,8 @@ Verdict judge(const Call& call, Mode mode) {
 bool efficient_reads(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;
-  std::optional<QuietShims> quiet;  // symbolic sizes, no storage
+  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule of vmap forgets to spread the mask
+  std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
   if (torch.python_dispatch(call.q) || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands], mask;
   Problem p;

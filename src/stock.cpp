@@ -27,7 +27,7 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
 
 // [B, Hkv, S, D] -> [B, Hq, S, D]: key and value heads repeated for the query heads that share them.
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
-  if (group == 1) return aligned_ones(tensor);
+  if (group == 1) return aligned_ones(Owned::share(tensor));
   OpCall op("aten::repeat_interleave");
   op.add(box::from_borrowed(tensor), box::from(group), box::from(std::optional<int64_t>(1)), box::from(std::nullopt))
       .require("self_int");
@@ -90,7 +90,7 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
     return false;
   }
   count(Path::kCudnnForward);
-  result->out = std::move(raw.tensors[0]);
+  result->out = in_output_layout(std::move(raw.tensors[0]), call.q);
   const Owned& lse = raw.tensors[1];  // [B, H, Sq, 1] or [B, H, Sq]
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   const Owned rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
@@ -109,7 +109,7 @@ bool efficient_can_run(const Problem& p) {
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   OpCall op("aten::_scaled_dot_product_efficient_attention");
-  op.add(box::from_tensor(aligned_ones(call.q)), box::from_tensor(repeat_heads(call.k, p.group())));
+  op.add(box::from_tensor(aligned_ones(Owned::share(call.q))), box::from_tensor(repeat_heads(call.k, p.group())));
   op.add(box::from_tensor(repeat_heads(call.v, p.group())), box::from_optional_tensor(nullptr), box::from(true));
   op.add(box::from(call.dropout_p), box::from(call.causal == Causal::kTopLeft), box::from_optional_double(call.scale));
   op.require();
@@ -142,7 +142,7 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
   op.add(box::from_tensor(readable(under_strides(call.grad_out, stride).get())),
-         box::from_tensor(aligned_ones(forward.q)), box::from_tensor(repeat_heads(forward.k, p.group())));
+         box::from_tensor(aligned_ones(Owned::share(forward.q))), box::from_tensor(repeat_heads(forward.k, p.group())));
   op.add(box::from_tensor(repeat_heads(forward.v, p.group())), box::from_borrowed(nullptr),
          box::from_tensor(under_strides(call.out, stride)));
   op.add(box::from_tensor(pad_lse(call.lse, p)), box::from_borrowed(call.seed), box::from_borrowed(call.offset));

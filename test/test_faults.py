@@ -127,6 +127,18 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
+@pytest.mark.gpu
+def test_such_scales_under_vmap() -> None:
+    """Masked: math, because torch's own rule for the efficient attention refuses the mask."""
+    q, k, v = (half(2, 4, 129, 64) for _ in range(3))
+    mask = torch.ones(129, 129, dtype=torch.bool, device="cuda").tril()
+    queries = torch.stack([q, q.neg(), q * 2])
+    outs = torch.vmap(lambda one: sdpa(one, k, v, attn_mask=mask, scale=-0.5))(queries)
+    for out, one in zip(outs, queries):
+        scores = (one.double() @ k.double().mT * -0.5).masked_fill(~mask, -math.inf)
+        torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
 def test_such_scales_are_ours(road: Road, scale: float) -> None:
     q, k, v = road.qkv(grad=True)
