@@ -16,6 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import torch_flashplug
+
 ROOT = Path(__file__).resolve().parent.parent
 CLOCK_FIELDS = (
     "clocks.sm",
@@ -40,8 +42,8 @@ def read_clocks() -> dict[str, str]:
 
 
 def commit() -> str:
-    """What is being measured: noted by `dev gpu-bundle`, else what git says."""
-    noted = ROOT / "COMMIT"
+    """What is being measured: noted beside the package by `dev gpu-bundle`, else what git says."""
+    noted = Path(torch_flashplug.__file__).parents[1] / "COMMIT"
     if noted.exists():
         return noted.read_text().strip()
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
