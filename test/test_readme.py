@@ -85,6 +85,14 @@ def test_kept_results_have_the_agreed_form(path):
     if "suite" not in document:
         pytest.skip("not a benchmark's file")
     assert {"gpu", "torch", "cudnn", "commit", "clocks"} <= set(document)
+    if document["suite"] == "fuzz":
+        assert min(document["calls"].values()) > 1000 and document["findings"] == []
+        return
+    if document["suite"] == "programs":
+        assert document["violations"] == document["failed"] == [] and len(document["rows"]) > 500
+        for row in document["rows"]:
+            assert {"program", "scenario", "order", "calls", "served", "reasons"} <= set(row)
+        return
     assert document["rounds"] >= 7
     if document["suite"] == "gate":  # times of ours alone: call -> state -> splits -> microseconds
         assert document["facts"]["sm_count"] > 0

@@ -70,6 +70,7 @@ class Call:
     mask_dims: str = ""  # of b, h, q and k those that are not 1
     dropout: float = 0.0
     deterministic: bool = False
+    allow: str = ""  # "no_cudnn", "flash", "efficient": what torch.nn.attention.sdpa_kernel leaves of stock
 
     def facts(self) -> dict[str, object]:
         """What is not as usual, JSON-able."""
@@ -167,6 +168,10 @@ def _three(rng: Random) -> dict[str, object]:
     return {x: _layout(rng) for x in "qkv"}
 
 
+def _some(rng: Random, share: float = 0.5) -> dict[str, object]:
+    return _three(rng) if rng.random() < share else {}
+
+
 def _grad_layout(rng: Random) -> Layout:
     draw = rng.random()
     if draw < 0.15:
@@ -205,8 +210,7 @@ def _layouts(rng: Random, work: int) -> Drawn:
 
 def _grad_out(rng: Random, work: int) -> Drawn:
     wants = rng.choice(SOME)
-    layouts = {} if rng.random() < 0.7 else _three(rng)
-    return _sizes(rng, work), {"wants": wants, "grad_out": _grad_layout(rng), **layouts}
+    return _sizes(rng, work), {"wants": wants, "grad_out": _grad_layout(rng), **_some(rng, 0.3)}
 
 
 def _twice(first: str, rng: Random, work: int) -> Drawn:
@@ -253,7 +257,27 @@ def _fault6(rng: Random, work: int) -> Drawn:
 
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
-    return _sizes(rng, work), {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
+    more = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
+    return _sizes(rng, work), more | _some(rng, 0.3)
+
+
+def _dropout(rng: Random, work: int) -> Drawn:
+    return _sizes(rng, work), {"dropout": rng.choice((0.1, 0.5)), **_some(rng)}
+
+
+def _deterministic(rng: Random, work: int) -> Drawn:
+    grads = {"wants": rng.choice(SOME), "grad_out": _grad_layout(rng)}
+    return _sizes(rng, work), {"deterministic": True, **grads, **_some(rng)}
+
+
+def _wide(rng: Random, work: int) -> Drawn:
+    return _sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)}
+
+
+def _allowed(rng: Random, work: int) -> Drawn:
+    """Where cuDNN, which looks at nothing, is not what stock takes."""
+    more = {"allow": rng.choice(("no_cudnn", "flash", "efficient")), "grad_out": _grad_layout(rng)}
+    return _sizes(rng, work), more | {"dropout": rng.choice((0.0, 0.0, 0.1))} | _some(rng, 0.8)
 
 
 def _empty(rng: Random, work: int) -> Drawn:
@@ -281,9 +305,10 @@ KINDS = (
     Kind("fault5", 2, _fault5),
     Kind("fault6", 2, _fault6),
     Kind("mask", 5, _mask),
-    Kind("dropout", 1, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5))})),
-    Kind("deterministic", 4, lambda rng, work: (_sizes(rng, work), {"deterministic": True, "wants": rng.choice(SOME)})),
-    Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64"))})),
+    Kind("dropout", 2, _dropout),
+    Kind("deterministic", 4, _deterministic),
+    Kind("wide", 2, _wide),
+    Kind("allowed", 4, _allowed),
     Kind("empty", 1, _empty),
 )
 NAMES = tuple(kind.name for kind in KINDS)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from fuzz_calls import DTYPES, Call, Posed
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import env, native
@@ -115,12 +116,26 @@ class Verdict:
         return self.status not in {"right", "refused"}
 
 
+# What sdpa_kernel is given. OVERRIDEABLE or flash stand for the plugin, so "efficient" leaves calls to stock.
+ALLOWED = {
+    "no_cudnn": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+}
+NOT_SERVED = ("cannot run this call", "No available kernel", "No viable backend")  # of a forced mode; of sdpa_kernel
+
+
 @contextlib.contextmanager
 def _as_told(call: Call, mode: str) -> Iterator[None]:
     torch.use_deterministic_algorithms(call.deterministic)
     try:
         forced = mode not in {"auto", "stock"}
-        with torch_flashplug.sdpa_backend(mode) if forced else contextlib.nullcontext(), warnings.catch_warnings():
+        with contextlib.ExitStack() as scopes:
+            if forced:
+                scopes.enter_context(torch_flashplug.sdpa_backend(mode))
+            if call.allow:
+                scopes.enter_context(sdpa_kernel(ALLOWED[call.allow]))
+            scopes.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # stock's notes on why a fused kernel did not run
             yield
     finally:
@@ -237,16 +252,19 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
         status = "wrong" if detail else "right"
     except Exception as error:  # of any kind: that a call raises is what is looked for
         status, detail = "raised", f"{type(error).__name__}: {error}"[:1000]
-        if mode in {"fa3", "fa2"} and isinstance(error, RuntimeError) and "cannot run this call" in detail:
+        may_refuse = mode in {"fa3", "fa2"} or call.allow
+        if may_refuse and isinstance(error, RuntimeError) and any(words in detail for words in NOT_SERVED):
             status, detail = "refused", ""
     return Verdict(status, detail, {path: count for path, count in native.counters().items() if count})
 
 
 def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
-    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart."""
-    left = call.mask or call.dropout or call.dtype in {"fp32", "fp64"} or call.empty
+    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart. Wrong
+    numbers with masks, or a refused one; nothing of empty operands; no order where one was asked for.
+    """
+    masked = call.mask and (verdict.status == "wrong" or "bias" in verdict.detail)
     unordered = call.deterministic and verdict.status == "raised" and "deterministic" in verdict.detail
-    return mode == "auto" and bool(left or unordered) and not verdict.paths.get("ours_fwd")
+    return mode == "auto" and bool(masked or call.empty or unordered) and not verdict.paths.get("ours_fwd")
 
 
 @contextlib.contextmanager
