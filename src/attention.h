@@ -43,9 +43,11 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // of a tensor that has an address
 Owned packed_copy(AtenTensorHandle tensor);                            // of a 4-d tensor, row-major
-Owned dense_copy(AtenTensorHandle tensor);  // of a 4-d tensor, its dims in the same order where rows stay consecutive
-// A 4-d tensor of 16-bit elements as TMA and vectors can read it, rows of consecutive elements and all else on
-// multiples of 16 bytes: itself, or a dense copy.
+// Of a 4-d tensor, laid out as torch.empty_like would where rows stay consecutive, else row-major.
+Owned dense_copy(AtenTensorHandle tensor);
+// Whether TMA and vectors can read a 4-d tensor of 16-bit elements: rows of consecutive elements, all else on multiples
+// of 16 bytes. readable(): itself, or a dense copy.
+bool is_readable(AtenTensorHandle tensor);
 Owned readable(AtenTensorHandle tensor);
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.
 // The same 4-d tensor with strides there that no kernel minds.

@@ -257,8 +257,9 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the stand-in
 void unregister_ops();
-// repair.cpp: stock's attention gets operands that it takes for what they are.
-void repair(bool on);
+// repair.cpp: stock's attention gets operands that it takes for what they are. A sum of StockBackend, 0 takes it out;
+// throws if this torch lacks some, the others are in place then.
+void repair(int backends);
 
 // ---- 3. plan.cpp and its parts (pure) ----
 

@@ -59,15 +59,15 @@ Owned dense_copy(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t stride[4];
   dense_strides(shape.size, shape.stride, 4, stride);
-  bool rows = stride[3] == 1;
-  for (int i = 0; i < 4; ++i) rows &= shape.size[i] == 1 || shape.stride[i] != 0;
-  return rows ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
+  return stride[3] == 1 ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
 }
 
-Owned readable(AtenTensorHandle tensor) {
+bool is_readable(AtenTensorHandle tensor) {
   const Layout layout = layout_in_memory(tensor, shape_of(tensor));
-  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes ? Owned::share(tensor) : dense_copy(tensor);
+  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes;
 }
+
+Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
 
 Owned aligned_ones(Owned tensor) {
   const Shape shape = shape_of(tensor.get());

@@ -78,8 +78,8 @@ FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_op
 }
 FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
 
-FLASHPLUG_EXPORT int flashplug_repair(int on) {
-  return guarded([&] { repair(on != 0); });
+FLASHPLUG_EXPORT int flashplug_repair(int backends) {
+  return guarded([&] { repair(backends); });
 }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }

@@ -1,10 +1,11 @@
 // Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
 // that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
 //
-// - All read 16 bytes at a time, and do not look whether addresses and strides are multiples of that. cuDNN, with TMA,
-//   rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA context,
-//   as flash always does; the efficient attention refuses, or does the same, and minds the stride of a dim of size 1,
-//   too. Copied, masks excepted.
+// - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that:
+// cuDNN,
+//   with TMA, rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
+//   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
+//   refuses. Copied, masks excepted.
 // - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
 //   second such call ends the process. Copied.
 // - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
@@ -49,14 +50,9 @@ bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
   return q.size[3] != shape_of(value).size[3] && layout_of(q, 0).broadcast;
 }
 
-bool reads(AtenTensorHandle tensor) {
-  const Layout layout = layout_in_memory(tensor, shape_of(tensor));
-  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes;
-}
-
 // Whether cuDNN takes them for what they are.
 bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
-  return reads(q) && reads(k) && reads(v) && !scatters_rows(q, v);
+  return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
 }
 
 Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
@@ -111,7 +107,7 @@ bool in_order(const Owned (&tensors)[kTensors]) {
 bool needs_mending(const Owned (&t)[kTensors]) {
   if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
   const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
-  return !operands || !in_order(t) || !reads(t[kGradOut].get()) || !reads(t[kOut].get());
+  return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
 }
 
 // What cuDNN takes for what it is. Returns the operands that were given.
@@ -170,17 +166,15 @@ Owned on_units(Owned tensor) {
   return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
-// Tensors of the stack; the first `operands` of them as stock can read them.
+// Tensors of the stack, all of them taken before anything can fail; the first `operands` as stock can read them.
 template <size_t n>
 struct Taken {
   Owned tensors[n];
   AtenTensorHandle handles[n];
   Taken(const StableIValue* stack, const int (&places)[n], size_t operands) {
-    for (size_t i = 0; i < n; ++i) {
-      tensors[i] = box::to_tensor(stack[places[i]]);
-      if (i < operands) tensors[i] = on_units(std::move(tensors[i]));
-      handles[i] = tensors[i].get();
-    }
+    for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
+    for (size_t i = 0; i < operands; ++i) tensors[i] = on_units(std::move(tensors[i]));
+    for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
   }
 };
 
@@ -201,9 +195,9 @@ void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, scale? -> output, log_sumexp, philox_seed,
 // philox_offset
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned bias = box::to_optional_tensor(stack[3]);
   const Taken taken(stack, {0, 1, 2}, 3);
   const auto [q, k, v] = taken.handles;
-  const Owned bias = box::to_optional_tensor(stack[3]);
   AtenTensorHandle results[4];
   stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
                            box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to_optional_double(stack[7])},
@@ -214,7 +208,7 @@ void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
 // philox_offset, scale? -> dq, dk, dv
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, 4);
+  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, 5);
   AtenTensorHandle grads[3];
   stock_flash_backward(taken.handles, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]),
                        box::to<double>(stack[10]), box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
@@ -224,7 +218,8 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
 // is_causal, scale? -> dq, dk, dv, d(attn_bias)
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 8}, 4);
+  Taken taken(stack, {0, 1, 2, 3, 5, 4, 6, 7, 8}, 5);
+  std::swap(taken.handles[4], taken.handles[5]);  // attn_bias, which stays as it is, comes before out
   const auto listed = box::to<std::vector<bool>>(stack[10]);
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
@@ -254,19 +249,32 @@ RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   return result;
 }
 
-void repair(bool on) {
+void repair(int backends) {
   std::lock_guard<std::mutex> lock(repair_mutex);
-  if (on == (library() != nullptr)) return;
-  if (!on) return library().reset();  // stock's kernels are in place again
-  if (!has_stock_kernels()) throw std::runtime_error("torch_flashplug: this torch has no CUDA attention to repair");
-  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
-  made->impl("_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel);
-  made->impl("_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
-  made->impl("_scaled_dot_product_flash_attention", &flash_forward_kernel);
-  made->impl("_scaled_dot_product_efficient_attention", &efficient_forward_kernel);
-  made->impl("_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
-  made->impl("_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
-  library() = std::move(made);
+  static int in_place = 0;
+  const int possible = backends & stock_backends();
+  if (possible != in_place) {
+    library().reset();  // stock's kernels are in place again
+    in_place = 0;
+  }
+  if (possible != 0 && in_place == 0) {
+    auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
+    const auto put = [&](StockBackend backend, const char* forward, auto forward_kernel, const char* backward,
+                         auto backward_kernel) {
+      if ((possible & backend) == 0) return;
+      made->impl(forward, forward_kernel);
+      made->impl(backward, backward_kernel);
+    };
+    put(kStockCudnn, "_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel,
+        "_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
+    put(kStockFlash, "_scaled_dot_product_flash_attention", &flash_forward_kernel,
+        "_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
+    put(kStockEfficient, "_scaled_dot_product_efficient_attention", &efficient_forward_kernel,
+        "_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
+    library() = std::move(made);
+    in_place = possible;
+  }
+  if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair");
 }
 
 }  // namespace flashplug

@@ -51,7 +51,8 @@ bool python_agrees(const Call& call) {
 // Tensors that functorch wraps have no address, and asking for one fails.
 bool wrapped(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
-  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v);
+  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
+         (call.mask != nullptr && torch.wrapped(call.mask));
 }
 
 // What tells alignment: the address; of a tensor that is only traced, where it will lie in a storage, which the
@@ -122,7 +123,7 @@ Verdict judge(const Call& call, Mode mode) {
 bool efficient_reads(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;
-  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule of vmap forgets to spread the mask
+  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
   std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
   if (torch.python_dispatch(call.q) || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands], mask;

@@ -80,7 +80,7 @@ void add_forward_arguments(OpCall* op, const ForwardCall& call) {
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
-  if (!has_stock_kernels()) return false;
+  if (!(stock_backends() & kStockCudnn)) return false;
   RepairedForward raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;

@@ -1,5 +1,6 @@
 // Stock's attention kernels for CUDA, called past the dispatcher by their mangled names, which spell all arguments but
-// no results: repair.py compares the schemas.
+// no results: repair.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15; the others were seen in
+// 2.11, and follow from 2.13's declarations.
 #include <dlfcn.h>
 
 #include <tuple>
@@ -99,17 +100,18 @@ FusedResult hand_out(const Fused& results) {
   return handles;
 }
 
-// The at::Tensor behind a handle is one pointer; an undefined one stands for none.
+// The at::Tensor behind a handle is one pointer; null stands for none.
 std::optional<void*> optional_tensor(AtenTensorHandle handle) {
   return handle == nullptr ? std::nullopt : std::optional<void*>(*reinterpret_cast<void**>(handle));
 }
 
 }  // namespace
 
-bool has_stock_kernels() {
+int stock_backends() {
   const StockKernels& stock = stock_kernels();
-  return stock.cudnn_forward != nullptr && stock.flash_forward != nullptr && stock.efficient_forward != nullptr &&
-         stock.cudnn_backward != nullptr && stock.flash_backward != nullptr && stock.efficient_backward != nullptr;
+  return (stock.cudnn_forward && stock.cudnn_backward ? kStockCudnn : 0) |
+         (stock.flash_forward && stock.flash_backward ? kStockFlash : 0) |
+         (stock.efficient_forward && stock.efficient_backward ? kStockEfficient : 0);
 }
 
 FusedResult stock_cudnn_forward(const CudnnForwardCall& c) {

@@ -26,7 +26,7 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape);
 // not count.
 Layout layout_of(const Shape& shape, int64_t address_bytes);
 
-// What becomes of it as a float of 32 bits, which is what kernels take. The default one is positive.
+// As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);

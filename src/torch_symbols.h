@@ -63,7 +63,8 @@ void* in_process(const char* library);  // its handle; null where it is not load
 
 // Stock's own attention kernels, past the dispatcher (repair.cpp sits above them). They raise what they raise,
 // torch.OutOfMemoryError too.
-bool has_stock_kernels();  // those below, all of them
+enum StockBackend : int { kStockCudnn = 1, kStockFlash = 2, kStockEfficient = 4 };
+int stock_backends();  // the sum of those whose kernels this torch has
 struct CudnnForwardCall {
   AtenTensorHandle q, k, v, bias;  // bias may be null
   bool needs_lse;

@@ -121,10 +121,14 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
     bias = torch.zeros(129, 129, device="cuda").masked_fill(~mask, -math.inf)
     kwargs = {"attn_mask": bias if kind == "masked_fp32" else mask} if masked else {"is_causal": True}
     out = sdpa(q, k, v, scale=scale, **kwargs)
-    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-    exact = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~mask, -math.inf).softmax(-1) @ v.double()
-    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
-    assert all(torch.isfinite(grad).all() for grad in grads)
+    grad_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    exact = (wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf).softmax(-1) @ wide[2]
+    answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
+    for got, right in zip((out, *grads), answers, strict=True):
+        error = (got.double() - right).norm() / right.norm().clamp_min(1e-2 * right.numel() ** 0.5)
+        assert error < 2e-2, error
 
 
 @pytest.mark.gpu
@@ -136,6 +140,10 @@ def test_such_scales_under_vmap() -> None:
     outs = torch.vmap(lambda one: sdpa(one, k, v, attn_mask=mask, scale=-0.5))(queries)
     for out, one in zip(outs, queries):
         scores = (one.double() @ k.double().mT * -0.5).masked_fill(~mask, -math.inf)
+        torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
+    masks = torch.stack([mask, ~mask | torch.eye(129, dtype=torch.bool, device="cuda")])
+    for out, one in zip(torch.vmap(lambda each: sdpa(q, k, v, attn_mask=each, scale=-0.5))(masks), masks):
+        scores = (q.double() @ k.double().mT * -0.5).masked_fill(~one, -math.inf)
         torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
 
 
@@ -175,8 +183,12 @@ def test_forced_math_takes_boolean_masks(any_road: Road) -> None:
 
 def test_forced_math_refuses_what_stock_refuses(any_road: Road) -> None:
     q, k, v = any_road.qkv(rows=65)
-    with torch_flashplug.sdpa_backend("math"), pytest.raises(RuntimeError, match="same dtype"):
-        sdpa(q, k.float(), v)
+    counts = torch.ones(65, 65, dtype=torch.int64, device=q.device)
+    with torch_flashplug.sdpa_backend("math"):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            sdpa(q, k.float(), v)
+        with pytest.raises(RuntimeError, match="attn_mask dtype"):
+            sdpa(q, k, v, attn_mask=counts)
 
 
 def test_explain_takes_nested_tensors() -> None:

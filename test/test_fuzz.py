@@ -182,7 +182,7 @@ def test_a_dead_worker_is_a_finding_and_its_work_goes_on() -> None:
     index, *others = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
     run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
     left = {index: ["auto", "fa3"], others[0]: ["auto", "fa3", "fa2"]}
-    run.bury(fuzz.Hand(Dead(), None, left, doing=(index, "auto")), "crash")
+    run.bury(fuzz.Hand(Dead(), None, 0, left, doing=(index, "auto")), "crash")
     (finding,) = run.findings
     assert (finding["status"], finding["index"], finding["mode"]) == ("crash", index, "auto")
     assert list(run.again) == [(index, ["fa3"]), (others[0], ["auto", "fa3", "fa2"])]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,10 @@ def test_what_cannot_run_is_told(standin: Road, monkeypatch: pytest.MonkeyPatch)
     assert [record["failed"] for record in found] == ["ZeroDivisionError: division by zero"] * 2
     failed = programs.assemble({"bert": {"stock_first": found}}, ["stock_first"])["failed"]
     assert {failure["scenario"] for failure in failed} == set(SCENARIOS)
+
+
+def test_a_child_is_a_process_of_its_own() -> None:
+    """What run_all starts, with the command that it starts it with."""
+    task = programs.Task("stock_first", "gpt2", ("forward",), "cpu", quick=True)
+    found = programs.start([task], 1, time.monotonic() + 200)
+    assert [record["side"] for record in found] == ["stock", "ours"] and not any("failed" in record for record in found)

@@ -74,6 +74,7 @@ class Hand:
 
     process: multiprocessing.process.BaseProcess
     conn: Connection
+    number: int
     left: dict[int, list[str]] = field(default_factory=dict)  # of its block what is not done
     doing: tuple[int, str] | None = None
     patience: float = field(default_factory=lambda: time.monotonic() + START)  # until when it may be silent
@@ -86,7 +87,7 @@ def hire(device: str, seed: int, number: int) -> Hand:
     process = context.Process(target=work, args=(there, device, seed, number), daemon=True)
     process.start()
     there.close()
-    return Hand(process, here)
+    return Hand(process, here, number)
 
 
 @dataclass(slots=True)
@@ -241,7 +242,7 @@ class Fuzz:
         self.bury(hand, status)
         if hand.doing is None and hand.left == {}:
             raise SystemExit(f"a worker died before its first call ({status}, exit status {hand.process.exitcode})")
-        self.hands.append(hire(self.device, self.seed, self.deaths))
+        self.hands.append(hire(self.device, self.seed, hand.number))
 
 
 # ---- what a run leaves behind ----

@@ -20,13 +20,12 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DIMS = "bhsd"
 TAIL = 64  # elements of NaN behind every operand
-# At and beside the edges of tiles, of vectors and of the blocks that stock's kernels have.
+# At and beside the edges of tiles, of vectors, of blocks of stock's kernels.
 EDGES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 79, 95, 96, 97, 111, 112, 113, 127, 128, 129,
          160, 191, 192, 193, 255, 256, 257, 319, 320, 383, 384, 385, 511, 512, 513, 700, 767, 769, 1023, 1025,
          1500)  # fmt: skip
 LONG = (2049, 3000, 4097)
-OPERAND_ROWS = 32  # reading an operand costs as much as this many products with it
-MAX_HEADS = 600
+OPERAND_ROWS, MAX_HEADS = 32, 600  # reading an operand costs as much as so many products with it
 SOME = ("qkv", "qkv", "q", "k", "v", "qk", "kv", "qv")
 
 
@@ -257,12 +256,8 @@ def _fault6(rng: Random, work: int) -> Drawn:
 
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
-    more = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
-    return _sizes(rng, work), more | _some(rng, 0.3)
-
-
-def _dropout(rng: Random, work: int) -> Drawn:
-    return _sizes(rng, work), {"dropout": rng.choice((0.1, 0.5)), **_some(rng)}
+    masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
+    return _sizes(rng, work), masked | _some(rng, 0.3)
 
 
 def _deterministic(rng: Random, work: int) -> Drawn:
@@ -270,14 +265,10 @@ def _deterministic(rng: Random, work: int) -> Drawn:
     return _sizes(rng, work), {"deterministic": True, **grads, **_some(rng)}
 
 
-def _wide(rng: Random, work: int) -> Drawn:
-    return _sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)}
-
-
 def _allowed(rng: Random, work: int) -> Drawn:
     """Where cuDNN, which looks at nothing, is not what stock takes."""
-    more = {"allow": rng.choice(("no_cudnn", "flash", "efficient")), "grad_out": _grad_layout(rng)}
-    return _sizes(rng, work), more | {"dropout": rng.choice((0.0, 0.0, 0.1))} | _some(rng, 0.8)
+    allow, dropout = rng.choice(("no_cudnn", "flash", "efficient")), rng.choice((0.0, 0.0, 0.1))
+    return _sizes(rng, work), {"allow": allow, "dropout": dropout, "grad_out": _grad_layout(rng), **_some(rng, 0.8)}
 
 
 def _empty(rng: Random, work: int) -> Drawn:
@@ -305,9 +296,9 @@ KINDS = (
     Kind("fault5", 2, _fault5),
     Kind("fault6", 2, _fault6),
     Kind("mask", 5, _mask),
-    Kind("dropout", 2, _dropout),
+    Kind("dropout", 2, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5)), **_some(rng)})),
     Kind("deterministic", 4, _deterministic),
-    Kind("wide", 2, _wide),
+    Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)})),
     Kind("allowed", 4, _allowed),
     Kind("empty", 1, _empty),
 )

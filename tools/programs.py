@@ -380,15 +380,15 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         tasks = [Task(**fields | {"scenarios": tuple(fields["scenarios"])}) for fields in json.loads(options.child)]
-        with torch.cuda.device(options.gpu):  # on a machine without GPUs this does nothing
-            child(tasks, options.out)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(options.gpu)
+        child(tasks, options.out)
         return 0
     programs, orders = options.only.split(",") if options.only else list(PROGRAMS), options.orders.split(",")
     unknown = {*programs, *orders, *filter(None, options.scenarios.split(","))} - {*PROGRAMS, *ORDERS, *SCENARIOS}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    clocks = report.read_clocks()
-    found = run_all(options, programs, orders)
+    clocks, found = report.read_clocks(), run_all(options, programs, orders)
     document = report.header("programs", clocks, report.commit()) | {"transformers": transformers.__version__}
     document |= {"violations": violations(found["rows"]), "totals": totals(found["rows"])} | found
     print_table(document, Console(width=200))

@@ -87,7 +87,7 @@ def _backend(
     wanted, forced = native.backend_of(mode), native.forced_kernels(mode)
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if wanted == "math" and native.enabled():
-        return "math" if _math_may(query, key, value) else "stock"
+        return "math" if _math_may(query, key, value, attn_mask) else "stock"
     if outside is not None or wanted == "stock":
         return "stock"
     if forced is not None:
@@ -99,18 +99,20 @@ def _backend(
     if planned == "stock" and problem.kind_of_scale(scale) != "positive":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if problem.gives_nan(scale, choice):
+        if problem.gives_nan(scale, choice) and torch.backends.cuda.math_sdp_enabled():
             return "math"
     return planned
 
 
-def _math_may(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _math_may(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """As the router: torch.nn.attention.sdpa_kernel counts, but not against a process-wide backend. What stock refuses
-    it gets.
+    is left to it.
     """
     ours = torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
     allowed = env.BACKEND.get() == "math" or (ours and torch.backends.cuda.math_sdp_enabled())
-    return allowed and query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
+    alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
+    masked = attn_mask is None or attn_mask.dtype in {torch.bool, torch.float32, query.dtype}
+    return allowed and alike and masked and min(tensor.dim() for tensor in (query, key, value)) > 1
 
 
 @functools.lru_cache(maxsize=1024)

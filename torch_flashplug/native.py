@@ -49,6 +49,7 @@ PROBLEM_DEFAULTS = {
 }
 PROBLEM_SIZES = PROBLEM_FIELDS[:7]  # which have no default
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
+STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/torch_symbols.h
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -183,9 +184,11 @@ def unregister_ops() -> None:
     lib().flashplug_unregister_ops()
 
 
-def repair(on: bool) -> bool:
-    """Puts the repair of stock's cuDNN attention in place, or takes it out; False: this torch has none to repair."""
-    return lib().flashplug_repair(int(on)) == 0
+def repair(*backends: str) -> bool:
+    """Puts the repair of these STOCK_BACKENDS in place and takes it from the others; False: this torch lacks some of
+    them.
+    """
+    return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
 # ---- switches ----

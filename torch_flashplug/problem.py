@@ -112,7 +112,7 @@ def describe(
 
 
 def kind_of_scale(scale: float | None) -> str:
-    """One of native.SCALE_IDS; scale_of in src/tensor_facts.cpp. Kernels take it as a float of 32 bits."""
+    """One of native.SCALE_IDS (scale_of in src/tensor_facts.cpp): kernels take floats of 32 bits, subnormals as 0."""
     fp32 = torch.finfo(torch.float32)
     if scale is not None and not abs(scale) <= fp32.max:
         return "not finite"

@@ -1,6 +1,6 @@
 """Switches the repair of stock's attention (src/repair.cpp), for calls that stay with stock: cuDNN's misreads addresses
-and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and its backward forgets
-how grad_out lies in memory.
+and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and cuDNN's backward
+forgets how grad_out lies in memory.
 
 Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
 dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
@@ -106,14 +106,16 @@ def install() -> str:
     """Puts it in place; says why not, where it cannot be."""
     if env.REPAIR.get() == "0" or torch.version.cuda is None:
         return ""
-    if changed := [op.name() for op, schema in _SCHEMAS.items() if str(op._schema) != schema]:
-        return f"stock's attention is not repaired: this torch has other schemas of {', '.join(changed)}"
+    changed = [op.name() for op, schema in _SCHEMAS.items() if str(op._schema) != schema]
+    backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
     spend_override_warning()
-    in_graphs(True)
-    return "" if native.repair(True) else native.last_error()
+    in_graphs("cudnn" in backends)
+    if not native.repair(*backends):
+        return native.last_error()
+    return f"stock is not repaired where this torch has other schemas: {', '.join(changed)}" if changed else ""
 
 
 def uninstall() -> None:
     """Stock's own kernels are in place again."""
     in_graphs(False)
-    native.repair(False)
+    native.repair()

@@ -15,7 +15,7 @@ FACTS = (
     "whole_dims",  # D and Dv are multiples of 8
     "one_row",  # Sq == 1
     "one_key",  # Sk == 1
-    "unusual_scale",  # zero or negative, as a float of 32 bits
+    "unusual_scale",  # zero (subnormals of 32 bits count as that) or negative
     "rows",  # the last dims are contiguous: else stock takes math, which is right
 )
 
