@@ -1,8 +1,8 @@
 // Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
 // that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
 //
-// - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that. cuDNN,
-//   with TMA, rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
+// - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that: with
+//   TMA, cuDNN rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
 //   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
 //   refuses. Copied, masks excepted.
 // - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
