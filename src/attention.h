@@ -45,8 +45,7 @@ Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // of a t
 Owned packed_copy(AtenTensorHandle tensor);                            // of a 4-d tensor, row-major
 // Of a 4-d tensor, laid out as torch.empty_like would where rows stay consecutive, else row-major.
 Owned dense_copy(AtenTensorHandle tensor);
-// Whether TMA and vectors can read a 4-d tensor of 16-bit elements: rows of consecutive elements, all else on multiples
-// of 16 bytes. readable(): itself, or a dense copy.
+// Whether a 4-d tensor of 16-bit elements lies in whole units. readable(): itself, or a dense copy.
 bool is_readable(AtenTensorHandle tensor);
 Owned readable(AtenTensorHandle tensor);
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.

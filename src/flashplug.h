@@ -70,6 +70,8 @@ constexpr int kNumOperands = 3;       // query, key, value
 constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
 constexpr int64_t kElementBytes = 2;  // of the element types of kernels
 constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
+// Whether TMA and vectors can read it: rows of consecutive elements, all else on multiples of 16 bytes.
+inline bool whole_units(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
 
 // Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
 // multiple of those of key and value.

@@ -62,10 +62,7 @@ Owned dense_copy(AtenTensorHandle tensor) {
   return stride[3] == 1 ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
 }
 
-bool is_readable(AtenTensorHandle tensor) {
-  const Layout layout = layout_in_memory(tensor, shape_of(tensor));
-  return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes;
-}
+bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(tensor, shape_of(tensor))); }
 
 Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
 

@@ -41,6 +41,22 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), has_four);
 }
 
+// ---- what cuDNN and flash return ----
+
+RepairedForward owned(const FusedResult& raw) {
+  RepairedForward result{{}, raw.max_q, raw.max_k};
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  return result;
+}
+
+// output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, two of dropout's, debug_attn_mask
+void give_back(RepairedForward result, StableIValue* stack) {
+  constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
+  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
+  stack[4] = box::from(result.max_q);
+  stack[5] = box::from(result.max_k);
+}
+
 // ---- cuDNN ----
 
 // Whether its output for a query would have rows that are no consecutive elements.
@@ -56,20 +72,6 @@ bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
 
 Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
   return scatters_rows(query, value) ? packed_copy(query) : readable(query);
-}
-
-RepairedForward owned(const FusedResult& raw) {
-  RepairedForward result{{}, raw.max_q, raw.max_k};
-  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
-  return result;
-}
-
-// output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, two of dropout's, debug_attn_mask
-void give_back(RepairedForward result, StableIValue* stack) {
-  constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
-  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
-  stack[4] = box::from(result.max_q);
-  stack[5] = box::from(result.max_k);
 }
 
 // query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale?
@@ -165,14 +167,14 @@ Owned on_units(Owned tensor) {
   return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
-// Tensors of the stack, all of them taken before anything can fail; the first `operands` as stock can read them.
+// Tensors of the stack, all of them taken before anything can fail; `operands` of them as stock can read them.
 template <size_t n>
 struct Taken {
   Owned tensors[n];
   AtenTensorHandle handles[n];
-  Taken(const StableIValue* stack, const int (&places)[n], size_t operands) {
+  Taken(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
     for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
-    for (size_t i = 0; i < operands; ++i) tensors[i] = on_units(std::move(tensors[i]));
+    for (int i : operands) tensors[i] = on_units(std::move(tensors[i]));
     for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
   }
 };
@@ -184,7 +186,7 @@ void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
 
 // query, key, value, dropout_p, is_causal, return_debug_mask, scale?
 void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2}, 3);
+  const Taken taken(stack, {0, 1, 2}, {0, 1, 2});
   const auto [q, k, v] = taken.handles;
   give_back(owned(stock_flash_forward({q, k, v, box::to<double>(stack[3]), box::to<bool>(stack[4]),
                                        box::to<bool>(stack[5]), box::to_optional_double(stack[6])})),
@@ -195,7 +197,7 @@ void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // philox_offset
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const Owned bias = box::to_optional_tensor(stack[3]);
-  const Taken taken(stack, {0, 1, 2}, 3);
+  const Taken taken(stack, {0, 1, 2}, {0, 1, 2});
   const auto [q, k, v] = taken.handles;
   AtenTensorHandle results[4];
   stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
@@ -207,7 +209,7 @@ void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
 // philox_offset, scale? -> dq, dk, dv
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, 5);
+  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, {0, 1, 2, 3, 4});
   AtenTensorHandle grads[3];
   stock_flash_backward(taken.handles, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]),
                        box::to<double>(stack[10]), box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
@@ -217,8 +219,7 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
 // is_causal, scale? -> dq, dk, dv, d(attn_bias)
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  Taken taken(stack, {0, 1, 2, 3, 5, 4, 6, 7, 8}, 5);
-  std::swap(taken.handles[4], taken.handles[5]);  // attn_bias, which stays as it is, comes before out
+  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 8}, {0, 1, 2, 3, 5});  // attn_bias stays as it is
   const auto listed = box::to<std::vector<bool>>(stack[10]);
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());

@@ -48,6 +48,11 @@ bool python_agrees(const Call& call) {
   return ask == nullptr || ask(call.q, call.k, call.v, call.enable_gqa) != 0;
 }
 
+bool traced(const Call& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
+}
+
 // Tensors that functorch wraps have no address, and asking for one fails.
 bool wrapped(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
@@ -100,16 +105,16 @@ Verdict judge(const Call& call, Mode mode) {
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return Verdict::kStock;
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return Verdict::kStock;
-  const bool traced = torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
-  if (traced && !python_agrees(call)) return Verdict::kStock;
+  const bool only_traced = traced(call);
+  if (only_traced && !python_agrees(call)) return Verdict::kStock;
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
-  if (traced || wrapped(call)) quiet.emplace();
+  if (only_traced || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands];
-  if (!read_operands(call, traced, shapes, &p)) {
+  if (!read_operands(call, only_traced, shapes, &p)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
     // ours.
-    return traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
+    return only_traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
   }
   if (!shapes_regular(shapes[0], shapes[1], shapes[2], call.enable_gqa)) return Verdict::kStock;
   const Plan& plan = remembered_plan(p, device, mode, tables());
@@ -125,10 +130,11 @@ bool efficient_reads(const Call& call) {
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;
   if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
   std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
-  if (torch.python_dispatch(call.q) || wrapped(call)) quiet.emplace();
+  const bool only_traced = traced(call);
+  if (only_traced || wrapped(call)) quiet.emplace();
   Shape shapes[kNumOperands], mask;
   Problem p;
-  if (!read_operands(call, false, shapes, &p)) return false;
+  if (!read_operands(call, only_traced, shapes, &p)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;

@@ -5,10 +5,10 @@
 //   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
 //
 // Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
-// the efficient attention; else math. A forced backend that cannot
-// run raises its reasons. The backward follows its forward's mode: autograd threads do not see the caller's
-// thread-local, so the aten carrier lets the mode ride in the upper bits of max_q, an integer that the generated
-// autograd formula saves and hands back untouched (0 in auto mode, so max_q is Sq there).
+// the efficient attention; else math. A forced backend that cannot run raises its reasons. The backward follows its
+// forward's mode: autograd threads do not see the caller's thread-local, so the aten carrier lets the mode ride in the
+// upper bits of max_q, an integer that the generated autograd formula saves and hands back untouched (0 in auto mode,
+// so max_q is Sq there).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 

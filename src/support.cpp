@@ -70,7 +70,7 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
 }
 
 bool whole_units(const Problem& p) {
-  const auto whole = [](const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; };
+  const auto whole = [](const Layout& layout) { return whole_units(layout); };
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import torch_flashplug
 from torch_flashplug import native
+from torch_flashplug.testing import event_time
 
 VOCABULARY, BATCH, SEEDS = 512, 2, 3
 FIRST_TOKEN = 4  # those below have meanings: padding, start, ...
@@ -382,13 +383,7 @@ def attention_ms(call: Mapping[str, object], grad: bool) -> float:
         if wanted:
             torch.autograd.grad(out, wanted, torch.ones_like(out))
 
-    calls, (start, stop) = 5, (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         once()
     torch.cuda._sleep(AHEAD)
-    start.record()
-    for _ in range(calls):
-        once()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / calls
+    return event_time(once, calls=5)

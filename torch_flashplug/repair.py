@@ -19,41 +19,34 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import env, native
 
-_FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# What src/torch_symbols.cpp calls by its mangled name, which says nothing of results.
+# What src/stock_kernels.cpp calls by its mangled name, which says nothing of results.
 _SCHEMAS = {
-    _FORWARD: "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
-    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
-    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
-    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
-    _BACKWARD: "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, "
-    "Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, "
-    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
-    "float? scale=None) -> (Tensor, Tensor, Tensor)",
-    torch.ops.aten._scaled_dot_product_flash_attention.default: (
-        "aten::_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    getattr(torch.ops.aten, schema.partition("(")[0]).default: f"aten::{schema}"
+    for schema in (
+        "_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+        "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+        "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
+        "_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> "
+        "(Tensor, Tensor, Tensor)",
+        "_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
         "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
         "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, "
-        "Tensor unused, Tensor debug_attn_mask)"
-    ),
-    torch.ops.aten._scaled_dot_product_efficient_attention.default: (
-        "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+        "Tensor unused, Tensor debug_attn_mask)",
+        "_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
         "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> "
-        "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)"
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: (
-        "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+        "_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
         "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
-    ),
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: (
-        "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, "
-        "Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, "
-        "float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> "
-        "(Tensor, Tensor, Tensor, Tensor)"
-    ),
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        "_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
+        "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+        "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    )
 }
 
 

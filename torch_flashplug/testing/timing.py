@@ -52,7 +52,7 @@ def paired_ratio(numerator: Timing, denominator: Timing) -> float:
     return statistics.median(a / max(b, 1e-12) for a, b in zip(numerator.rounds, denominator.rounds, strict=True))
 
 
-def _event_time(call: Call, calls: int, flush: torch.Tensor | None) -> float:
+def event_time(call: Call, calls: int, flush: torch.Tensor | None = None) -> float:
     """Milliseconds per call on the GPU. With `flush`, L2 is overwritten before each call and only the calls are
     timed.
     """
@@ -126,7 +126,7 @@ def time_interleaved(
             time.sleep(rest_ms * 1e-3)
             for _ in range(calls):  # its own heat, not its predecessor's
                 candidate.call()
-            return _event_time(candidate.call, calls, flush)
+            return event_time(candidate.call, calls, flush)
 
     counts = {}
     for name, candidate in candidates.items():
