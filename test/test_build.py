@@ -1,13 +1,10 @@
-"""Every row of the table builds, fits the machine and spills nothing; the kernel cache survives races and corruption.
-No GPU.
+"""The tool that builds packs takes the sources beside it and compiles what has changed; the kernel cache survives races
+and corruption. No GPU.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
-import pickle
 import shutil
 import subprocess
 import sys
@@ -16,38 +13,10 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import cache, configs
-from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
+from torch_flashplug.kernels import BUILDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = configs.specs(90) + configs.specs(80)
-# Targets of which no GPU was at hand and no pack is built: what spills nothing there, either.
-COMPILED_ONLY = dict.fromkeys(
-    ("sm_100", "sm_120"),
-    [spec for spec in configs.specs(80) if spec.dtype == "bf16" and spec.d in {64, 128} and spec.kind != "detbwd"
-     and (spec.kind != "bwd" or spec.d == 64 or spec.elementwise) and spec.tile_n != 112],
-)  # fmt: skip
-BUILT = [("sm_90a", spec) for spec in SPECS] + [("sm_80", spec) for spec in configs.specs(80)]
-BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
-
-
-def build(target: str, out: Path) -> dict[str, dict]:
-    """What the tool that builds packs says of a target: {kernel name: row}, and the pack's path under "pack"."""
-    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
-    command += ["--report", out / "report.json"]
-    for spec in COMPILED_ONLY.get(target, ()):
-        command += ["--spec", spec.name()]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads((out / "report.json").read_text())["kernels"]
-    return {row["name"]: row for row in rows} | {"pack": out / f"flashplug_{target.replace('_', '')}.so"}
-
-
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """The whole table compiled once, for every target."""
-    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    return {target: build(target, tmp_path_factory.mktemp(target)) for target in TARGETS}
-
 
 # --- the tool that builds packs takes the sources beside it
 
@@ -86,7 +55,7 @@ def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
     """Its tool, asked for one kernel."""
     tool = checkout / "tools" / "aot.py"
     command = [sys.executable, *(prelude or [tool]), "--arch", "sm_90a", "--out", checkout / "out"]
-    command += ["--report", checkout / "report.json", "--jobs", "1", "--spec", SPECS[0].name()]
+    command += ["--jobs", "1", "--spec", SPECS[0].name()]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -96,14 +65,14 @@ def test_a_checkout_compiles_its_own_kernels(checkout):
     from torch_flashplug.compile import source_fingerprint
 
     package = checkout / "torch_flashplug"
-    for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/geometry.py"):
+    for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
     run = run_aot(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
-    assert loaded == {package / name for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/geometry.py")}
-    report = json.loads((checkout / "report.json").read_text())
+    assert loaded == {package / name for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py")}
+    report = json.loads((checkout / "out" / "flashplug_sm90a.json").read_text())
     assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
     assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
 
@@ -119,142 +88,63 @@ def test_another_checkouts_sources_are_refused(checkout):
     assert str(ROOT / "torch_flashplug" / "configs.py") in run.stderr
 
 
-# --- the table
+# --- objects are kept, and two builds compared
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_row_is_legal_and_named_once(spec):
-    assert spec.check() is None
-    assert KernelSpec.from_name(spec.name()) == spec
-    assert [s.name() for s in SPECS].count(spec.name()) == 1
-    assert spec.threads * 128 <= 65536 and spec.smem_bytes() <= SMEM_BYTES[spec.arch]
+def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monkeypatch):
+    pytest.importorskip("cutlass")
+    from torch_flashplug import compile as compiler
+
+    package = tmp_path / "torch_flashplug"
+    shutil.copytree(ROOT / "torch_flashplug", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    monkeypatch.setattr(compiler, "_PACKAGE", package)
+    before = {spec: compiler.key(spec, "sm_90a") for spec in SPECS}
+    for changed, kinds in (
+        ("kernels/bwd_sm80.py", {("bwd", 80), ("detbwd", 80)}),
+        ("kernels/dq_sm90.py", {("partbwd", 90)}),
+        ("kernels/parts/sm80.py", {("fwd", 80), ("bwd", 80), ("detbwd", 80), ("decode", 80)}),
+        ("spec.py", {(spec.kind, spec.arch) for spec in SPECS}),
+    ):
+        original = (package / changed).read_text()
+        (package / changed).write_text(original + "\n# changed\n")
+        others = {(spec.kind, spec.arch) for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
+        assert others == kinds, changed
+        (package / changed).write_text(original)
 
 
-def test_every_target_is_built():
-    assert {target for target, _ in BUILT} == set(TARGETS)
+def test_sources_of_a_kernel_are_what_it_imports():
+    """Read from the files, held against what Python loads."""
+    pytest.importorskip("cutlass")
+    from torch_flashplug import compile as compiler
+
+    for kind, arch in BUILDERS:
+        spec = next(spec for spec in SPECS if (spec.kind, spec.arch) == (kind, arch))
+        module = BUILDERS[kind, arch][0]
+        code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import aot, importlib\n"
+        code += "before = set(sys.modules)\n"
+        code += f"importlib.import_module('torch_flashplug.kernels.{module}')\n"
+        code += "print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if 'flashplug' in name))"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+        loaded = {Path(file) for file in run.stdout.split() if Path(file).name != "__init__.py"}
+        assert loaded | {ROOT / "torch_flashplug" / "spec.py"} == set(compiler.sources_of(spec)), module
 
 
-def forward_products(spec: KernelSpec) -> tuple[int, int]:
-    """wgmmas, one per 16 of the inner dimension: scores once per loop body and once before, output once per body and
-    once after; a diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it. And
-    fences, of which an early rescale, which touches O between two batches, takes one more in each body.
-    """
-    bodies = 2 if spec.mask == "causal" else 1
-    halves = spec.mask == "causal" and spec.tile_n == 128 and spec.dv <= spec.d
-    products = (bodies + 1) * (spec.d // 16 + spec.tile_n // 16) + halves * (spec.d // 16)
-    return products, 4 * (bodies + 1 + halves) + bodies * spec.early_rescale
-
-
-def backward_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores, dP, dV, dK and dQ in each of two loop bodies, masked and not; dQ of the last step after them."""
-    dq = spec.tile_n // 16
-    return 2 * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, 2 * 10 + 3
-
-
-def part_products(spec: KernelSpec) -> tuple[int, int]:
-    """dQ's kernel: scores and dP before two loop bodies and in each, dQ in each and after them. dK and dV's: the first
-    warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
-    """
-    bodies, sums = 2, spec.tile_n // 16
-    dq = (bodies + 1) * (spec.d // 16 + spec.dv // 16 + sums)
-    dkdv = (bodies + 1) * (spec.d // 16) + 2 * (spec.dv // 16) + (bodies + 1) * 2 * sums
-    return dq + dkdv, 40
-
-
-def decode_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores before the one loop body and in it, output in it and after it; all twice, alone and in a cluster."""
-    return 4 * (spec.d // 16 + spec.tile_n // 16), 16
-
-
-PRODUCTS = {
-    "fwd": forward_products,
-    "bwd": backward_products,
-    "detbwd": backward_products,
-    "partbwd": part_products,
-    "decode": decode_products,
-}
-SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up and once down
-
-
-@pytest.mark.parametrize("target, spec", BUILT, ids=lambda value: getattr(value, "name", lambda: value)())
-def test_kernel_spills_nothing(target, spec, reports):
-    row = reports[target][spec.name()]
-    assert row["spills"] == 0 and row["stack_bytes"] == 0, row
-    assert row["registers"] <= min(255, 65536 // spec.threads), row
-
-
-@pytest.mark.parametrize("spec", configs.specs(90), ids=KernelSpec.name)
-def test_kernel_is_what_its_row_says(spec, reports):
-    row = reports["sm_90a"][spec.name()]
-    # At entry a thread has its share of the register file; the split takes over from there, where there is one.
-    assert row["registers"] <= 65536 // (spec.threads * (spec.ctas_per_sm if spec.is_decode else 1)), row
-    assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
-    hgmma, fences = PRODUCTS[spec.kind](spec)
-    assert row["hgmma"] == hgmma, row
-    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
-    assert row["warpgroup"] <= fences, row
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_pack_exports_the_table_and_nothing_else(target, reports):
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", reports[target]["pack"]], capture_output=True, text=True, check=True
-    ).stdout.split()[2::3]
-    assert sorted(symbols) == sorted(f"__tvm_ffi_{spec.name()}" for built, spec in BUILT if built == target)
-
-
-@pytest.mark.parametrize(
-    "change, number",
-    [
-        ({"tile_m": 256}, "tile_m=256"),
-        ({"tile_n": 8}, "tile_n=8"),
-        ({"stages": 3}, "stages=3"),
-        ({"stages": 4}, "232448"),
-        ({"tile_m": 192, "d": 64}, "160"),
-        ({"d": 72}, "(72, 128)"),
-        ({"kind": "bwd"}, "(64, 128)"),
-        ({"kind": "decode", "stages": 4}, "232448"),
-        ({"kind": "partbwd", "tile_m": 64, "tile_n": 64, "stages": 1}, "2 or 4 stages"),
-        ({"elementwise": True}, "16-byte"),
-        ({"arch": 80}, "stages=2"),
-        ({"arch": 80, "stages": 1}, "280 registers"),
-        ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
-        ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
-        ({"kind": "decode", "mask": "causal"}, "no mask"),
-        ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
-        ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
-        ({"arch": 80, "kind": "bwd", "d": 96, "dv": 96, "tile_m": 64, "tile_n": 64, "stages": 1, "elementwise": True},
-         "96 for both"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
-)
-def test_illegal_tile_says_the_number(change, number):
-    base = dict(kind="fwd", arch=90, dtype="bf16", d=128, dv=128, mask="full", tile_m=128, tile_n=128, stages=2)
-    reason = KernelSpec(**(base | change)).check()
-    assert reason and number in reason
-
-
-def test_a_spec_is_of_its_architecture():
-    specs = {arch: next(spec for spec in SPECS if spec.arch == arch) for arch in (80, 90)}
-    for spec in specs.values():
-        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == dataclasses.replace(spec) == spec
-    with pytest.raises(ValueError, match="arch=80"):
-        dataclasses.replace(specs[90], arch=80)
-    with pytest.raises(ValueError, match="arch=70"):
-        KernelSpec("fwd", 70, "bf16", 64, 64, "full", 64, 64, 1)
-    assert type(type(specs[90]).from_name(specs[80].name())) is type(specs[80])
-
-
-@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm70_bf16_d64_full_m128n128s2", "fwd_sm90_fp32_d64_full_m128n128s2",
-                                  "fwd_sm90_bf16_d64_full_m128n128s2x"])  # fmt: skip
-def test_a_wrong_kernel_name_is_refused(name):
-    with pytest.raises(ValueError, match="is not a kernel name"):
-        KernelSpec.from_name(name)
-
-
-def test_register_split_fits_the_register_file():
-    for warpgroups, (producer, consumer) in REGISTER_SPLIT.items():
-        assert 128 * (producer + warpgroups * consumer) <= 65536
+def test_builds_are_compared_by_their_instructions(tmp_path):
+    """The same kernel is the same; another tile, which must differ, does."""
+    pytest.importorskip("cutlass")
+    objects = ROOT / "build" / "objects"
+    names = ("fwd_sm90_bf16_d64_full_m64n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2")
+    one, other = (max(objects.glob(f"{name}-*sm_90a.cubin"), key=lambda path: path.stat().st_mtime) for name in names)
+    for folder, source in (("old", one), ("same", one), ("new", other)):
+        (tmp_path / folder).mkdir()
+        shutil.copy(source, tmp_path / folder / one.name)
+    tool = [sys.executable, ROOT / "tools" / "sass.py", tmp_path / "old"]
+    same, changed = (
+        subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
+        for folder in ("same", "new")
+    )
+    assert same.returncode == 0 and "1 kernels compared, 0 differ" in same.stdout
+    assert changed.returncode == 1 and "1 kernels compared, 1 differ" in changed.stdout
 
 
 # --- the cache
@@ -324,7 +214,7 @@ def test_cache_key_follows_the_sources(monkeypatch):
     assert spec.name() in before and before == compiler.key(spec, "sm_90a")
     monkeypatch.setattr(compiler, "PTXAS", {("sm_90a", spec.kind, spec.mask): "-O1"})
     slower = compiler.key(spec, "sm_90a")
-    monkeypatch.setattr(compiler, "source_fingerprint", lambda: "changed")
+    monkeypatch.setattr(compiler, "fingerprint", lambda spec: "changed")
     assert len({compiler.key(spec, "sm_90a"), slower, before}) == 3
 
 

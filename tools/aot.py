@@ -1,11 +1,13 @@
-"""Compile the kernel table into one pack per target (spec.TARGETS). Needs no GPU and no nvcc, only the DSL's wheel and
-a C compiler.
+"""Compile the kernel table into packs (configs.PACKS). Needs no GPU and no nvcc, only the DSL's wheel and a C compiler.
 
-    python tools/aot.py --arch sm_90a --out DIR --report report.json
+    python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and .json: what was measured of it
+    python tools/aot.py --arch sm_90a --out DIR                 every pack of that target
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
-The pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
-build. What is compiled are the kernels beside this file, whatever is installed.
+A pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
+build. What is compiled are the kernels beside this file, whatever is installed. Objects are kept in DIR/objects, by
+kernel and by the sources that it comes from: only kernels whose sources changed are compiled again. Beside each lie its
+cubin, which tools/sass.py compares, and its row of the report.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sysconfig
 import tempfile
 import time
 import types
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -52,7 +55,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
-from torch_flashplug.compile import compile_spec, source_fingerprint  # noqa: E402
+from torch_flashplug.compile import compile_spec, key, source_fingerprint  # noqa: E402
 from torch_flashplug.spec import TARGETS, KernelSpec  # noqa: E402
 
 
@@ -79,40 +82,65 @@ def start_worker(folder: str) -> None:
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
-def compile_one(name: str, folder: str, target: str) -> dict:
-    """Worker: one kernel to one object; returns its row of the report."""
-    compiled = compile_spec(KernelSpec.from_name(name), target, keep_cubin=True)
+@dataclass(frozen=True)
+class Store:
+    """Objects that were compiled once, of one target."""
+
+    folder: Path
+    target: str
+
+    def path(self, name: str, suffix: str = ".json") -> Path:
+        """Where a kernel's files lie; the row of the report is written last."""
+        return self.folder / (key(KernelSpec.from_name(name), self.target) + suffix)
+
+    def row(self, name: str) -> dict:
+        return json.loads(self.path(name).read_text())
+
+    def drop_others(self, names: list[str]) -> None:
+        """What earlier sources left behind."""
+        keep = {self.path(name).stem for name in names}
+        for path in self.folder.glob(f"*-{self.target}*"):
+            if path.stem not in keep:
+                path.unlink()
+
+
+def compile_one(name: str, store: Store) -> str:
+    """Worker: one kernel to one object, its cubin and its row of the report."""
+    compiled = compile_spec(KernelSpec.from_name(name), store.target, keep_cubin=True)
     check_sources()  # the kernel's own modules have been imported by now
-    path = Path(folder) / f"{name}.o"
+    path = store.path(name, ".o")
     compiled.export(path)
+    store.path(name, ".cubin").write_bytes(compiled.cubin)
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
     row["smem_bytes"] = compiled.spec.smem_bytes()
-    return row | (sass.resources(compiled.cubin) or {})
+    row |= sass.resources(compiled.cubin) or {}
+    store.path(name).write_text(json.dumps(row))
+    return name
 
 
-def compile_all(names: list[str], folder: Path, jobs: int, target: str = "sm_90a") -> list[dict]:
-    """All kernels in parallel processes, with a progress bar; the first failure stops the build."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def compile_all(names: list[str], store: Store, jobs: int) -> None:
+    """Those that are not in the store, in parallel processes; the first failure stops the build."""
+    store.folder.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in names if not store.path(name).exists()]
+    say(f"{len(names) - len(missing)} of {len(names)} kernels for {store.target} are up to date")
     spawn = multiprocessing.get_context("spawn")
-    columns = (
-        TextColumn("compiling kernels"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
+    start = time.perf_counter()
     with (
-        Progress(*columns) as progress,
-        concurrent.futures.ProcessPoolExecutor(jobs, spawn, start_worker, (str(folder),)) as pool,
+        tempfile.TemporaryDirectory() as dumps,
+        concurrent.futures.ProcessPoolExecutor(jobs, spawn, start_worker, (dumps,)) as pool,
     ):
-        task = progress.add_task("", total=len(names))
-        pending = [pool.submit(compile_one, name, str(folder), target) for name in names]
-        rows = []
-        for done in concurrent.futures.as_completed(pending):
-            rows.append(done.result())
-            progress.update(task, advance=1, description=rows[-1]["name"])
-    return sorted(rows, key=lambda row: names.index(row["name"]))
+        pending = [pool.submit(compile_one, name, store) for name in missing]
+        for number, done in enumerate(concurrent.futures.as_completed(pending), 1):
+            if done.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+            seconds = time.perf_counter() - start
+            left = seconds / number * (len(missing) - number)
+            say(f"{number} of {len(missing)} kernels, {seconds:.0f} s, about {left:.0f} s left: {done.result()}")
+
+
+def say(text: str) -> None:
+    """A line of progress, which tools/dev shows as it comes."""
+    print(f"[aot] {text}", flush=True)
 
 
 def link(objects: list[Path], pack: Path) -> None:
@@ -133,34 +161,44 @@ def link(objects: list[Path], pack: Path) -> None:
     subprocess.run(list(map(str, command)), check=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90a", choices=TARGETS, help="what to compile for")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        help="JSON with the sources' fingerprint and every kernel's registers, spills, shared memory, HGMMAs, seconds",
-    )
-    parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    args = parser.parse_args()
-
+def build(file: Path, names: list[str], store: Store, jobs: int) -> None:
+    """One pack, and its report beside it."""
     start = time.perf_counter()
-    names = args.spec or [spec.name() for arch in TARGETS[args.arch] for spec in configs.specs(arch)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    pack = args.out / f"flashplug_{args.arch.replace('_', '')}.so"
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = compile_all(names, Path(scratch), args.jobs, args.arch)
-        link([Path(scratch) / f"{name}.o" for name in names], pack)
-    if args.report:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        report = {"arch": args.arch, "sources": source_fingerprint(), "kernels": rows}
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
+    compile_all(names, store, jobs)
+    rows = [store.row(name) for name in names]
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
         raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in configs.py")
-    print(f"{pack}: {len(rows)} kernels, {pack.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s")
+    link([store.path(name, ".o") for name in names], file)
+    report = {"arch": store.target, "sources": source_fingerprint(), "kernels": rows}
+    file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    say(f"{file}: {len(rows)} kernels, {file.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    packs = {pack.name: pack for pack in configs.PACKS}
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--pack", choices=packs, help="the pack to build")
+    what.add_argument("--arch", choices=TARGETS, help="all packs of that target; with --spec: what to compile for")
+    parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
+    parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
+    parser.add_argument("--objects", type=Path, help="folder in which objects are kept; OUT/objects")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    if args.spec and not args.arch:
+        parser.error("--spec needs --arch: what to compile for")
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    store = Store(args.objects or args.out / "objects", args.arch or packs[args.pack].target)
+    if args.spec:
+        build(args.out / f"flashplug_{store.target.replace('_', '')}.so", args.spec, store, args.jobs)
+        return
+    for pack in configs.PACKS:
+        if pack.name == args.pack or pack.target == args.arch:
+            build(args.out / pack.file, [spec.name() for spec in pack.specs()], store, args.jobs)
+    whole_table = [spec.name() for arch in TARGETS[store.target] for spec in configs.specs(arch)]
+    store.drop_others(whole_table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,13 +96,14 @@ def compile_candidates(args: argparse.Namespace) -> None:
             legal = candidates(Family(*map(int, dims.split("x")), mask))
             specs += [spec for spec in legal if not tiles or f"{spec.tile_m}x{spec.tile_n}" in tiles.split(",")]
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = aot.compile_all([spec.name() for spec in specs], Path(scratch), os.cpu_count() or 1)
-        whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
-        for row in rows:
-            if row not in whole:
-                print(f"dropped, it spills: {row['name']}")
-        aot.link([Path(scratch) / f"{row['name']}.o" for row in whole], args.out / "tune.so")
+    names, store = [spec.name() for spec in specs], aot.Store(args.out / "objects", "sm_90a")
+    aot.compile_all(names, store, os.cpu_count() or 1)
+    rows = [store.row(name) for name in names]
+    whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
+    for row in rows:
+        if row not in whole:
+            print(f"dropped, it spills: {row['name']}")
+    aot.link([store.path(row["name"], ".o") for row in whole], args.out / "tune.so")
     (args.out / "tune.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{args.out / 'tune.so'}: {len(whole)} of {len(rows)} candidates")
 

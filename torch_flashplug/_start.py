@@ -8,7 +8,7 @@ import functools
 import logging
 
 from . import choices, configs, env, integrations, native, problem, rescues, tracing, up_calls
-from .spec import BACKENDS, TARGETS
+from .spec import BACKENDS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -36,8 +36,8 @@ def push_tables() -> None:
 def _load_core() -> None:
     push_tables()
     native.set_process_backend(_process_backend())
-    for target in TARGETS:
-        native.load_pack(native.find_built(f"flashplug_{target.replace('_', '')}.so"), target)
+    for pack in configs.PACKS:
+        native.load_pack(native.find_built(pack.file), pack.target)
     up_calls.set_compile(provide)
     up_calls.set_trace(problem.may_be_ours)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()

@@ -6,6 +6,7 @@ Needs no GPU to compile. Compile in separate processes (spawn) to go parallel: t
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import logging
@@ -24,6 +25,7 @@ log = logging.getLogger("torch_flashplug.compile")
 # By target, kind and mask: where ptxas at its usual level spills a few registers of some kernel, and at this one none.
 PTXAS = dict.fromkeys((("sm_80", "bwd", "full"), ("sm_80", "bwd", "causal"), ("sm_80", "detbwd", "full")), "-O2")
 
+_PACKAGE = Path(__file__).parent
 _lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
 # (kernel name, target) -> (module, function), kept alive for as long as C++ holds the handle
 _loaded: dict[tuple[str, str], Any] = {}
@@ -123,16 +125,51 @@ def _load(spec: KernelSpec, target: str) -> tuple[Any, Any]:
 
 
 def key(spec: KernelSpec, target: str) -> str:
-    """Cache key: the kernel, its sources, the compiler that made it, how and what for."""
+    """Of an object: the kernel, the sources that it comes from, the compiler that made it, how and what for."""
     dsl = importlib.metadata.version("nvidia-cutlass-dsl")
-    return f"{spec.name()}-{source_fingerprint()}-{dsl}-{target}{_ptxas_level(spec, target)}"
+    return f"{spec.name()}-{fingerprint(spec)}-{dsl}-{target}{_ptxas_level(spec, target)}"
+
+
+def fingerprint(spec: KernelSpec) -> str:
+    """Hash of the modules that a kernel comes from: its own and all that they import of ours. A change of one kernel
+    file leaves the objects of the others as they are.
+    """
+    return _hash_of(sources_of(spec))
 
 
 def source_fingerprint() -> str:
     """Hash of everything that generated code depends on: the kernels and the spec."""
-    folder = Path(__file__).parent
+    return _hash_of([_PACKAGE / "spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
+
+
+def sources_of(spec: KernelSpec) -> list[Path]:
+    """Files of ours that a kernel's code is made by, the spec's among them; read, not imported."""
+    from .kernels import BUILDERS
+
+    module, _ = BUILDERS[spec.kind, spec.arch]
+    found: set[Path] = set()
+    waiting = [_PACKAGE / "kernels" / f"{module}.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += _imported_by(path)
+    return sorted(found)
+
+
+def _imported_by(path: Path) -> list[Path]:
+    """Files of our modules that one imports, by relative imports: what we write."""
+    files = []
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            place = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            files += [place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)]
+    return [file for file in files if file.is_file()]
+
+
+def _hash_of(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted([folder / "spec.py", *(folder / "kernels").rglob("*.py")]):
-        digest.update(path.relative_to(folder).as_posix().encode())
+    for path in sorted(files):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,9 +7,10 @@ is a change of rows with its date and machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .spec import DTYPES, KernelSpec
+from .spec import DTYPES, TARGETS, KernelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,36 @@ KERNEL_ROWS = (
 # fmt: on
 
 
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A shared object of kernels, flashplug_<name>.so, that is built, installed and left out as one."""
+
+    name: str
+    target: str  # one of TARGETS
+    holds: Callable[[KernelSpec], bool]  # of the kernels that run there
+
+    @property
+    def file(self) -> str:
+        return f"flashplug_{self.name}.so"
+
+    def specs(self) -> list[KernelSpec]:
+        return [spec for arch in TARGETS[self.target] for spec in specs(arch) if self.holds(spec)]
+
+
+def _only_forced(spec: KernelSpec) -> bool:
+    """On Hopper no choice row serves them: sm_80's kernels for long calls that vectors can read."""
+    return spec.arch == 80 and not spec.is_decode and not spec.elementwise
+
+
+# Of a target, the one that every call needs comes first.
+PACKS = (
+    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec)),
+    Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
+    Pack("sm80", "sm_80", lambda spec: True),
+)
+
+
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:
-    """Every kernel of one architecture's pack, or of these kinds alone."""
+    """Every kernel that is written for one architecture, or of these kinds alone."""
     rows = [row for row in KERNEL_ROWS if row.arch == arch and (not kinds or row.kind in kinds)]
     return list(dict.fromkeys(row.spec(dtype) for row in rows for dtype in DTYPES))

@@ -1,0 +1,226 @@
+"""Every row of the table is legal, was built, fits the machine and spills nothing. What the build measured is read, not
+compiled a second time. No GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_flashplug import choices, configs, native
+from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECS = configs.specs(90) + configs.specs(80)
+# Targets of which no GPU was at hand and no pack is built: what spills nothing there, either.
+COMPILED_ONLY = dict.fromkeys(
+    ("sm_100", "sm_120"),
+    [spec for spec in configs.specs(80) if spec.dtype == "bf16" and spec.d in {64, 128} and spec.kind != "detbwd"
+     and (spec.kind != "bwd" or spec.d == 64 or spec.elementwise) and spec.tile_n != 112],
+)  # fmt: skip
+BUILT = [(pack.target, spec) for pack in configs.PACKS for spec in pack.specs()]
+BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
+# At most so many kernels: each costs every clean build seconds and 90 KB. A feature gets a pack of its own.
+CEILINGS = {"sm90a": 200, "sm90a_fa2": 90, "sm80": 130}
+
+
+def table_of(report: Path) -> dict[str, dict]:
+    """{kernel name: row} of a report by the tool that builds packs, made of today's sources."""
+    from torch_flashplug.compile import source_fingerprint
+
+    told = json.loads(report.read_text())
+    assert told["sources"] == source_fingerprint(), f"{report} is of other sources; run ./tools/dev build"
+    return {row["name"]: row for row in told["kernels"]}
+
+
+def built(pack: configs.Pack) -> Path:
+    """Of this build: packs are not compiled a second time."""
+    path = native.find_built(pack.file)
+    assert path is not None, f"{pack.file} was not built; run ./tools/dev build"
+    return path
+
+
+def compiled(target: str, out: Path) -> Path:
+    """The pack of a target that the build leaves out. Its objects are kept with the build's."""
+    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
+    command += ["--objects", ROOT / "build" / "objects"]
+    for spec in COMPILED_ONLY[target]:
+        command += ["--spec", spec.name()]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return out / f"flashplug_{target.replace('_', '')}.so"
+
+
+@pytest.fixture(scope="session")
+def packs(tmp_path_factory) -> dict[str, list[Path]]:
+    """By target: the build's, and those that are only compiled."""
+    pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
+    found = {target: [compiled(target, tmp_path_factory.mktemp(target))] for target in COMPILED_ONLY}
+    for pack in configs.PACKS:
+        found.setdefault(pack.target, []).append(built(pack))
+    return found
+
+
+@pytest.fixture(scope="session")
+def reports(packs) -> dict[str, dict[str, dict]]:
+    """{target: {kernel name: row}} of the whole table."""
+    return {
+        target: {name: row for path in paths for name, row in table_of(path.with_suffix(".json")).items()}
+        for target, paths in packs.items()
+    }
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
+def test_row_is_legal_and_named_once(spec):
+    assert spec.check() is None
+    assert KernelSpec.from_name(spec.name()) == spec
+    assert [s.name() for s in SPECS].count(spec.name()) == 1
+    assert spec.threads * 128 <= 65536 and spec.smem_bytes() <= SMEM_BYTES[spec.arch]
+
+
+def test_every_target_is_built():
+    assert {target for target, _ in BUILT} == set(TARGETS)
+
+
+def forward_products(spec: KernelSpec) -> tuple[int, int]:
+    """wgmmas, one per 16 of the inner dimension: scores once per loop body and once before, output once per body and
+    once after; a diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it. And
+    fences, of which an early rescale, which touches O between two batches, takes one more in each body.
+    """
+    bodies = 2 if spec.mask == "causal" else 1
+    halves = spec.mask == "causal" and spec.tile_n == 128 and spec.dv <= spec.d
+    products = (bodies + 1) * (spec.d // 16 + spec.tile_n // 16) + halves * (spec.d // 16)
+    return products, 4 * (bodies + 1 + halves) + bodies * spec.early_rescale
+
+
+def backward_products(spec: KernelSpec) -> tuple[int, int]:
+    """Scores, dP, dV, dK and dQ in each of two loop bodies, masked and not; dQ of the last step after them."""
+    dq = spec.tile_n // 16
+    return 2 * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, 2 * 10 + 3
+
+
+def part_products(spec: KernelSpec) -> tuple[int, int]:
+    """dQ's kernel: scores and dP before two loop bodies and in each, dQ in each and after them. dK and dV's: the first
+    warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
+    """
+    bodies, sums = 2, spec.tile_n // 16
+    dq = (bodies + 1) * (spec.d // 16 + spec.dv // 16 + sums)
+    dkdv = (bodies + 1) * (spec.d // 16) + 2 * (spec.dv // 16) + (bodies + 1) * 2 * sums
+    return dq + dkdv, 40
+
+
+def decode_products(spec: KernelSpec) -> tuple[int, int]:
+    """Scores before the one loop body and in it, output in it and after it; all twice, alone and in a cluster."""
+    return 4 * (spec.d // 16 + spec.tile_n // 16), 16
+
+
+PRODUCTS = {
+    "fwd": forward_products,
+    "bwd": backward_products,
+    "detbwd": backward_products,
+    "partbwd": part_products,
+    "decode": decode_products,
+}
+SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up and once down
+
+
+@pytest.mark.parametrize("target, spec", BUILT, ids=lambda value: getattr(value, "name", lambda: value)())
+def test_kernel_spills_nothing(target, spec, reports):
+    row = reports[target][spec.name()]
+    assert row["spills"] == 0 and row["stack_bytes"] == 0, row
+    assert row["registers"] <= min(255, 65536 // spec.threads), row
+
+
+@pytest.mark.parametrize("spec", configs.specs(90), ids=KernelSpec.name)
+def test_kernel_is_what_its_row_says(spec, reports):
+    row = reports["sm_90a"][spec.name()]
+    # At entry a thread has its share of the register file; the split takes over from there, where there is one.
+    assert row["registers"] <= 65536 // (spec.threads * (spec.ctas_per_sm if spec.is_decode else 1)), row
+    assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
+    hgmma, fences = PRODUCTS[spec.kind](spec)
+    assert row["hgmma"] == hgmma, row
+    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
+    assert row["warpgroup"] <= fences, row
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_packs_export_the_table_and_nothing_else(target, packs):
+    symbols = subprocess.run(
+        ["nm", "-D", "-P", "--defined-only", *packs[target]], capture_output=True, text=True, check=True
+    ).stdout
+    exported = [line.split()[0] for line in symbols.splitlines() if not line.endswith(":")]
+    assert sorted(exported) == sorted(f"__tvm_ffi_{spec.name()}" for built, spec in BUILT if built == target)
+
+
+@pytest.mark.parametrize("pack", configs.PACKS, ids=lambda pack: pack.name)
+def test_a_pack_stays_small(pack):
+    assert len(pack.specs()) <= CEILINGS[pack.name]
+
+
+def test_auto_needs_no_pack_beside_the_first_of_a_target():
+    """On Hopper every measured row is of kernels in sm90a."""
+    first = {spec for spec in configs.PACKS[0].specs() if spec.arch == 80}
+    served = {row.kind for row in choices.CHOICE_ROWS if row.arch == 80 and row.serve}
+    assert served <= {"decode", "mixdecode", "odddims", "unaligned", "columns"}, "else its kernels belong to sm90a"
+    assert first == {spec for spec in configs.specs(80) if spec.is_decode or spec.elementwise}
+
+
+@pytest.mark.parametrize(
+    "change, number",
+    [
+        ({"tile_m": 256}, "tile_m=256"),
+        ({"tile_n": 8}, "tile_n=8"),
+        ({"stages": 3}, "stages=3"),
+        ({"stages": 4}, "232448"),
+        ({"tile_m": 192, "d": 64}, "160"),
+        ({"d": 72}, "(72, 128)"),
+        ({"kind": "bwd"}, "(64, 128)"),
+        ({"kind": "decode", "stages": 4}, "232448"),
+        ({"kind": "partbwd", "tile_m": 64, "tile_n": 64, "stages": 1}, "2 or 4 stages"),
+        ({"elementwise": True}, "16-byte"),
+        ({"arch": 80}, "stages=2"),
+        ({"arch": 80, "stages": 1}, "280 registers"),
+        ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
+        ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
+        ({"kind": "decode", "mask": "causal"}, "no mask"),
+        ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
+        ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
+        ({"arch": 80, "kind": "bwd", "d": 96, "dv": 96, "tile_m": 64, "tile_n": 64, "stages": 1, "elementwise": True},
+         "96 for both"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_illegal_tile_says_the_number(change, number):
+    base = dict(kind="fwd", arch=90, dtype="bf16", d=128, dv=128, mask="full", tile_m=128, tile_n=128, stages=2)
+    reason = KernelSpec(**(base | change)).check()
+    assert reason and number in reason
+
+
+def test_a_spec_is_of_its_architecture():
+    specs = {arch: next(spec for spec in SPECS if spec.arch == arch) for arch in (80, 90)}
+    for spec in specs.values():
+        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == dataclasses.replace(spec) == spec
+    with pytest.raises(ValueError, match="arch=80"):
+        dataclasses.replace(specs[90], arch=80)
+    with pytest.raises(ValueError, match="arch=70"):
+        KernelSpec("fwd", 70, "bf16", 64, 64, "full", 64, 64, 1)
+    assert type(type(specs[90]).from_name(specs[80].name())) is type(specs[80])
+
+
+@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm70_bf16_d64_full_m128n128s2", "fwd_sm90_fp32_d64_full_m128n128s2",
+                                  "fwd_sm90_bf16_d64_full_m128n128s2x"])  # fmt: skip
+def test_a_wrong_kernel_name_is_refused(name):
+    with pytest.raises(ValueError, match="is not a kernel name"):
+        KernelSpec.from_name(name)
+
+
+def test_register_split_fits_the_register_file():
+    for warpgroups, (producer, consumer) in REGISTER_SPLIT.items():
+        assert 128 * (producer + warpgroups * consumer) <= 65536
