@@ -1,6 +1,6 @@
 // From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
 //
-// Argument order, shared with torch_flashplug/kernels/parts/forward_call.py (backward: parts/backward_call.py):
+// Argument order, shared with torch_flashplug/kernels/parts/arguments.py:
 //   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
 //   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
 // decode: 0 to 4 the same, 5 partials (n,) fp32, 6 scale, 7 splits, 8 cluster, 9 stream

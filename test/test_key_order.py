@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order", reason="the DSL is needed for kernels")
-geometry = pytest.importorskip("torch_flashplug.kernels.parts.geometry")
+walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
 
+BANDS = {"full": walk.Band, "causal": walk.CausalBand}
 TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: spec.BACKWARD_TILE, PARTS_TILE
 LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 
 def launched(mask: str, tile: tuple[int, int], lengths: tuple[int, int], section: int = 1):
     """Order of a launch of 3 x 2 KV heads, and its tiles one after the other."""
-    (tile_m, tile_n), (Sq, Sk) = tile, lengths
-    geo = geometry.Geometry(mask, tile_n, Sq, Sk)
-    order = key_order.KeyOrder(True, -(-Sk // tile_n), 2, 6, section, geo, tile_m, in_order=True)
+    bound = BANDS[mask]().at(walk.Sizes(*lengths), *tile)
+    order = key_order.KeyOrder(True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True)
     return order, [order.tile(number) for number in range(order.total)]
 
 
@@ -39,5 +39,5 @@ def test_turns_count_what_was_launched_before(mask, tile, lengths, section):
 def test_without_an_order_the_longest_come_first():
     order, tiles = launched("causal", TILES[0], (1000, 1000))
     assert [n for n, *_ in tiles[:8]] == [*range(7, -1, -1)]
-    free = key_order.KeyOrder(True, 8, 2, 6, 1, order.geo, 64)
+    free = key_order.KeyOrder(True, 8, 2, 6, 1, order.walk)
     assert [free.tile(number)[0] for number in range(8)] == [*range(8)]

@@ -42,9 +42,9 @@ BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled til
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_WARPGROUPS = 2
-TENDERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
-TENDER_BYTES = 12 * 1024  # of scratch that each of them has under way
-ROOMY_D = 64  # up to here a backward step's five products all have registers of their own
+DQ_WRITERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
+DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
+KV_IN_REGISTERS_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
 # sm_80
@@ -199,9 +199,9 @@ class HopperSpec(KernelSpec):
         return self.dv >= EARLY_RESCALE_DV
 
     @property
-    def roomy(self) -> bool:
+    def kv_in_registers(self) -> bool:
         """bwd: registers hold K and V, and every product of a step."""
-        return self.d + self.dv <= 2 * ROOMY_D
+        return self.d + self.dv <= 2 * KV_IN_REGISTERS_D
 
     def smem_bytes(self) -> int:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
@@ -210,7 +210,7 @@ class HopperSpec(KernelSpec):
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
-            written = TENDERS * (TENDER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES)
+            written = DQ_WRITERS * (DQ_WRITER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES)
             return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
         q_bytes = self.tile_m * self.d * ELEMENT_BYTES if self.is_decode else self.q_slots * self._q_slot_bytes()
         return q_bytes + self.kv_bytes() + BARRIER_BYTES
@@ -237,7 +237,7 @@ class HopperSpec(KernelSpec):
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
-            return keys + self.roomy * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
+            return keys + self.kv_in_registers * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
 
     def register_budget(self) -> tuple[int, int]:

@@ -24,12 +24,14 @@ from cutlass import Float32, Int32, Int64
 
 from ..spec import FP32_BYTES, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
-from .parts.backward_call import BackwardCall, Call
+from .parts.arguments import BackwardCall, Gradients, Scales
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
-from .parts.geometry import Geometry, Steps
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.mask import TransposedMask
+from .parts.pieces import Dense
+from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
+from .parts.seams import Seams
+from .parts.walk import Band, Sizes
 
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
@@ -164,8 +166,8 @@ class Share:
     keys: sm80.Matrices  # as left operands of scores
     rows: sm80.Matrices  # queries as right operands
     columns: sm80.Matrices  # of a product that sums over queries
-    dK: tuple  # accumulators, one for each slab
-    dV: tuple
+    dK: sm80.Accumulators
+    dV: sm80.Accumulators
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,18 @@ class Tiles:
     k: sm80.Tile
     v: sm80.Tile
     weights: sm80.Tile  # keys x queries, the first of two: of P and dS
+
+
+@dataclass(frozen=True)
+class Operands:
+    """In global memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -188,18 +202,18 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """What of a step's scores does not count: blocks of queries before `middle` are masked."""
+class Here:
+    """A step's place in its walk."""
 
-    mask: TransposedMask
-    block: Int32
-    middle: Int32
+    chain: Chain
+    place: Place  # of the warp's first slab of keys and the first query of its half
+    block: Int32  # of queries
+    masked: cutlass.Boolean
 
-
-def step_after(head: Int32, block: Int32, steps: Steps) -> tuple[Int32, Int32]:
-    """(head, block) of the next step: the same blocks of every head, one head after the other."""
-    last = block + 1 >= steps.end
-    return head + Int32(last), cutlass.select_(last, steps.begin, block + 1)
+    def of(self, slab: int, first: int) -> Chain:
+        """For that slab of keys, and queries from `first` on."""
+        row, column = self.place.row + slab * SLAB, self.place.column + first
+        return self.chain.at(replace(self.place, row=row, column=column))
 
 
 class BackwardSm80(BackwardCall):
@@ -208,40 +222,48 @@ class BackwardSm80(BackwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise = spec, spec.elementwise
-        self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
+        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
         self.in_order = spec.in_order
         self.warps = spec.threads // WARP
-        self.prepare = PrepareBackward(self.dtype, clears=spec.d, elementwise=spec.elementwise)
-        self.finish = FinishBackward(self.dtype, spec.d, elementwise=spec.elementwise)
+        self.prepare = PrepareBackward(self.element, clears=spec.d, elementwise=spec.elementwise)
+        self.finish = FinishBackward(self.element, spec.d, elementwise=spec.elementwise)
 
     @cute.jit
-    def launch(self, call: Call, stream: cuda.CUstream):
+    def launch(self, call: Gradients, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
-        geo = Geometry(self.mask, self.tile_n, call.q.shape[2], Sk)
-        row_bytes = (self.d + self.dv) * self.dtype.width // 8 + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
-        section = heads_in_turn(geo, self.tile_m, (group, B * Hkv), row_bytes, num_ctas)
+        bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
         everything = Ahead(B * Hkv, group, num_n_blocks)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, stream)
-        tensors = (call.q, call.k, call.v, call.do, call.dk, call.dv)
-        self.kernel(tensors, call.rows, call.scratch, call.scales, section).launch(
+        tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
+        self.kernel(tensors, call.rows, call.scratch, call.scales, section, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
-        self.finish(call.scratch, call.dq, call.scales[1], everything, stream)
+        self.finish(call.scratch, call.dq, call.scales.natural, everything, stream)
 
     @cute.kernel
-    def kernel(self, tensors: tuple, mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, section: Int32):
-        mQ, mK, mV, mdO, mdK, mdV = tensors
-        B, Hkv, Sk, _ = mK.shape
-        Hq, Sq = mQ.shape[1], mQ.shape[2]
-        geo = Geometry(self.mask, self.tile_n, Sq, Sk)
-        num_n_blocks = cute.ceil_div(Sk, self.tile_n)
-        order = KeyOrder(True, num_n_blocks, Hkv, B * Hkv, section, geo, self.tile_m, self.in_order)
-        n_block, kv_head, batch = order.tile(cute.arch.block_idx()[0])
-        first_key = n_block * self.tile_n
+    def kernel(
+        self,
+        tensors: Operands,
+        mRows: cute.Tensor,
+        mScratch: cute.Tensor,
+        scales: Scales,
+        section: Int32,
+        walk: Band,
+        chain: Chain,
+    ):
+        B, Hkv, Sk, _ = tensors.k.shape
+        Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
+        bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
+        order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
+        tile = Dense(order, bound.sizes).tile(cute.arch.block_idx()[0])
+        first_key = tile.block * self.tile_n
 
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
@@ -251,22 +273,22 @@ class BackwardSm80(BackwardCall):
         q = sm80.Tile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
         do = sm80.Tile(q.start + q.bytes, self.tile_m, self.dv)
         slot_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
-        mover = sm80.Mover(self.spec.threads, self.dtype, self.elementwise)
-        mine = tuple(x[batch, None, None, None] for x in (mQ, mdO, mRows))
+        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        mine = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
         queries = Queries(mover, *mine, q, do, slot_bytes)
 
-        mover.load(mK[batch, kv_head, None, None], first_key, k)
-        mover.load(mV[batch, kv_head, None, None], first_key, v)
+        mover.load(tile.rows(tensors.k), first_key, k)
+        mover.load(tile.rows(tensors.v), first_key, v)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
         tiles, group = Tiles(k, v, weights), Hq // Hkv
-        keys = Keys(n_block, kv_head * group, batch * Hq, group)
+        keys = Keys(tile.block, tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
-            self.walk_together(order, queries, tiles, scratch, keys, scales)
+            self.step_together(order, queries, tiles, scratch, keys, scales, chain)
         else:
-            self.walk(order, queries, tiles, scratch, keys, scales)
+            self.step_apart(order, queries, tiles, scratch, keys, scales, chain)
         sm80.arrive()
-        mover.unload(k, mdK[batch, kv_head, None, None], first_key)
-        mover.unload(v, mdV[batch, kv_head, None, None], first_key)
+        mover.unload(k, tile.rows(tensors.dk), first_key)
+        mover.unload(v, tile.rows(tensors.dv), first_key)
 
     def turn(self, order: KeyOrder, n_block: Int32, block: Int32) -> Int32 | None:
         """How many warps add to the queries of a block before those of this CTA, where that has an order."""
@@ -278,54 +300,57 @@ class BackwardSm80(BackwardCall):
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
-        left = sm80.Matrices.create(tiles.weights, self.dtype, "A", transposed=True).share(warp // parts, slabs)
-        right = sm80.Matrices.create(k, self.dtype, "B", transposed=True).share(warp % parts, pairs)
-        product = sm80.Product.create(self.dtype)
+        left = sm80.Matrices.create(tiles.weights, self.element.dtype, "A", transposed=True).share(warp // parts, slabs)
+        right = sm80.Matrices.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
+        product = sm80.Product.create(self.element.dtype)
         return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
 
-    def share(self, k: sm80.Tile, slabs: tuple, half: Int32 | int, part: Int32) -> Share:
-        """A warp's: its first slab of scores, and of dK and dV; half of the queries; part of the columns."""
-        mine = sm80.Matrices.create(k, self.dtype, "A", first_row=slabs[0] * SLAB)
-        rows = sm80.Matrices.create(k, self.dtype, "B", first_row=half * HALF)
-        columns = sm80.Matrices.create(k, self.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
+    def share(self, k: sm80.Tile, slab: Int32, half: Int32 | int, part: Int32) -> Share:
+        """A warp's: its first slab of scores, half of the queries, part of the columns of dK and dV."""
+        mine = sm80.Matrices.create(k, self.element.dtype, "A", first_row=slab * SLAB)
+        rows = sm80.Matrices.create(k, self.element.dtype, "B", first_row=half * HALF)
+        columns = sm80.Matrices.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
         dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
-        return Share(sm80.Product.create(self.dtype), mine, rows, columns, dK, dV)
+        return Share(sm80.Product.create(self.element.dtype), mine, rows, columns, dK, dV)
 
     @cute.jit
-    def walk(self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple):
+    def step_apart(
+        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
+        chain: Chain,
+    ):  # fmt: skip
         """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
-        my = self.share(tiles.k, (first_slab, first_slab), part, part)
+        my = self.share(tiles.k, first_slab, part, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + first_slab * SLAB + lane // 4
-        mask = TransposedMask(order.geo, self.tile_m, key, lane % 4 * 2 + part * HALF)
+        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + part * HALF, transposed=True)
 
-        steps = order.steps(keys.n_block)
-        total = (steps.end - steps.begin) * keys.group
-        head, block, last, last_block = keys.first_head, steps.begin, Int32(0), Int32(0)
-        queries.load_q(head, block, Int32(0))
-        queries.load_do(head, block, Int32(0))
+        run = order.walk.queries(keys.n_block)
+        total = run.total(keys.group)
+        head, j, last, last_block = keys.first_head, run.begin, Int32(0), Int32(0)
+        queries.load_q(head, run.nth(j), Int32(0))
+        queries.load_do(head, run.nth(j), Int32(0))
         for i in cutlass.range(total, unroll=1):
             sm80.arrive()
-            later = step_after(head, block, steps)
+            block, (later_head, later) = run.nth(j), run.after(head, j)
             if i + 1 < total:
-                queries.load_q(*later, 1 - i % 2)
-                queries.load_do(*later, 1 - i % 2)
+                queries.load_q(later_head, run.nth(later), 1 - i % 2)
+                queries.load_do(later_head, run.nth(later), 1 - i % 2)
             if i > 0:
                 gradient.add(1 - i % 2, last, self.turn(order, keys.n_block, last_block))
-            hidden = Hidden(mask, block, steps.middle)
+            here = Here(chain, place, block, run.masked(j))
             if cutlass.const_expr(self.parts == 1):
-                self.step_alone(my, queries, tiles, i % 2, hidden, scales[0], first_slab)
+                self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
             else:
-                self.step_in_pairs(my, queries, tiles, i % 2, hidden, scales[0], first_slab, part)
+                self.step_in_pairs(my, queries, tiles, i % 2, here, scales.log2, first_slab, part)
             last, last_block = (keys.heads_before + head) * scratch.num_m_blocks + block, block
-            head, block = later
+            head, j = later_head, later
         sm80.arrive()
         if total > 0:
             gradient.add((total - 1) % 2, last, self.turn(order, keys.n_block, last_block))
         sm80.arrive()
-        self.put(my, tiles, first_slab * SLAB, scales[1], part)
+        self.put(my, tiles, first_slab * SLAB, scales.natural, part)
 
     def put(self, my: Share, tiles: Tiles, first_row: Int32, scale: Float32, part: Int32) -> None:
         """A warp's dK and dV into tiles."""
@@ -334,37 +359,39 @@ class BackwardSm80(BackwardCall):
                 if factor is not None:
                     acc.store(acc.load() * factor)
                 pairs = tile.panel // sm80.PAIR // self.parts
-                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, fragments.PACKS[self.dtype])
+                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, self.element)
 
     @cute.jit
-    def weigh(self, scores: tuple, lse: cute.Tensor, hidden: Hidden, first: int, scale_log2: Float32) -> list:
+    def weigh(
+        self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, first: int, scale_log2: Float32
+    ) -> list[fragments.OperandA]:  # fmt: skip
         """P in place of scores, of the queries from `first` on, and in 16 bits."""
-        mask = hidden.mask
-        if hidden.block < hidden.middle:
+        if here.masked:
             for s in cutlass.range_constexpr(len(scores)):
-                mine = replace(mask, key=mask.key + s * SLAB, query=mask.query + first)
-                mine.apply(fragments.rows_and_columns(scores[s]), hidden.block)
+                here.of(s, first).apply(fragments.rows_and_columns(scores[s]), here.block, masked=True)
         P = []
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
-            P.append(fragments.OperandA.create(scores[s], self.dtype))
+            P.append(fragments.OperandA.create(scores[s], self.element))
             P[s].take(scores[s])
         return P
 
     @cute.jit
-    def slope(self, P: tuple, dP: tuple, delta: cute.Tensor) -> list:
+    def slope(
+        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor
+    ) -> list[fragments.OperandA]:  # fmt: skip
         """dS in 16 bits; dP is lost."""
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             slopes = fragments.rows_and_columns(dP[s])
             differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
-            dS.append(fragments.OperandA.create(dP[s], self.dtype))
+            dS.append(fragments.OperandA.create(dP[s], self.element))
             dS[s].take(dP[s])
         return dS
 
     @cute.jit
     def step_alone(
-        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, hidden: Hidden, scale_log2: Float32,
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
         first_slab: Int32,
     ):  # fmt: skip
         """dK and dV of one block of queries, and its dS into shared memory."""
@@ -376,7 +403,7 @@ class BackwardSm80(BackwardCall):
             zero = sm80.zero_of(slot)
             keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
             my.product.scores(S, keys, rows, first)
-            P = self.weigh(S, queries.facts(0, slot, first), hidden, first, scale_log2)
+            P = self.weigh(S, queries.facts(0, slot, first), here, first, scale_log2)
             columns = my.columns.over(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
@@ -391,7 +418,7 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_in_pairs(
-        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, hidden: Hidden, scale_log2: Float32,
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
         first_slab: Int32, half: Int32,
     ):  # fmt: skip
         """The same where two warps have a half of the queries of the same scores each, then all of them for a half of
@@ -401,10 +428,10 @@ class BackwardSm80(BackwardCall):
         rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         my.product.scores(S, my.keys, rows)
-        P = self.weigh(S, queries.facts(0, slot, half * HALF), hidden, 0, scale_log2)
+        P = self.weigh(S, queries.facts(0, slot, half * HALF), here, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
-        left = sm80.Matrices.create(target, self.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
+        left = sm80.Matrices.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
         self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
         my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF))
@@ -418,11 +445,11 @@ class BackwardSm80(BackwardCall):
         cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
 
     def accumulate_halves(
-        self, my: Share, accs: tuple, own: list, left: sm80.Matrices, columns: sm80.Matrices, first_slab: Int32,
-        half: Int32,
+        self, my: Share, accs: sm80.Accumulators, own: list[fragments.OperandA], left: sm80.Matrices,
+        columns: sm80.Matrices, first_slab: Int32, half: Int32,
     ) -> None:  # fmt: skip
         """The half of the queries that this warp holds, and the other warp's from shared memory."""
-        lefts, mine = tuple(sm80.room(self.dtype) for _ in own), columns.below(half * HALF)
+        lefts, mine = tuple(sm80.room(self.element.dtype) for _ in own), columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
             my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
         self.meet(first_slab)
@@ -433,8 +460,9 @@ class BackwardSm80(BackwardCall):
             my.product.accumulate(accs, lefts, others, query)
 
     @cute.jit
-    def walk_together(
-        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: tuple
+    def step_together(
+        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
+        chain: Chain,
     ):  # fmt: skip
         """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
         two slabs' dK and dV, which go to where K and V were.
@@ -443,66 +471,63 @@ class BackwardSm80(BackwardCall):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         slab, half = first_slab + part // 2, part % 2
-        my = self.share(k, (slab, first_slab), half, part)
+        my = self.share(k, slab, half, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + slab * SLAB + lane // 4
-        mask = TransposedMask(order.geo, self.tile_m, key, lane % 4 * 2 + half * HALF)
-        left = sm80.Matrices.create(weights, self.dtype, "A", first_row=first_slab * SLAB)
+        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + half * HALF, transposed=True)
+        left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
-        steps = order.steps(keys.n_block)
-        total = (steps.end - steps.begin) * keys.group
-        head, block = keys.first_head, steps.begin
-        queries.load_q(head, block, Int32(0))
+        run = order.walk.queries(keys.n_block)
+        total = run.total(keys.group)
+        head, j = keys.first_head, run.begin
+        queries.load_q(head, run.nth(j), Int32(0))
         cute.arch.cp_async_commit_group()
-        queries.load_do(head, block, Int32(0))
+        queries.load_do(head, run.nth(j), Int32(0))
         for i in cutlass.range(total, unroll=1):
-            later = step_after(head, block, steps)
+            block, (later_head, later) = run.nth(j), run.after(head, j)
             number = (keys.heads_before + head) * scratch.num_m_blocks + block
-            zero, hidden = sm80.zero_of(i), Hidden(mask, block, steps.middle)
+            zero, step = sm80.zero_of(i), Here(chain, place, block, run.masked(j))
             q, do = queries.q.moved(zero), queries.do.moved(zero)
-            here = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
-            dS, P = here.weights, here.weights.moved(weights.bytes)
-            self.weigh_together(my, queries, here, (q, do), hidden, scales[0], slab, half)
+            now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
+            dS, P = now.weights, now.weights.moved(weights.bytes)
+            self.weigh_together(my, queries, now, q, do, step, scales.log2, slab, half)
             cute.arch.sync_threads()
             columns, weights_of = my.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
             cute.arch.sync_threads()  # nobody needs this Q any more
             if i + 1 < total:
-                queries.load_q(*later, Int32(0))
+                queries.load_q(later_head, run.nth(later), Int32(0))
             cute.arch.cp_async_commit_group()
             self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
-                queries.load_do(*later, Int32(0))
+                queries.load_do(later_head, run.nth(later), Int32(0))
             gradient.add(zero, number, self.turn(order, keys.n_block, block))
-            head, block = later
+            head, j = later_head, later
         sm80.arrive()
         first_row = first_slab * SLAB + (sm80.zero_of(head) if self.elementwise else 0)
-        self.put(my, tiles, first_row, scales[1], part)
+        self.put(my, tiles, first_row, scales.natural, part)
 
     @cute.jit
     def weigh_together(
-        self, my: Share, queries: Queries, tiles: Tiles, step: tuple, hidden: Hidden, scale_log2: Float32,
-        slab: Int32, half: Int32,
+        self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, step: Here,
+        scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
-        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO (step) are
-        there.
-        """
-        q, do = step
+        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
         keys, rows = my.keys.over(tiles.k, False), my.rows.over(q, False)
         S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
         sm80.arrive(1)  # Q
         my.product.scores(S, keys, rows)
         sm80.arrive()  # dO
         my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
-        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), hidden, 0, scale_log2)
+        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), step, 0, scale_log2)
         dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
         sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 
-    def accumulate_all(self, my: Share, accs: tuple, left: sm80.Matrices, columns: sm80.Matrices) -> None:
+    def accumulate_all(self, my: Share, accs: sm80.Accumulators, left: sm80.Matrices, columns: sm80.Matrices) -> None:
         """dV += P^T dO or dK += dS^T Q."""
-        lefts = tuple(sm80.room(self.dtype) for _ in accs)
+        lefts = tuple(sm80.room(self.element.dtype) for _ in accs)
         for query in range(0, self.tile_m, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)

@@ -19,13 +19,12 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, TENDER_BYTES, TENDERS, HopperSpec
+from ..spec import DQ_WRITER_BYTES, DQ_WRITERS, FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.backstage import ADDED_SLOTS, Backstage, carry
-from .parts.backward_call import BackwardCall, Call
+from .parts.arguments import BackwardCall, Gradients, Scales
 from .parts.backward_rows import (
     WARPGROUPS,
     FinishBackward,
@@ -35,13 +34,33 @@ from .parts.backward_rows import (
     load_rows,
     row_values,
 )
-from .parts.geometry import Geometry
+from .parts.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.mask import TransposedMask
+from .parts.pieces import Dense, Tile
+from .parts.scores.chain import Chain, Place
 from .parts.scratch import UNITS, Ahead, Scratch
+from .parts.seams import Seams
+from .parts.walk import Band, Downward, Section, Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    dk: cute.CopyAtom | cute.Tensor
+    dv: cute.CopyAtom | cute.Tensor
+    dq: cute.CopyAtom | cute.Tensor
+
+    @property
+    def all(self) -> tuple:
+        return self.q, self.do, self.k, self.v, self.dk, self.dv, self.dq
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,25 @@ class Rings:
     k: sm90.Ring
     v: sm90.Ring
     ds: sm90.Ring
+    back: sm90.Ring  # scratch on its way to dQ writers
+    added: sm90.Ring  # from consumers to dQ writers
+    staged: sm90.Ring | None  # dQ's staging, where accumulator warps do the adding: released when it is written
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What lies in shared memory."""
+
+    q: cute.Tensor  # (tile_m, D, stage)
+    do: cute.Tensor  # (tile_m, Dv, stage)
+    k: cute.Tensor  # (64, D, warpgroup)
+    v: cute.Tensor  # (64, Dv, warpgroup)
+    ds: cute.Tensor  # (queries, keys of a warpgroup, slot and warpgroup)
+    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    delta: cute.Tensor  # (tile_m, stage)
+    staging: cute.Tensor  # fp32 of dQ, later dK and dV: (floats, warp)
+    back: cute.Tensor  # fp32 of scratch: (floats of a unit, slot)
+    units: cute.Tensor  # dQ in 16 bits: (16 rows of each writer, columns of a unit)
 
 
 @dataclass(frozen=True)
@@ -61,8 +99,15 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    order: KeyOrder
+    pieces: Dense
+    walk: Band
     group: Int32  # query heads of a KV head
+    tile_m: int
+    tile_n: int
+
+    def run(self, tile: Tile) -> Downward:
+        """Steps of a tile."""
+        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile.block)
 
 
 @dataclass(frozen=True)
@@ -76,7 +121,7 @@ class QueryGradient:
     acc: cute.Tensor
     staging: cute.Tensor  # (floats of a unit,) of this warp in shared memory
     scratch: Scratch
-    courier: sm90.Ring | None  # of the staging, where another warp does the adding: released when it is written
+    staged: sm90.Ring | None  # of the staging, where another warp does the adding: released when it is written
 
     @cute.jit
     def multiply(self, nth: Int32):
@@ -102,8 +147,8 @@ class QueryGradient:
             cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            if cutlass.const_expr(self.courier is not None):
-                self.courier.release(nth)
+            if cutlass.const_expr(self.staged is not None):
+                self.staged.release(nth)
             else:
                 with cute.arch.elect_one():
                     self.scratch.add(unit, self.staging)
@@ -111,11 +156,57 @@ class QueryGradient:
     @cute.jit
     def make_room(self, nth: Int32):
         """Until what was in the staging before has left it."""
-        if cutlass.const_expr(self.courier is not None):
+        if cutlass.const_expr(self.staged is not None):
             if nth > 0:
-                self.courier.wait(nth - 1)
+                self.staged.wait(nth - 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
+
+
+@dataclass(frozen=True)
+class Last:
+    """What of dQ the step before has left to be sent."""
+
+    unit: Int32
+    count: Int32  # steps of this tile before
+
+
+@dataclass(frozen=True)
+class Here:
+    """A step's place in its walk."""
+
+    chain: Chain
+    section: Section
+    j: Int32
+    block: Int32  # of queries
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A copy of keys from shared memory into registers."""
+
+    copy: cute.TiledCopy
+    source: cute.Tensor
+    target: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """This warpgroup's half of dS into shared memory, for both."""
+
+    ring: sm90.Ring
+    copy: cute.TiledCopy
+    source: cute.Tensor
+    target: cute.Tensor  # by slot and warpgroup
+    wg: Int32
+
+    @cute.jit
+    def put(self, count: Int32):
+        slot = self.ring.slot(count) * WARPGROUPS + self.wg
+        cute.copy(self.copy, self.source, self.target[None, None, None, slot])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.ring.release(count)
 
 
 @dataclass(frozen=True)
@@ -124,45 +215,21 @@ class Share:
 
     wg: Int32
     rings: Rings
-    products: tuple  # scores (and dP), dV, dK
-    keys: tuple  # K and V, left operands: (MMA, 1, D/16)
-    fetches: tuple  # copies of them into registers, where there is room: (copy, source, target)
-    rows: tuple  # Q and dO with rows as columns of the scores: (MMA, 1, D/16, stage)
-    columns: tuple  # Q and dO, summed over their rows: (MMA, 1, tile_m/16, stage)
-    S: cute.Tensor  # S^T, then P^T
-    dP: cute.Tensor  # dP^T, then dS^T
-    dK: cute.Tensor
-    dV: cute.Tensor
+    S: sm90.SlotProduct  # K Q^T, then P^T
+    dP: sm90.SlotProduct  # V dO^T, then dS^T
+    dV: sm90.SlotProduct  # += P^T dO
+    dK: sm90.SlotProduct  # += dS^T Q
+    dQ: QueryGradient
     P: fragments.OperandA
     dS: fragments.OperandA
-    dQ: QueryGradient
-    crossing: tuple  # dS into shared memory: copy, source, target by slot
-    facts: tuple  # LSE * log2(e) and delta of a step's queries: (tile_m, stage)
+    fetches: tuple[Fetch, ...]  # of keys, where there is room
+    crossing: Crossing
+    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    delta: cute.Tensor
 
     def fetch_keys(self) -> None:
-        for copy, source, target in self.fetches:
-            cute.copy(copy, source, target)
-
-    def issue_S(self, slot: Int32) -> None:
-        self.products[0].issue(self.S, self.keys[0], self.rows[0][None, None, None, slot], accumulate=False)
-
-    def issue_dP(self, slot: Int32) -> None:
-        self.products[0].issue(self.dP, self.keys[1], self.rows[1][None, None, None, slot], accumulate=False)
-
-    def issue_dV(self, slot: Int32) -> None:
-        self.products[1].issue(self.dV, self.P.fragment, self.columns[1][None, None, None, slot], accumulate=True)
-
-    def issue_dK(self, slot: Int32) -> None:
-        self.products[2].issue(self.dK, self.dS.fragment, self.columns[0][None, None, None, slot], accumulate=True)
-
-    @cute.jit
-    def share_dS(self, count: Int32):
-        """This warpgroup's half of dS into shared memory, for both."""
-        copy, source, target = self.crossing
-        cute.copy(copy, source, target[None, None, None, self.rings.ds.slot(count) * WARPGROUPS + self.wg])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        self.rings.ds.release(count)
+        for fetch in self.fetches:
+            cute.copy(fetch.copy, fetch.source, fetch.target)
 
 
 class BackwardSm90(BackwardCall):
@@ -171,184 +238,180 @@ class BackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec = spec
-        self.dtype, self.d, self.dv, self.mask = fragments.DTYPES[spec.dtype], spec.d, spec.dv, spec.mask
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
+        self.unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
+        self.back_slots = DQ_WRITER_BYTES // (self.unit * FP32_BYTES)  # units on their way to each dQ writer
         self.in_order = spec.in_order
-        # Registers for K and V, and for every product of a step on its own, so that all can be under way at once.
-        self.roomy = spec.roomy
+        # K and V, and every product of a step, have registers of their own, so that all can be under way at once.
+        self.kv_in_registers = spec.kv_in_registers
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
-        self.prepare, self.finish = PrepareBackward(self.dtype, clears=spec.d), FinishBackward(self.dtype, spec.d)
+        self.prepare, self.finish = PrepareBackward(self.element, clears=spec.d), FinishBackward(self.element, spec.d)
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+        """Q, dO, K and V as TMA brings them: steps of queries, and keys of each warpgroup."""
+        return tuple(
+            sm90.Input.create(self.element, rows, columns, slots)
+            for rows, slots in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
+            for columns in (self.d, self.dv)
+        )
 
     @cute.jit
-    def launch(self, call: Call, stream: cuda.CUstream):
+    def launch(self, call: Gradients, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
-        num_n_blocks, group, element = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv, self.dtype.width // 8
-        geo = Geometry(self.mask, self.tile_n, call.q.shape[2], Sk)
-        row_bytes = (self.d + self.dv) * element + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
+        walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
-        section = heads_in_turn(geo, self.tile_m, (group, B * Hkv), row_bytes, num_ctas)
+        section = heads_in_turn(walk, group, B * Hkv, row_bytes, num_ctas)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, stream)
-        tensors = (call.q, call.k, call.v, call.do, call.dq, call.dk, call.dv)
-        launch = (call.counter, call.num_ctas, section, ahead)
-        self.step_over_keys(tensors, call.rows, call.scratch, call.scales, launch, stream)
-        self.finish(call.scratch, call.dq, call.scales[1], ahead, stream)
+        self.step_over_keys(call, section, ahead, stream)
+        self.finish(call.scratch, call.dq, call.scales.natural, ahead, stream)
 
     @cute.jit
-    def step_over_keys(
-        self, tensors: tuple, mRows: cute.Tensor, mScratch: cute.Tensor, scales: tuple, launch: tuple,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        mQ, mK, mV, mdO, mdQ, mdK, mdV = (sm90.rows_first(t) for t in tensors)
-        layout = lambda rows, columns, slots: hopper.make_smem_layout_a(  # noqa: E731
-            LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, slots
+    def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
+        tensors = (sm90.rows_first(x) for x in (call.q, call.do, call.k, call.v))
+        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
+        stores = tuple(
+            sm90.output_tma(self.element, sm90.rows_first(x), columns)
+            for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
         )
-        steps, keys = (self.tile_m, self.stages), (ROWS, WARPGROUPS)
-        layouts = tuple(layout(rows, columns, slots) for rows, slots in (steps, keys) for columns in (self.d, self.dv))
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        one = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        box_k, box_v = (ROWS, self.d), (ROWS, self.dv)
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one[0], (self.tile_m, self.d))
-        tma_do, mdO = cpasync.make_tiled_tma_atom(load, mdO, one[1], (self.tile_m, self.dv))
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one[2], box_k)
-        tma_v, mV = cpasync.make_tiled_tma_atom(load, mV, one[3], box_v)
-        tma_dk, mdK = cpasync.make_tiled_tma_atom(
-            store, mdK, sm90.slab_layout(self.dtype, SLAB, self.d), (SLAB, self.d)
-        )
-        tma_dv, mdV = cpasync.make_tiled_tma_atom(
-            store, mdV, sm90.slab_layout(self.dtype, SLAB, self.dv), (SLAB, self.dv)
-        )
-        unit = (SLAB, self.half)
-        tma_dq, mdQ = cpasync.make_tiled_tma_atom(store, mdQ, sm90.slab_layout(self.dtype, *unit), unit)
-        mCounter, num_ctas, section, ahead = launch
-        self.kernel(
-            (tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, tma_dq),
-            (mQ, mdO, mK, mV, mdK, mdV, mdQ),
-            mRows,
-            mScratch,
-            scales,
-            mCounter,
-            section,
-            ahead.heads,
-            layouts,
-        ).launch(
-            grid=(cutlass.min(ahead.portions * mK.shape[2] * mK.shape[3], num_ctas), 1, 1),
+        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        sums = (call.rows, call.scratch, call.scales, call.counter)
+        self.kernel(atoms, tensors, *sums, section, ahead.heads, walk, chain).launch(
+            grid=(cutlass.min(ahead.portions * tensors.k.shape[2] * tensors.k.shape[3], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[Rings, cute.Tensor, sm90.Ring]:
+        """All rings of a CTA, and the mail of its queue. Q comes with its LSE, dO with its delta."""
+        (q, do, k, v), facts = self.inputs, self.tile_m * FP32_BYTES
+        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
+        keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
+        ds = sm90.Ring.create(smem, DS_SLOTS, 0)
+        mail, ring_mail = sm90.create_mail(smem)
+        back = sm90.Ring.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
+        added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
+        staged = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None
+        return Rings(*steps, *keys, ds, back, added, staged), mail, ring_mail
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+        """All buffers of a CTA."""
+        dtype, operands = self.element.dtype, tuple(x.buffer(smem) for x in self.inputs)
+        sizes = (self.tile_m, ROWS, ROWS)
+        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, sizes, dtype, DS_SLOTS * WARPGROUPS)
+        ds = smem.allocate_tensor(dtype, ds_layout.outer, 1024, ds_layout.inner)
+        row_layout = cute.make_layout((self.tile_m, self.stages))
+        lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+        staging = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)
+        back = smem.allocate_tensor(Float32, cute.make_layout((self.unit, self.back_slots * DQ_WRITERS)), 128)
+        unit_rows = sm90.slab_layout(dtype, SLAB * DQ_WRITERS, self.half)
+        units = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
+        return Shared(*operands, ds, lse, delta, staging, back, units)
+
+    def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring) -> None:
+        """Every thread: descriptors and barriers."""
+        consumers = 4 * WARPGROUPS
+        by_all = (rings.q, rings.do, rings.k, rings.v, rings.ds, rings.added)
+        counted = (
+            *((ring, consumers) for ring in by_all),
+            (ring_mail, consumers + 1 + DQ_WRITERS),
+            (rings.back, 1),
+            *(((rings.staged, 4),) if self.in_order else ()),
+        )
+        sm90.start_cta(warp_idx, atoms.all, counted)
+
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,  # TMA of q, do, k, v, dk, dv, dq
-        tensors: tuple,  # their TMA coordinates
+        atoms: Operands,
+        tensors: Operands,
         mRows: cute.Tensor,
         mScratch: cute.Tensor,
-        scales: tuple,  # scale * log2(e), scale
+        scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
         heads_ahead: Int32,
-        layouts: tuple,  # shared memory of q, do, k, v
+        walk: Band,
+        chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        element = self.dtype.width // 8
         smem = cutlass.memory.SmemAllocator()
-        rings = Rings(
-            sm90.Ring.create(smem, self.stages, self.tile_m * (self.d * element + 4)),
-            sm90.Ring.create(smem, self.stages, self.tile_m * (self.dv * element + 4)),
-            sm90.Ring.create(smem, 1, self.tile_n * self.d * element),
-            sm90.Ring.create(smem, 1, self.tile_n * self.dv * element),
-            sm90.Ring.create(smem, DS_SLOTS, 0),
-        )
-        ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
-        mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
-        unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
-        slots = TENDER_BYTES // (unit * 4)
-        ring_back = sm90.Ring.create(smem, slots * TENDERS, unit * 4)
-        ring_added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
-        couriers = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None
-        sQ, sdO, sK, sV = (smem.allocate_tensor(self.dtype, y.outer, 1024, y.inner) for y in layouts)
-        ds_layout = hopper.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.tile_m, ROWS, ROWS), self.dtype, DS_SLOTS * WARPGROUPS
-        )
-        sdS = smem.allocate_tensor(self.dtype, ds_layout.outer, 1024, ds_layout.inner)  # (queries, keys, slot)
-        row_layout = cute.make_layout((self.tile_m, self.stages))
-        sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
-        sdQ = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)  # (floats, warp)
-        sBack = smem.allocate_tensor(Float32, cute.make_layout((unit, slots * TENDERS)), 128)
-        unit_rows = sm90.slab_layout(self.dtype, SLAB * TENDERS, self.half)
-        sUnits = smem.allocate_tensor(self.dtype, unit_rows.outer, 1024, unit_rows.inner)
+        rings, mail, ring_mail = self.rings(smem)
+        shared = self.shared(smem)
+        self.start(warp_idx, atoms, rings, ring_mail)
 
-        consumers = 4 * WARPGROUPS
-        shared = (rings.q, rings.do, rings.k, rings.v, rings.ds, ring_added)
-        waited_for = (
-            (ring_mail, consumers + 1 + TENDERS),
-            (ring_back, 1),
-            *(((couriers, 4),) if self.in_order else ()),
-        )
-        sm90.start_cta(warp_idx, atoms, (*((ring, consumers) for ring in shared), *waited_for))
-
-        mQ, mdO, mK, mV, mdK, mdV, mdQ = tensors
-        num_n_blocks, kv_heads = cute.ceil_div(mK.shape[0], self.tile_n), mK.shape[2] * mK.shape[3]
-        geo = Geometry(self.mask, self.tile_n, mQ.shape[0], mK.shape[0])
-        order = KeyOrder(True, num_n_blocks, mK.shape[2], kv_heads, section, geo, self.tile_m, self.in_order)
+        Sq, _, Hq, _ = tensors.q.shape
+        Sk, _, Hkv, B = tensors.k.shape
+        num_n_blocks, kv_heads, sizes = cute.ceil_div(Sk, self.tile_n), Hkv * B, Sizes(Sq, Sk)
+        bound = walk.at(sizes, self.tile_m, self.tile_n)
+        order = KeyOrder(True, num_n_blocks, Hkv, kv_heads, section, bound, self.in_order)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
-        work = Work(rings, queue, order, mQ.shape[2] // mK.shape[2])
-        tender = warp_idx % TENDERS
-        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        backstage = Backstage(
-            scratch=Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, mQ.shape[2] * mQ.shape[3], unit),
+        work = Work(rings, queue, Dense(order, sizes), walk, Hq // Hkv, self.tile_m, self.tile_n)
+        writer = warp_idx % DQ_WRITERS
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
+        of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
+        dq_writer = DqWriter(
+            scratch=Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, Hq * tensors.q.shape[3], self.unit),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
             kv_heads=kv_heads,
-            scale=scales[1],
-            dQ=sm90.Operand(atoms[6], mdQ, cute.local_tile(sUnits, (SLAB, self.half), (tender, 0))),
-            matrices=cute.make_tiled_copy_C(matrices, sm90.make_mma(self.dtype, self.half, "rows", "columns")),
-            pack=fragments.PACKS[self.dtype],
-            ring=ring_back.part(tender, slots),
-            slots=cute.local_tile(sBack, (unit, slots), (0, tender)),
-            added=ring_added,
+            scale=scales.natural,
+            dQ=sm90.Operand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
+            matrices=cute.make_tiled_copy_C(matrices, of_unit),
+            element=self.element,
+            ring=rings.back.part(writer, self.back_slots),
+            slots=cute.local_tile(shared.back, (self.unit, self.back_slots), (0, writer)),
+            added=rings.added,
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q, do = sm90.Operand(atoms[0], mQ, sQ), sm90.Operand(atoms[1], mdO, sdO)
-                self.load_queries(q, do, (mRows, sLse, sDelta), work, backstage)
+                q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
+                self.load_queries(q, do, mRows, shared, work, dq_writer)
             elif warp_idx == 1:
-                self.load_keys(sm90.Operand(atoms[2], mK, sK), sm90.Operand(atoms[3], mV, sV), work)
+                k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+                self.load_keys(k, v, work)
             elif cutlass.const_expr(self.in_order):
-                carry(backstage.scratch, couriers.part(tender, 1), sdQ, work, tender)
+                add_in_order(dq_writer.scratch, rings.staged.part(writer, 1), shared.staging, work, writer)
             else:
-                backstage.tend(queue, order.tile, tender)
+                dq_writer.run(queue, order.tile, writer)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            outputs = (sm90.Operand(atoms[4], mdK, sdQ), sm90.Operand(atoms[5], mdV, sdQ))
-            buffers = (sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ)
-            self.consume(buffers, outputs, backstage, work, scales, couriers)
+            dk = sm90.Operand(atoms.dk, tensors.dk, shared.staging)
+            dv = sm90.Operand(atoms.dv, tensors.dv, shared.staging)
+            self.consume(shared, dk, dv, dq_writer, work, scales, chain)
 
     @cute.jit
-    def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work, backstage: Backstage):
+    def load_queries(
+        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter
+    ):  # fmt: skip
         """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
-        mRows, sLse, sDelta = rows
         ring_q, ring_do = work.rings.q, work.rings.do
         nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
-            steps = work.order.steps(n_block)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, work.group)
+            run = work.run(tile)
             if cutlass.const_expr(not self.in_order):
-                backstage.wait_cleared(batch * work.order.heads + head)
+                dq_writer.wait_cleared(tile.batch * work.pieces.order.heads + tile.head)
             for g in cutlass.range(work.group, unroll=1):
-                q_head = head * work.group + g
-                tQsQ, tQgQ = q.head(q_head, batch).tiles((self.tile_m, self.d), (None, 0))
-                tOsO, tOgO = do.head(q_head, batch).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, self.tile_m), (None, None))
-                for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
+                tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
+                gRows = cute.local_tile(tile.queries(mRows, g), (1, self.tile_m), (None, None))
+                mine = run.of_head(g)
+                whole = mine.whole()
+                for j in cutlass.range(whole.begin, whole.end, unroll=1):
+                    step = mine.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
-                    load_rows(gRows[0, None, 0, step], sLse[None, ring_q.slot(done)], ring_q, done)
+                    load_rows(gRows[0, None, 0, step], shared.lse[None, ring_q.slot(done)], ring_q, done)
                     sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
-                    load_rows(gRows[0, None, 1, step], sDelta[None, ring_do.slot(done)], ring_do, done)
+                    load_rows(gRows[0, None, 1, step], shared.delta[None, ring_do.slot(done)], ring_do, done)
                     done += 1
             nth += 1
             number = work.queue.post(nth, work.queue.draw())
@@ -357,86 +420,111 @@ class BackwardSm90(BackwardCall):
     def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
         """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
         nth, number = Int32(0), work.queue.take(Int32(0))
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
-                tXsX, tXgX = x.head(head, batch).tiles((ROWS, columns), (None, 0))
+                tXsX, tXgX = tile.rows(x).tiles((ROWS, columns), (None, 0))
                 ring.acquire(nth)
                 for w in cutlass.range_constexpr(WARPGROUPS):
-                    block = n_block * WARPGROUPS + w
+                    block = tile.block * WARPGROUPS + w
                     cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
             nth += 1
             number = work.queue.take(nth)
 
-    def hold(self, buffers: tuple, rings: Rings, scratch: Scratch, couriers: sm90.Ring | None) -> Share:
+    def hold(self, shared: Shared, rings: Rings, scratch: Scratch) -> Share:
         """Consumer warpgroup: its operands and registers."""
-        sQ, sdO, sK, sV, sdS, sLse, sDelta, sdQ = buffers
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
-        keys_from = "registers" if self.roomy else "rows"
-        scores = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.tile_m, keys_from, "rows"))
-        for_dV = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.dv, "registers", "columns"))
-        for_dK = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.d, "registers", "columns"))
-        for_dQ = sm90.Product.create(lambda: sm90.make_mma(self.dtype, self.half, "rows", "columns"))
+        keys_from = "registers" if self.kv_in_registers else "rows"
+        scores, for_dV, for_dK, for_dQ = (
+            sm90.Product.create(lambda x=x: sm90.make_mma(self.element.dtype, *x))
+            for x in (
+                (self.tile_m, keys_from, "rows"),
+                (self.dv, "registers", "columns"),
+                (self.d, "registers", "columns"),
+                (self.half, "rows", "columns"),
+            )
+        )
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
-        (K, V), fetches = self.my_keys((sK[None, None, wg], sV[None, None, wg]), scores.add, thread)
-        rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (sQ, sdO))
-        columns = tuple(m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, sQ), (mma_v, sdO)))
-        S, dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
-        dK, dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
-        P = dS = fragments.OperandA.create(S, self.dtype)
-        acc_dQ = cute.make_tensor(dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
-        if self.roomy:
-            dS, acc_dQ = fragments.OperandA.create(S, self.dtype), sm90.zeros(mma_q, (ROWS, self.half))
-        my_columns = cute.local_tile(sm90.transposed(sK), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
-        tQrK, tQrS = mma_q.make_fragment_B(mma_q.partition_B(my_columns)), mma_q.make_fragment_A(mma_q.partition_A(sdS))
-        staging = sdQ[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
-        courier = None if couriers is None else couriers.part(wg, 1)
-        dQ = QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, courier)
-        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
-        to_dS = cute.make_tiled_copy_C(matrices, scores.add).get_slice(thread)
-        rdS = to_dS.retile(cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.dtype), S.layout))
-        crossing = (to_dS, rdS, to_dS.partition_D(sm90.transposed(sdS)))
-        products, facts = (scores, for_dV, for_dK), (sLse, sDelta)
-        return Share(wg, rings, products, (K, V), fetches, rows, columns, S, dP, dK, dV, P, dS, dQ, crossing, facts)
+        (K, V), fetches = self.my_keys((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
+        rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
+        columns = tuple(
+            m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, shared.q), (mma_v, shared.do))
+        )
+        acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
+        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
+        P = dS = fragments.OperandA.create(acc_S, self.element)
+        acc_dQ = cute.make_tensor(acc_dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        if self.kv_in_registers:
+            dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
+        my_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
+        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))
+        staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
+        staged = None if rings.staged is None else rings.staged.part(wg, 1)
+        return Share(
+            wg,
+            rings,
+            sm90.SlotProduct(scores, K, rows[0], acc_S),
+            sm90.SlotProduct(scores, V, rows[1], acc_dP),
+            sm90.SlotProduct(for_dV, P.fragment, columns[1], acc_dV),
+            sm90.SlotProduct(for_dK, dS.fragment, columns[0], acc_dK),
+            QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, staged),
+            P,
+            dS,
+            fetches,
+            Crossing(rings.ds, *self.crossing(dS, acc_S, shared.ds, scores.add, thread), wg),
+            shared.lse,
+            shared.delta,
+        )
+
+    def crossing(
+        self, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma, thread: Int32
+    ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
+        """How dS gets into shared memory: copy, source, target. like: the accumulator whose order it has."""
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element.dtype)
+        copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+        halves = cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.element.dtype), like.layout)
+        return copy, copy.retile(halves), copy.partition_D(sm90.transposed(sdS))
 
     @cute.jit
     def consume(
-        self, buffers: tuple, outputs: tuple, backstage: Backstage, work: Work, scales: tuple,
-        couriers: sm90.Ring | None,
+        self, shared: Shared, dk: sm90.Operand, dv: sm90.Operand, dq_writer: DqWriter, work: Work, scales: Scales,
+        chain: Chain,
     ):  # fmt: skip
         """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
-        rings = work.rings
-        my = self.hold(buffers, rings, backstage.scratch, couriers)
+        rings, scratch = work.rings, dq_writer.scratch
+        my = self.hold(shared, rings, scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
+        chain = chain.hold()
 
         nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
-            steps = work.order.steps(n_block)
-            key = n_block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            mask = TransposedMask(work.order.geo, self.tile_m, key, lane % 4 * 2)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, work.group)
+            run = work.run(tile)
+            key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
+            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, transposed=True))
             rings.k.wait(nth)
             rings.v.wait(nth)
             my.fetch_keys()
-            my.dK.fill(0.0)
-            my.dV.fill(0.0)
+            my.dK.acc.fill(0.0)
+            my.dV.acc.fill(0.0)
             before, unit = done, Int32(0)
             for g in cutlass.range(work.group, unroll=1):
-                q_head = head * work.group + g
-                first_block = (batch * (work.group * work.order.heads) + q_head) * backstage.num_m_blocks
-                for masked in cutlass.range_constexpr(1, -1, -1):
-                    begin, end = (steps.begin, steps.middle) if masked else (steps.middle, steps.end)
-                    for step in cutlass.range(begin, end, unroll=1):
-                        hidden = (mask, step) if masked else None
-                        if cutlass.const_expr(self.roomy):
-                            self.step_at_once(my, done, (unit, done - before), hidden, scales[0])
+                first_block = scratch.first_block(tile, g, work.pieces.order.heads)
+                mine = run.of_head(g)
+                for section in mine.sections():
+                    of_tile.begin(section)
+                    for j in cutlass.range(section.begin, section.end, unroll=1):
+                        here, last = Here(of_tile, section, j, mine.nth(j)), Last(unit, done - before)
+                        if cutlass.const_expr(self.kv_in_registers):
+                            self.step_at_once(my, done, last, here, scales.log2)
                         else:
-                            self.step_in_turn(my, done, (unit, done - before), hidden, scales[0])
+                            self.step_in_turn(my, done, last, here, scales.log2)
                         rings.do.release(done)
                         rings.q.release(done)
-                        unit = (first_block + step) * UNITS + wg * 4 + warp_idx
+                        unit = (first_block + here.block) * UNITS + wg * 4 + warp_idx
                         done += 1
             warpgroup.wait_group(0)
             rings.v.release(nth)
@@ -446,105 +534,106 @@ class BackwardSm90(BackwardCall):
             rings.k.release(nth)
             my.dQ.send(unit, done - before, done - 1)
             my.dQ.make_room(done)
-            slab = n_block * (self.tile_n // SLAB) + wg * 4
-            self.store(my.dV, Float32(1.0), outputs[1].head(head, batch), slab, my.products[1].add)
-            self.store(my.dK, scales[1], outputs[0].head(head, batch), slab, my.products[2].add)
+            slab = tile.block * (self.tile_n // SLAB) + wg * 4
+            factor = Float32(1.0) if cutlass.const_expr(chain.factor is None) else chain.factor
+            self.store(my.dV, factor, tile.rows(dv), slab)
+            self.store(my.dK, scales.natural, tile.rows(dk), slab)
             if cutlass.const_expr(not self.in_order):
                 cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
                 cute.arch.sync_warp()
-                backstage.added.release(nth)
+                dq_writer.added.release(nth)
             nth += 1
             number = work.queue.take(nth)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
 
     @cute.jit
-    def step_at_once(self, my: Share, done: Int32, last: tuple, hidden: tuple | None, scale_log2: Float32):
+    def step_at_once(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
         """One step where every product has registers of its own."""
-        slot = my.rings.q.slot(done)
+        masked, slot = here.section.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
-        my.issue_S(slot)
+        my.S.start(slot)
         my.rings.do.wait(done)
-        my.issue_dP(slot)
-        lse = row_values(my.facts[0], slot)  # before more products: behind them it costs 10 %
+        my.dP.start(slot)
+        lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(2)  # S
-        self.weigh(my, lse, hidden, scale_log2)
-        my.P.take(my.S)
+        here.chain.apply(my.S.values, here.block, masked)
+        exponentiate(my.S.values, lse, scale_log2)
+        my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.fence()
-        my.issue_dV(slot)
-        delta = row_values(my.facts[1], slot)
+        my.dV.add(slot)
+        delta = row_values(my.delta, slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
-        dP = fragments.rows_and_columns(my.dP)
-        differentiate(fragments.rows_and_columns(my.S), dP, delta, dP)
-        my.dS.take(my.dP)
-        my.share_dS(done)
+        here.chain.derive(my.dP.values, masked)
+        differentiate(my.S.values, my.dP.values, delta, my.dP.values, factor=here.chain.factor)
+        my.dS.take(my.dP.acc)
+        here.chain.ahead(here.section, here.j)
+        my.crossing.put(done)
         warpgroup.fence()
-        my.issue_dK(slot)
-        my.dQ.send(*last, done - 1)
+        my.dK.add(slot)
+        my.dQ.send(last.unit, last.count, done - 1)
         warpgroup.wait_group(0)
 
     @cute.jit
-    def step_in_turn(self, my: Share, done: Int32, last: tuple, hidden: tuple | None, scale_log2: Float32):
+    def step_in_turn(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
         """One step where dP takes the place of the dQ before, and dS that of P."""
-        slot = my.rings.q.slot(done)
+        masked, slot = here.section.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
-        my.issue_S(slot)
-        lse = row_values(my.facts[0], slot)  # here, as above
+        my.S.start(slot)
+        lse = row_values(my.lse, slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S
-        self.weigh(my, lse, hidden, scale_log2)
-        my.P.take(my.S)
+        here.chain.apply(my.S.values, here.block, masked)
+        exponentiate(my.S.values, lse, scale_log2)
+        my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.wait_group(0)  # dQ
-        my.dQ.send(*last, done - 1)
+        my.dQ.send(last.unit, last.count, done - 1)
         my.rings.do.wait(done)
         warpgroup.fence()
-        my.issue_dP(slot)
-        my.issue_dV(slot)
+        my.dP.start(slot)
+        my.dV.add(slot)
         warpgroup.wait_group(1)  # dP
-        dP = fragments.rows_and_columns(my.dP)
-        differentiate(fragments.rows_and_columns(my.S), dP, row_values(my.facts[1], slot), dP)
+        here.chain.derive(my.dP.values, masked)
+        differentiate(
+            my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, factor=here.chain.factor
+        )  # fmt: skip
         warpgroup.wait_group(0)
-        my.dS.take(my.dP)
-        my.share_dS(done)
+        my.dS.take(my.dP.acc)
+        here.chain.ahead(here.section, here.j)
+        my.crossing.put(done)
         warpgroup.fence()
-        my.issue_dK(slot)
+        my.dK.add(slot)
         # ptxas serialises every product where one is under way across the end of a loop.
         warpgroup.wait_group(0)
 
-    @cute.jit
-    def weigh(self, my: Share, lse_log2: cute.Tensor, hidden: tuple | None, scale_log2: Float32):
-        """P in place of S; hidden: mask and number of this step, where some are hidden."""
-        scores = fragments.rows_and_columns(my.S)
-        if cutlass.const_expr(hidden is not None):
-            mask, step = hidden
-            mask.apply(scores, step)
-        exponentiate(scores, lse_log2, scale_log2)
-
-    def my_keys(self, sources: tuple, mma: cute.TiledMma, thread: Int32) -> tuple[tuple, tuple]:
+    def my_keys(
+        self, sources: tuple[cute.Tensor, ...], mma: cute.TiledMma, thread: Int32
+    ) -> tuple[tuple[cute.Tensor, ...], tuple[Fetch, ...]]:
         """A warpgroup's 64 keys as left operands of a product, and the copies that bring them there: in registers where
         there is room, which halves what is read from shared memory; else where they are.
         """
         part = mma.get_slice(thread)
         fragments = tuple(part.make_fragment_A(part.partition_A(s)) for s in sources)
-        if not self.roomy:
+        if not self.kv_in_registers:
             return fragments, ()
-        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element.dtype)
         copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
         return fragments, tuple(
-            (copy, copy.partition_S(s), copy.retile(x)) for s, x in zip(sources, fragments, strict=True)
+            Fetch(copy, copy.partition_S(s), copy.retile(x)) for s, x in zip(sources, fragments, strict=True)
         )
 
     @cute.jit
-    def store(self, acc: cute.Tensor, factor: Float32, out: sm90.Operand, slab: Int32, mma: cute.TiledMma):
+    def store(self, result: sm90.SlotProduct, factor: Float32, out: sm90.Operand, slab: Int32):
         """An accumulator in 16 bits through its warps' staging to global memory; each warp sends its 16 rows."""
+        acc = result.acc
         columns = cute.size(acc) * 2  # of 64 rows, by 128 threads
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
-        rX = cute.make_rmem_tensor_like(acc, self.dtype)
-        rX.store((acc.load() * factor).to(self.dtype))
-        layout = sm90.slab_layout(self.dtype, ROWS, columns)
-        start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.dtype)
+        rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
+        rX.store((acc.load() * factor).to(self.element.dtype))
+        layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
+        start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.element.dtype)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
         cute.arch.sync_warp()
-        sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma)
+        sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, result.product.add)

@@ -19,13 +19,14 @@ from cutlass import Float32, Int32
 
 from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
+from .parts.arguments import DecodeCall, FewRows
 from .parts.combine import Combine, Partials, Share, follow, starts_early
-from .parts.forward_call import DecodeCall, FewRows
-from .parts.geometry import Geometry
-from .parts.mask import Mask
 from .parts.packed import Part
+from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD
+from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
+from .parts.walk import Band, BoundBand, Sizes, Split
 
 PAIR = 2  # neighbouring columns of a thread
 
@@ -42,9 +43,13 @@ class Ring:
     k: sm80.Tile  # the first slots
     v: sm80.Tile
     stages: int
-    first_key: Int32  # of the first block's share
+    keys: Split  # of the CTA
+    first_key: Int32  # of the share of the first of its blocks
     step: int  # keys from block to block
-    blocks: Int32
+
+    @property
+    def blocks(self) -> Int32:
+        return self.keys.end - self.keys.begin
 
     def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
         return tile.moved(nth % self.stages * tile.bytes)
@@ -102,8 +107,8 @@ class DecodeSm80(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
     def __init__(self, spec: AmpereSpec):
-        self.spec = spec
-        self.dtype = fragments.DTYPES[spec.dtype]
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.team_warps = spec.tile_m // SLAB
         self.keys = spec.tile_n // spec.teams  # of a team, of every block
@@ -114,7 +119,8 @@ class DecodeSm80(DecodeCall):
         Hkv = call.k.shape[1]
         m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        self.kernel((call.q, call.k, call.v, call.o), call.lse, partials.start, call.scale, call.splits).launch(
+        tensors, seams = (call.q, call.k, call.v, call.o, call.lse), (self.seams.walk(call), self.seams.chain(call))
+        self.kernel(*tensors, partials.start, call.scale, call.splits, *seams).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -123,25 +129,37 @@ class DecodeSm80(DecodeCall):
             use_pdl=starts_early(),
         )
         if call.splits > 1:
-            Combine(fragments.PACKS[self.dtype])(call.o, call.lse, partials, stream)
+            Combine(self.element)(call.o, call.lse, partials, stream)
 
     @cute.kernel
-    def kernel(self, tensors: tuple, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32, splits: Int32):
-        mQ, mK, mV, mO = tensors
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        partials: cute.Pointer,
+        scale: Float32,
+        splits: Int32,
+        walk: Band,
+        chain: Chain,
+    ):
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
-        geo = Geometry("full", self.tile_n, mQ.shape[2], mK.shape[2])
-        work = Part.of_cta(geo, (mQ.shape[1], mK.shape[1]), self.tile_m, splits)
+        sizes = Sizes(mQ.shape[2], mK.shape[2])
+        part = Part.of_cta(sizes, mQ.shape[1], mK.shape[1], self.tile_m, splits)
         q = sm80.Tile(start, self.tile_m, self.d)
-        ring = self.my_ring(mK, mV, work, start + q.bytes, team)
+        ring = self.my_ring(mK, mV, part, walk.at(sizes, self.tile_m, self.tile_n), start + q.bytes, team)
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
-        mask = Mask(work.geo, Int32(0), team * self.keys + lane % 4 * PAIR)
+        here = chain.hold().at(Place(sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR))
 
         follow()
-        self.load_queries(mQ, q, work)
-        self.attend(ring, sm80.Matrices.create(q, self.dtype, "A", first_row=slab * SLAB), out, softmax, mask)
+        self.load_queries(mQ, q, part)
+        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+        self.attend(ring, left_q, out, softmax, here, sizes.Sk)
         lse = softmax.finish(fragments.rows_and_columns(out), scale)
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
@@ -149,40 +167,43 @@ class DecodeSm80(DecodeCall):
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), lse, teams, team, slab * SLAB + lane // 4)
         cute.arch.sync_threads()
-        self.add_up(teams, work, mO, mLSE, partials)
+        self.add_up(teams, part, mO, mLSE, partials)
 
-    def my_ring(self, mK: cute.Tensor, mV: cute.Tensor, work: Part, start: Int32, team: Int32) -> Ring:
+    def my_ring(
+        self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, start: Int32, team: Int32
+    ) -> Ring:  # fmt: skip
         """Of this warp's team."""
-        begin, end = work.blocks()
+        keys = part.keys(walk)
         away = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.Tile(start + away, self.keys, self.d)
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
-        mover = sm80.Mover(self.team_warps * WARP, self.dtype, elementwise=False)
-        gK, gV = (mX[work.batch, work.kv_head, None, None] for mX in (mK, mV))
-        first_key = begin * self.tile_n + team * self.keys
-        return Ring(mover, gK, gV, k, v, self.stages, first_key, self.tile_n, end - begin)
+        mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
+        first_key = keys.begin * self.tile_n + team * self.keys
+        return Ring(mover, part.of_head(mK), part.of_head(mV), k, v, self.stages, keys, first_key, self.tile_n)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, work: Part):
+    def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
         """All threads: the tile's rows on their way, from as many heads as they are of; zeros beyond the last one."""
-        mover = sm80.Mover(self.spec.threads, self.dtype, elementwise=False)
+        mover = sm80.Mover(self.spec.threads, self.element, elementwise=False)
         row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
-            number = work.first_row + row + r
-            head, query = work.place(cutlass.min(number, work.rows - 1))
-            source = mQ[work.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
+            number = part.first_row + row + r
+            head, query = part.place(cutlass.min(number, part.rows - 1))
+            source = mQ[part.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
             place = q.unit(row, unit) + r * q.row_bytes
-            sm80.copy_row((source, place), q, mQ.shape[3] - unit * sm80.VECTOR, number < work.rows)
+            sm80.copy_row(source, place, q, mQ.shape[3] - unit * sm80.VECTOR, number < part.rows)
 
     @cute.jit
-    def attend(self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, mask: Mask):
+    def attend(
+        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain, Sk: Int32
+    ):  # fmt: skip
         """A warp's 16 rows against its team's keys of this split's blocks."""
-        product = sm80.Product.create(self.dtype)
-        right_k = sm80.Matrices.create(ring.k, self.dtype, "B")
-        right_v = sm80.Matrices.create(ring.v, self.dtype, "B", transposed=True)
+        product = sm80.Product.create(self.element.dtype)
+        right_k = sm80.Matrices.create(ring.k, self.element.dtype, "B")
+        right_v = sm80.Matrices.create(ring.v, self.element.dtype, "B", transposed=True)
         acc_S = sm80.accumulator(self.keys)
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
-        P = fragments.OperandA.create(acc_S, self.dtype)
+        P = fragments.OperandA.create(acc_S, self.element)
         first_block = ring.first_key // self.tile_n
         for nth in cutlass.range_constexpr(self.stages):
             ring.load_k(nth)  # the first one with the queries
@@ -194,8 +215,9 @@ class DecodeSm80(DecodeCall):
             product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
             ring.arrive()
             ring.load_k(nth + self.stages)
-            if (first_block + nth + 1) * self.tile_n > mask.geo.Sk:
-                mask.apply(S, first_block + nth)
+            block = ring.keys.nth(first_block + nth)
+            if (block + 1) * self.tile_n > Sk:
+                here.apply(S, block, masked=True)
             if cute.arch.vote_any_sync(softmax.grows(S)):
                 softmax.raise_to(output)
             softmax.weigh(S)
@@ -206,23 +228,23 @@ class DecodeSm80(DecodeCall):
             ring.arrive()
 
     @cute.jit
-    def add_up(self, teams: Teams, work: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer):
+    def add_up(self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer):
         """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
         B, Hq, Sq, Dv = mO.shape
-        parts, quads = Partials(partials, B * Hq * Sq, work.splits, Dv), Dv // QUAD
-        total = cutlass.min(work.rows - work.first_row, self.tile_m) * quads
+        parts, quads = Partials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
+        total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
         for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
             share = Share.create()
             share.add(teams, row, 0, 1, column)
-            head, query = work.place(work.first_row + row)
-            if work.splits == 1:
-                share.write(mO[work.batch, head, query, None].iterator + column, fragments.PACKS[self.dtype])
+            head, query = part.place(part.first_row + row)
+            if part.splits == 1:
+                share.write(mO[part.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
-                    mLSE[work.batch, head, query] = share.lse()
+                    mLSE[part.batch, head, query] = share.lse()
             else:
-                index = (work.batch * Hq + head) * Sq + query
-                share.leave(parts, index, work.split, column)
+                index = (part.batch * Hq + head) * Sq + query
+                share.leave(parts, index, part.split, column)
 
 
 @cute.jit

@@ -19,24 +19,50 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
+from .parts.arguments import Gradients, Scales
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
-from .parts.geometry import Geometry
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.mask import TransposedMask
+from .parts.pieces import Dense
+from .parts.scores.chain import Chain, Place
+from .parts.seams import Seams
+from .parts.walk import Band, Section, Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = PARTS_TILE
 P, DS = 0, 1  # what crosses shared memory; its writers are the first and the second warpgroup
 JOIN = 1  # named barrier, + warpgroup
-# fp16 has no small numbers: P of a row with many keys would lose bits, or vanish. bf16 has all that fp32 has.
-RAISED = {cutlass.BFloat16: 0, cutlass.Float16: 12}  # exponents by which P is larger on its way to the sums
 STAGED_COLUMNS = 64  # of dK and dV, at most, that a warp stores at once
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+    dk: cute.CopyAtom | cute.Tensor
+    dv: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What lies in shared memory."""
+
+    q: cute.Tensor  # (TILE_M, D, stage)
+    k: cute.Tensor  # (TILE_N, D, 1)
+    v: cute.Tensor  # (TILE_N, Dv, 1)
+    do: cute.Tensor  # (TILE_M, Dv, stage)
+    crossing: cute.Tensor  # (queries, keys, P or dS)
+    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (TILE_M, stage)
+    delta: cute.Tensor  # (TILE_M, stage)
 
 
 @dataclass(frozen=True)
@@ -47,7 +73,7 @@ class Rings:
     do: sm90.Ring
     k: sm90.Ring
     v: sm90.Ring
-    crossing: tuple  # P, dS
+    crossing: tuple[sm90.Ring, sm90.Ring]  # P, dS
 
 
 @dataclass(frozen=True)
@@ -56,21 +82,9 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    order: KeyOrder
+    pieces: Dense
+    walk: Band
     group: Int32  # query heads of a KV head
-
-
-@dataclass(frozen=True)
-class Sum:
-    """dV += P^T dO or dK += dS^T Q: this warpgroup's half of the columns."""
-
-    product: sm90.Product
-    left: cute.Tensor
-    right: cute.Tensor  # by stage
-    acc: cute.Tensor
-
-    def issue(self, slot: Int32) -> None:
-        self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=True)
 
 
 @dataclass(frozen=True)
@@ -79,15 +93,12 @@ class Half:
 
     wg: int
     rings: Rings
-    scores: sm90.Product
-    keys: cute.Tensor  # K or V: (MMA, 1, D/16)
-    rows: cute.Tensor  # Q or dO with rows as columns of the scores: (MMA, 1, D/16, stage)
-    acc: cute.Tensor  # S^T, or dP^T
+    scores: sm90.SlotProduct  # S^T = K Q^T, or dP^T = V dO^T
     weights: fragments.OperandA  # P^T, or dS^T
-    values: cute.Tensor  # the same registers, in the order of `acc`
+    values: cute.Tensor  # the same registers, in the order of the scores
     facts: cute.Tensor  # LSE * log2(e), or delta, of a step's queries: (TILE_M, stage)
-    dV: Sum
-    dK: Sum
+    dV: sm90.SlotProduct  # += P^T dO: this warpgroup's half of the columns
+    dK: sm90.SlotProduct  # += dS^T Q
     store: Callable  # the weights to shared memory
     load: Callable  # P from there
 
@@ -96,15 +107,12 @@ class Half:
         """Of the steps' operand of whole rows: Q with LSE, or dO with delta."""
         return self.rings.do if self.wg else self.rings.q
 
-    def issue_scores(self, slot: Int32) -> None:
-        self.scores.issue(self.acc, self.keys, self.rows[None, None, None, slot], accumulate=False)
-
     @cute.jit
     def issue_next_scores(self, done: Int32, end: Int32):
         """Those of step `done`; beyond the last of the tile nobody looks at them, and a branch here would cost more."""
         if done < end:
             self.ring.wait(done)
-        self.issue_scores(self.ring.slot(done))
+        self.scores.start(self.ring.slot(done))
 
     @cute.jit
     def hand_over(self, done: Int32):
@@ -124,14 +132,14 @@ class Half:
         if cutlass.const_expr(self.wg == 0):
             self.rings.do.wait(done)
         warpgroup.fence()
-        self.dV.issue(slot)
+        self.dV.add(slot)
         self.issue_next_scores(done + 1, end)
         if cutlass.const_expr(self.wg == 0):
             ds.wait(done)
         else:
             self.rings.q.wait(done)
         warpgroup.fence()
-        self.dK.issue(slot)
+        self.dK.add(slot)
         warpgroup.wait_group(2)  # dV
         self.rings.do.release(done)
         if cutlass.const_expr(self.wg == 1):
@@ -146,121 +154,125 @@ class KeyGradientsSm90:
     """Builds the kernel of one spec."""
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.dtype, self.d, self.dv = spec, fragments.DTYPES[spec.dtype], spec.d, spec.dv
-        self.stages, self.raised = spec.stages, RAISED[self.dtype]
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
 
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+        """Q, K, V and dO as TMA brings them, swizzled so that half of the columns are whole atoms."""
+        return tuple(
+            sm90.Input(self.element, ROWS, columns, slots, self.operand_layout(columns, slots))
+            for columns, slots in ((self.d, self.stages), (self.d, 1), (self.dv, 1), (self.dv, self.stages))
+        )
+
     @cute.jit
-    def __call__(self, tensors: tuple, mRows: cute.Tensor, scales: tuple, launch: tuple, stream: cuda.CUstream):
-        """tensors: q, k, v, do, dk, dv as the forward has them; launch: counter, CTAs at once."""
-        mQ, mK, mV, mdO, mdK, mdV = (sm90.rows_first(t) for t in tensors)
-        operands = (
-            (mQ, self.d, self.stages),
-            (mK, self.d, 1),
-            (mV, self.dv, 1),
-            (mdO, self.dv, self.stages),
-        )
-        layouts = tuple(self.operand_layout(columns, slots) for _, columns, slots in operands)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        loads = tuple(
-            cpasync.make_tiled_tma_atom(load, m, cute.slice_(layout, (None, None, 0)), (ROWS, columns))
-            for (m, columns, _), layout in zip(operands, layouts, strict=True)
-        )
+    def __call__(self, call: Gradients, stream: cuda.CUstream):
+        tensors = (sm90.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
-            cpasync.make_tiled_tma_atom(store, m, sm90.slab_layout(self.dtype, SLAB, columns), (SLAB, columns))
-            for m, columns in ((mdK, staged_columns(self.d)), (mdV, staged_columns(self.dv)))
+            sm90.output_tma(self.element, sm90.rows_first(x), staged_columns(columns))
+            for x, columns in ((call.dk, self.d), (call.dv, self.dv))
         )
-        Sk, _, Hkv, B = mK.shape
-        num_n_blocks, group = cute.ceil_div(Sk, TILE_N), mQ.shape[2] // Hkv
-        geo = Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk)
-        section = heads_in_turn(geo, TILE_M, (group, B * Hkv), (self.d + self.dv) * self.dtype.width // 8)
-        self.kernel(
-            tuple(x[0] for x in (*loads, *stores)), tuple(x[1] for x in (*loads, *stores)), mRows, scales, launch[0],
-            section, layouts,
-        ).launch(
-            grid=(cutlass.min(num_n_blocks * B * Hkv, launch[1]), 1, 1),
+        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        Sk, _, Hkv, B = tensors.k.shape
+        num_n_blocks, group = cute.ceil_div(Sk, TILE_N), tensors.q.shape[2] // Hkv
+        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        bound = walk.at(Sizes(tensors.q.shape[0], Sk), TILE_M, TILE_N)
+        section = heads_in_turn(bound, group, B * Hkv, (self.d + self.dv) * self.element.bytes)
+        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, walk, chain).launch(
+            grid=(cutlass.min(num_n_blocks * B * Hkv, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-        )  # fmt: skip
+        )
 
     def operand_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
-        """(64, columns, slot) in shared memory, swizzled so that half of the columns are whole atoms."""
-        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, columns // WARPGROUPS)
-        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        """(64, columns, slot) in shared memory."""
+        kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element.dtype, columns // WARPGROUPS)
+        atom = warpgroup.make_smem_layout_atom(kind, self.element.dtype)
         return cute.tile_to_shape(atom, (ROWS, columns, slots), order=(0, 1, 2))
+
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> Rings:
+        """Q comes with its LSE, dO with its delta."""
+        (q, k, v, do), facts = self.inputs, TILE_M * FP32_BYTES
+        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
+        keys = (k.ring(smem), v.ring(smem))
+        return Rings(*steps, *keys, tuple(sm90.Ring.create(smem, 1, 0) for _ in (P, DS)))
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+        """All buffers of a CTA."""
+        dtype, operands = self.element.dtype, (x.buffer(smem) for x in self.inputs)
+        q, k, v, do = operands
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, ROWS, TILE_N), dtype, len((P, DS)))
+        crossing = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
+        row_layout = cute.make_layout((TILE_M, self.stages))
+        lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+        return Shared(q, k, v, do, crossing, lse, delta)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,  # TMA of q, k, v, do, dk, dv
-        tensors: tuple,  # their TMA coordinates
+        atoms: Operands,
+        tensors: Operands,
         mRows: cute.Tensor,
-        scales: tuple,  # scale * log2(e), scale
+        scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
-        layouts: tuple,  # shared memory of q, k, v, do
+        walk: Band,
+        chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        element = self.dtype.width // 8
         smem = cutlass.memory.SmemAllocator()
-        rings = Rings(
-            sm90.Ring.create(smem, self.stages, TILE_M * (self.d * element + 4)),
-            sm90.Ring.create(smem, self.stages, TILE_M * (self.dv * element + 4)),
-            sm90.Ring.create(smem, 1, TILE_N * self.d * element),
-            sm90.Ring.create(smem, 1, TILE_N * self.dv * element),
-            tuple(sm90.Ring.create(smem, 1, 0) for _ in (P, DS)),
-        )
-        ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
-        mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
-        sQ, sK, sV, sdO = (smem.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts)
-        crossing = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, ROWS, TILE_N), self.dtype, len((P, DS)))
-        sX = smem.allocate_tensor(self.dtype, crossing.outer, 1024, crossing.inner)  # (queries, keys, P or dS)
-        row_layout = cute.make_layout((TILE_M, self.stages))
-        sLse, sDelta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+        rings = self.rings(smem)
+        mail, ring_mail = sm90.create_mail(smem)
+        shared = self.shared(smem)
 
-        mQ, mK, mV, mdO, mdK, mdV = tensors
-        Sk, _, Hkv, B = mK.shape
-        geo = Geometry(self.spec.mask, TILE_N, mQ.shape[0], Sk)
-        order = KeyOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section, geo, TILE_M)
+        Sk, _, Hkv, B = tensors.k.shape
+        sizes = Sizes(tensors.q.shape[0], Sk)
+        order = KeyOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section, walk.at(sizes, TILE_M, TILE_N))
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, order, mQ.shape[2] // Hkv)
+        work = Work(rings, queue, Dense(order, sizes), walk, tensors.q.shape[2] // Hkv)
         consumers = 4 * WARPGROUPS
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
-        sm90.start_cta(warp_idx, atoms, (*streams, *keys, *crossing, (ring_mail, consumers + 1)))
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv)
+        sm90.start_cta(warp_idx, all_atoms, (*streams, *keys, *crossing, (ring_mail, consumers + 1)))
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q, do = sm90.Operand(atoms[0], mQ, sQ), sm90.Operand(atoms[3], mdO, sdO)
-                self.load_queries(q, do, (mRows, sLse, sDelta), work)
+                q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
+                self.load_queries(q, do, mRows, shared, work)
             elif warp_idx == 1:
-                self.load_keys(sm90.Operand(atoms[1], mK, sK), sm90.Operand(atoms[2], mV, sV), work)
+                k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+                self.load_keys(k, v, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            out = (sm90.Operand(atoms[4], mdK, sX), sm90.Operand(atoms[5], mdV, sX))
+            dk = sm90.Operand(atoms.dk, tensors.dk, shared.crossing)
+            dv = sm90.Operand(atoms.dv, tensors.dv, shared.crossing)
             if warp_idx < 8:
-                self.consume(self.hold(0, (sQ, sdO, sX), sK, sQ, sLse, rings), out, work, scales)
+                self.consume(self.hold(0, shared, rings), dk, dv, work, scales, chain)
             else:
-                self.consume(self.hold(1, (sQ, sdO, sX), sV, sdO, sDelta, rings), out, work, scales)
+                self.consume(self.hold(1, shared, rings), dk, dv, work, scales, chain)
 
     @cute.jit
-    def load_queries(self, q: sm90.Operand, do: sm90.Operand, rows: tuple, work: Work):
+    def load_queries(self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work):
         """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
-        mRows, sLse, sDelta = rows
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
-            steps = work.order.steps(n_block)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, work.group)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile.block)
             for g in cutlass.range(work.group, unroll=1):
-                q_head = head * work.group + g
-                gRows = cute.local_tile(mRows[batch, q_head, None, None], (1, TILE_M), (None, None))
-                tQsQ, tQgQ = q.head(q_head, batch).tiles((TILE_M, self.d), (None, 0))
-                tOsO, tOgO = do.head(q_head, batch).tiles((TILE_M, self.dv), (None, 0))
-                for step in cutlass.range(steps.begin, steps.end, unroll=1):
+                gRows = cute.local_tile(tile.queries(mRows, g), (1, TILE_M), (None, None))
+                tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
+                tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
+                mine = run.of_head(g)
+                whole = mine.whole()
+                for j in cutlass.range(whole.begin, whole.end, unroll=1):
+                    step = mine.nth(j)
                     for x, g_, s_, ring, which, sRow in (
-                        (q, tQgQ, tQsQ, work.rings.q, 0, sLse),
-                        (do, tOgO, tOsO, work.rings.do, 1, sDelta),
+                        (q, tQgQ, tQsQ, work.rings.q, 0, shared.lse),
+                        (do, tOgO, tOsO, work.rings.do, 1, shared.delta),
                     ):
                         sm90.load_block(x.atom, g_, s_, ring, step, done)
                         load_rows(gRows[0, None, which, step], sRow[None, ring.slot(done)], ring, done)
@@ -272,43 +284,42 @@ class KeyGradientsSm90:
     def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
         """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
         nth, number = Int32(0), cute.arch.block_idx()[0]
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
-                tXsX, tXgX = x.head(head, batch).tiles((ROWS, columns), (None, 0))
-                sm90.load_block(x.atom, tXgX, tXsX, ring, n_block, nth)
+                tXsX, tXgX = tile.rows(x).tiles((ROWS, columns), (None, 0))
+                sm90.load_block(x.atom, tXgX, tXsX, ring, tile.block, nth)
             number = work.queue.take(nth)
             nth += 1
 
-    def hold(
-        self, wg: int, shared: tuple, sKeys: cute.Tensor, sRows: cute.Tensor, facts: cute.Tensor, rings: Rings
-    ) -> Half:
+    def hold(self, wg: int, shared: Shared, rings: Rings) -> Half:
         """A consumer warpgroup's operands and registers."""
-        sQ, sdO, sX = shared
+        keys, rows, facts = (shared.v, shared.do, shared.delta) if wg else (shared.k, shared.q, shared.lse)
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
-        scores = sm90.Product.create(lambda: sm90.make_mma(self.dtype, TILE_M, "rows", "rows"))
-        mma = scores.add.get_slice(thread)
-        keys = mma.make_fragment_A(mma.partition_A(sKeys[None, None, 0]))
-        rows = mma.make_fragment_B(mma.partition_B(sRows))
-        acc = sm90.zeros(mma, (ROWS, TILE_M))
-        weights = fragments.OperandA.create(acc, self.dtype)
-        values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.dtype), acc.layout)
-        crossing = sm90.transposed(sX)  # (keys, queries, P or dS)
+        product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, TILE_M, "rows", "rows"))
+        mma = product.add.get_slice(thread)
+        left = mma.make_fragment_A(mma.partition_A(keys[None, None, 0]))
+        right = mma.make_fragment_B(mma.partition_B(rows))
+        scores = sm90.SlotProduct(product, left, right, sm90.zeros(mma, (ROWS, TILE_M)))
+        weights = fragments.OperandA.create(scores.acc, self.element)
+        values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
+        crossing = sm90.transposed(shared.crossing)  # (keys, queries, P or dS)
 
-        def make_sum(which: int, columns: int, sRight: cute.Tensor) -> Sum:
+        def make_sum(which: int, columns: int, sRight: cute.Tensor) -> sm90.SlotProduct:
             own = which == wg
             product = sm90.Product.create(
-                lambda: sm90.make_mma(self.dtype, columns, "registers" if own else "columns", "columns")
+                lambda: sm90.make_mma(self.element.dtype, columns, "registers" if own else "columns", "columns")
             )
             part = product.add.get_slice(thread)
             left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
             right = part.make_fragment_B(part.partition_B(half))
-            return Sum(product, weights.fragment if own else left, right, sm90.zeros(part, (ROWS, columns)))
+            left = weights.fragment if own else left
+            return sm90.SlotProduct(product, left, right, sm90.zeros(part, (ROWS, columns)))
 
-        dV, dK = make_sum(P, self.dv // WARPGROUPS, sdO), make_sum(DS, self.d // WARPGROUPS, sQ)
+        dV, dK = make_sum(P, self.dv // WARPGROUPS, shared.do), make_sum(DS, self.d // WARPGROUPS, shared.q)
         to_smem, from_smem = (
-            cute.make_tiled_copy_C(cute.make_copy_atom(op(True, 4), self.dtype), scores.add).get_slice(thread)
+            cute.make_tiled_copy_C(cute.make_copy_atom(op(True, 4), self.element.dtype), product.add).get_slice(thread)
             for op in (warp.StMatrix8x8x16bOp, warp.LdMatrix8x8x16bOp)
         )
 
@@ -318,21 +329,24 @@ class KeyGradientsSm90:
         def load(values):
             cute.copy(from_smem, from_smem.partition_S(crossing[None, None, P]), from_smem.retile(values))
 
-        return Half(wg, rings, scores, keys, rows, acc, weights, values, facts, dV, dK, store, load)
+        return Half(wg, rings, scores, weights, values, facts, dV, dK, store, load)
 
     @cute.jit
-    def consume(self, my: Half, out: tuple, work: Work, scales: tuple):
+    def consume(
+        self, my: Half, dk: sm90.Operand, dv: sm90.Operand, work: Work, scales: Scales, chain: Chain
+    ):  # fmt: skip
         """Consumer warpgroup: half of the columns of dK and dV of every tile."""
         rings = work.rings
         keys = rings.v if my.wg else rings.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        chain = chain.hold()
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.order.total:
-            n_block, head, batch = work.order.tile(number)
-            steps = work.order.steps(n_block)
-            end = done + work.group * (steps.end - steps.begin)
-            key = n_block * TILE_N + warp_in_group * SLAB + lane // 4
-            mask = TransposedMask(work.order.geo, TILE_M, key, lane % 4 * 2)
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile.block)
+            end = done + run.total(work.group)
+            key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
+            here = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, transposed=True))
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
             keys.wait(nth)
@@ -340,37 +354,37 @@ class KeyGradientsSm90:
             my.issue_next_scores(done, end)
             warpgroup.wait_group(0)
             self.reclaim(my.wg)
-            masked, whole = (steps.begin, steps.middle, mask), (steps.middle, steps.end, None)
-            parts = (masked, whole) if my.wg == 0 else ((steps.begin, steps.end, None),)
-            for _ in cutlass.range(work.group, unroll=1):
-                for begin, stop, hiding in parts:
-                    for step in cutlass.range(begin, stop, unroll=1):
+            for g in cutlass.range(work.group, unroll=1):
+                mine = run.of_head(g)
+                for section in mine.sections() if my.wg == 0 else (mine.whole(),):
+                    here.begin(section)
+                    for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
-                            self.weigh(my, done, hiding, step, scales[0])
+                            self.weigh(my, done, here, mine.nth(j), section, scales.log2)
                         else:
                             self.differentiate(my, done)
+                        here.ahead(section, j)
                         my.hand_over(done)
                         my.add_up(done, end)
                         done += 1
             keys.release(nth)
             rings.crossing[my.wg].wait_free(done)  # outputs leave through its place
-            slab = n_block * (TILE_N // SLAB)
-            self.store(my, my.dV.acc, Float32(2.0**-self.raised), out[1].head(head, batch), slab)
-            self.store(my, my.dK.acc, scales[1], out[0].head(head, batch), slab)
+            slab = tile.block * (TILE_N // SLAB)
+            self.store(my, my.dV.acc, Float32(2.0**-self.element.raised), tile.rows(dv), slab)
+            self.store(my, my.dK.acc, scales.natural, tile.rows(dk), slab)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def weigh(self, my: Half, done: Int32, mask: TransposedMask | None, step: Int32, scale_log2: Float32):
+    def weigh(self, my: Half, done: Int32, here: Chain, step: Int32, section: Section, scale_log2: Float32):
         """First warpgroup: P."""
-        scores, lse_log2 = fragments.rows_and_columns(my.acc), row_values(my.facts, my.rings.q.slot(done))
-        if cutlass.const_expr(self.raised != 0):
-            lse_log2.store(lse_log2.load() - Float32(self.raised))
-        if cutlass.const_expr(mask is not None):
-            mask.apply(scores, step)
+        scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.slot(done))
+        if cutlass.const_expr(self.element.raised != 0):
+            lse_log2.store(lse_log2.load() - Float32(self.element.raised))
+        here.apply(scores, step, section.masked)
         exponentiate(scores, lse_log2, scale_log2)
-        my.weights.take(my.acc)
+        my.weights.take(my.scores.acc)
 
     @cute.jit
     def differentiate(self, my: Half, done: Int32):
@@ -378,9 +392,9 @@ class KeyGradientsSm90:
         delta = row_values(my.facts, my.rings.do.slot(done))
         my.rings.crossing[P].wait(done)
         my.load(my.values)
-        weights, dP = fragments.rows_and_columns(my.values), fragments.rows_and_columns(my.acc)
-        differentiate(weights, dP, delta, dP, self.raised)
-        my.weights.take(my.acc)
+        weights, dP = fragments.rows_and_columns(my.values), my.scores.values
+        differentiate(weights, dP, delta, dP, self.element.raised)
+        my.weights.take(my.scores.acc)
 
     @cute.jit
     def reclaim(self, wg: int):
@@ -393,19 +407,19 @@ class KeyGradientsSm90:
         """This warpgroup's columns of an output through the place of its weights, some columns at a time."""
         columns = staged_columns(cute.size(acc) * 2 * WARPGROUPS)
         parts = cute.size(acc) * 2 // columns
-        mma = sm90.make_mma(self.dtype, columns, "rows", "columns")
-        layout = sm90.slab_layout(self.dtype, ROWS, columns)
+        mma = sm90.make_mma(self.element.dtype, columns, "rows", "columns")
+        layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
         start = out.s[None, None, my.wg].iterator
         if cutlass.const_expr(columns < STAGED_COLUMNS):
             # Each warp has the same place for dV and for dK, whose slabs may be smaller.
             spare = SLAB * (STAGED_COLUMNS - columns)
             warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
             start = start + cute.assume(warp_in_group * spare, divby=spare)
-        start = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
+        start = cute.recast_ptr(start, layout.inner, dtype=self.element.dtype)
         for part in cutlass.range_constexpr(parts):
             registers = cute.make_tensor(acc.iterator + part * (columns // 2), mma.partition_shape_C((ROWS, columns)))
-            rX = cute.make_rmem_tensor_like(registers, self.dtype)
-            rX.store((registers.load() * factor).to(self.dtype))
+            rX = cute.make_rmem_tensor_like(registers, self.element.dtype)
+            rX.store((registers.load() * factor).to(self.element.dtype))
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's part has left it
             cute.arch.sync_warp()
             sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma, my.wg * parts + part)

@@ -17,11 +17,14 @@ from cutlass import Float32, Int32, Int64
 
 from ..spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
-from .parts.forward_call import Call, ForwardCall
-from .parts.geometry import Geometry
-from .parts.mask import Mask
+from .parts.arguments import Call, ForwardCall, Scales
+from .parts.element import Element
+from .parts.pieces import Dense
 from .parts.scheduler import TileOrder
+from .parts.scores.chain import Chain, Place
+from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
+from .parts.walk import Band, BoundBand, Sizes
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,13 @@ class Slab:
     out: cute.Tensor
     P: fragments.OperandA
     softmax: OnlineSoftmax
-    mask: Mask
+    chain: Chain
+    row: Int32  # this thread's first
 
     @classmethod
-    def create(cls, dtype, tile_n: int, dv: int, scale_log2: Float32, mask: Mask) -> Slab:
+    def create(cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: Chain, row: Int32) -> Slab:
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
-        return cls(S, out, fragments.OperandA.create(S, dtype), OnlineSoftmax.create(scale_log2), mask)
+        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2), chain, row)
 
     @property
     def scores(self) -> cute.Tensor:
@@ -70,8 +74,8 @@ class ForwardSm80(ForwardCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise = spec, spec.elementwise
-        self.dtype = fragments.DTYPES[spec.dtype]
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
+        self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
 
     @cute.jit
@@ -79,67 +83,77 @@ class ForwardSm80(ForwardCall):
         """Every tile has a CTA: the call's counter and the number of CTAs are the other architecture's kernels'."""
         B, Hq, Sq = call.lse.shape
         num_m_blocks = cute.ceil_div(Sq, self.tile_m)
-        kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.dtype.width // 8)
+        kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
-        self.kernel((call.q, call.k, call.v, call.o), call.lse, call.scales, section).launch(
+        tensors, seams = (call.q, call.k, call.v, call.o, call.lse), (self.seams.walk(call), self.seams.chain(call))
+        self.kernel(*tensors, call.scales, section, *seams).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, mLSE: cute.Tensor, scales: tuple, section: Int32):
-        mQ, mK, mV, mO = tensors
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scales: Scales,
+        section: Int32,
+        walk: Band,
+        chain: Chain,
+    ):
         B, Hq, Sq = mLSE.shape
-        order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
-        m_block, head, batch = order.tile(cute.arch.block_idx()[0])
-        kv_head = head // (Hq // mK.shape[1])
-        first_row = m_block * self.tile_m
-        geo = Geometry(self.spec.mask, self.tile_n, Sq, mK.shape[2])
+        order = TileOrder(walk.uneven, cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
+        tile = Dense(order, Sizes(Sq, mK.shape[2]), mK.shape[1]).only_tile(cute.arch.block_idx()[0])
+        first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         q, o = sm80.Tile(start, self.tile_m, self.d), sm80.Tile(start, self.tile_m, self.dv)
         k = sm80.Tile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
-        mover = sm80.Mover(self.spec.threads, self.dtype, self.elementwise)
-        keys = Keys(mover, mK[batch, kv_head, None, None], mV[batch, kv_head, None, None], k, v)
+        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v)
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
-        lane = cute.arch.lane_idx()
+        lane, chain = cute.arch.lane_idx(), chain.hold()
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            slabs.append(Slab.create(self.dtype, self.tile_n, self.dv, scales[0], Mask(geo, row, lane % 4 * 2)))
-        left_q = sm80.Matrices.create(q, self.dtype, "A", first_row=slab * SLAB)
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2))
+            slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
+        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
-        mover.load(mQ[batch, head, None, None], first_row, q)
-        self.attend(geo, keys, first_row, left_q, slabs)
+        mover.load(tile.rows(mQ), first_row, q)
+        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            lse = slabs[i].softmax.finish(slabs[i].output, scales[1])
-            write_lse(mLSE, lse, (batch, head, slabs[i].mask.row), Sq)
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural)
+            write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
-            mover.store(slabs[i].out, mO[batch, head, None, None], row, o, slab + i)
+            mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
 
     @cute.jit
-    def attend(self, geo: Geometry, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list):
-        """All KV blocks that a row of the tile sees, from the right: the masked ones first."""
-        product = sm80.Product.create(self.dtype)
-        right_k = sm80.Matrices.create(keys.k, self.dtype, "B")
-        right_v = sm80.Matrices.create(keys.v, self.dtype, "B", transposed=True)
-        blocks = geo.num_blocks(first_row + self.tile_m)
-        partial = geo.num_partial(blocks, first_row)
-        keys.load_k(blocks - 1, whole=False)
+    def attend(self, walk: BoundBand, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]):
+        """All KV blocks that a row of the tile sees: the masked ones first."""
+        product = sm80.Product.create(self.element.dtype)
+        right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
+        right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
+        run = walk.keys_of_rows(first_row)
+        masked = run.num_masked
+        keys.load_k(run.nth(0), whole=False)
         sm80.arrive()
-        for j in cutlass.range(blocks, unroll=1):
-            block = blocks - 1 - j
+        for j in cutlass.range(run.count, unroll=1):
+            block = run.nth(j)
             keys.load_v(block, whole=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
-            if block > 0:
-                keys.load_k(block - 1, whole=True)
-            if j < partial:
+            if run.more(j):
+                keys.load_k(run.after(j), whole=True)
+            if j < masked:
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].mask.apply(slabs[i].scores, block)
+                    slabs[i].chain.apply(slabs[i].scores, block, masked=True)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
                 grown = grown | slabs[i].softmax.grows(slabs[i].scores)

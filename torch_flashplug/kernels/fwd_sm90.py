@@ -16,18 +16,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.cute.nvgpu import warpgroup
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.forward_call import Call, ForwardCall
-from .parts.geometry import Geometry
-from .parts.mask import Mask
+from .parts.arguments import Call, ForwardCall, Scales
+from .parts.pieces import Dense
 from .parts.scheduler import TileOrder
+from .parts.scores.chain import Chain, Place
+from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
+from .parts.walk import Band, Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 
@@ -40,6 +40,25 @@ class Barrier(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    o: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Operands in shared memory."""
+
+    q: cute.Tensor  # (64, D, q_slot)
+    k: cute.Tensor  # (tile_n, D, slot)
+    v: cute.Tensor  # (Dv, tile_n, slot)
+
+
+@dataclass(frozen=True)
 class Work:
     """What both roles follow: the rings between them, the tiles to do, and the blocks of each."""
 
@@ -47,8 +66,8 @@ class Work:
     ring_k: sm90.Ring
     ring_v: sm90.Ring
     queue: sm90.TileQueue
-    order: TileOrder
-    geo: Geometry
+    pieces: Dense
+    walk: Band
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class FirstBlock:
     ring_k: sm90.Ring
     nth: Int32  # of the K's
     turns: sm90.Turns
-    mask: Mask
+    chain: Chain
     n_block: Int32
     softmax: OnlineSoftmax
     P: fragments.OperandA
@@ -86,56 +105,55 @@ class FirstBlock:
         self.turns.pass_on()
         warpgroup.wait_group(0)
         self.ring_k.release(self.nth)
-        self.mask.apply(S.values, self.n_block)
+        self.chain.apply(S.values, self.n_block, masked=True)
         self.softmax.step(S.values, first=True, masked=True)
-        self.P.take(S.acc)
+        self.P.take(S.acc, self.chain.kept(masked=True))
 
 
 class ForwardSm90(ForwardCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
     def __init__(self, spec: HopperSpec):
-        self.spec = spec
-        self.dtype = fragments.DTYPES[spec.dtype]
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
-        self.hasty = spec.q_slots < 2 * self.warpgroups
+        self.small_smem = spec.q_slots < 2 * self.warpgroups
         # The first warpgroups of a tile may see fewer blocks than the last, and of three the last often has no rows.
-        diagonal = spec.mask == "causal" and spec.tile_n % spec.tile_m != 0
+        diagonal = self.seams.uneven and spec.tile_n % spec.tile_m != 0
         self.uneven = self.warpgroups > 1 and (diagonal or self.warpgroups == 3)
         # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D ptxas would serialise
         # every product.)
-        self.halves = spec.mask == "causal" and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        self.halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
+        """Q, K and V as TMA brings them."""
+        return (
+            sm90.Input.create(self.element, ROWS, self.q_columns, self.q_slots),
+            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
+            sm90.Input.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
+        )
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
-        # V seen as (Dv, Sk), the N x K operand of the second product.
-        mQ, mK, mO = (sm90.rows_first(t) for t in (call.q, call.k, call.o))
-        mVt = cute.make_tensor(call.v.iterator, cute.select(call.v.layout, mode=[3, 2, 1, 0]))
-        row_major, col_major = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        layouts = (
-            hopper.make_smem_layout_a(row_major, (ROWS, self.tile_n, self.q_columns), self.dtype, self.q_slots),
-            hopper.make_smem_layout_b(row_major, (ROWS, self.tile_n, self.d), self.dtype, self.stages),
-            hopper.make_smem_layout_b(col_major, (ROWS, self.dv, self.tile_n), self.dtype, self.stages),
-        )
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        one_slot = [cute.slice_(layout, (None, None, 0)) for layout in layouts]
-        tma_q, mQ = cpasync.make_tiled_tma_atom(load, mQ, one_slot[0], (ROWS, self.q_columns))
-        tma_k, mK = cpasync.make_tiled_tma_atom(load, mK, one_slot[1], (self.tile_n, self.d))
-        tma_v, mVt = cpasync.make_tiled_tma_atom(load, mVt, one_slot[2], (self.dv, self.tile_n))
-        tma_o, mO = cpasync.make_tiled_tma_atom(store, mO, sm90.slab_layout(self.dtype, SLAB, self.dv), (SLAB, self.dv))
+        q, k, v = self.inputs
+        tma_q, mQ = q.tma(sm90.rows_first(call.q))
+        tma_k, mK = k.tma(sm90.rows_first(call.k))
+        tma_v, mVt = v.tma(sm90.columns_first(call.v))
+        tma_o, mO = sm90.output_tma(self.element, sm90.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
-        kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.dtype.width // 8)
+        kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        self.kernel(
-            (tma_q, tma_k, tma_v, tma_o), (mQ, mK, mVt, mO), call.lse, call.scales, call.counter, section, layouts
-        ).launch(
+        atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
+        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        self.kernel(atoms, tensors, call.lse, call.scales, call.counter, section, walk, chain).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -144,11 +162,11 @@ class ForwardSm90(ForwardCall):
 
     def make_qk(self, columns: int) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
-        return sm90.make_mma(self.dtype, columns, "rows", "rows")
+        return sm90.make_mma(self.element.dtype, columns, "rows", "rows")
 
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
-        return sm90.make_mma(self.dtype, self.dv, "registers", "columns")
+        return sm90.make_mma(self.element.dtype, self.dv, "registers", "columns")
 
     def make_scores(self, sK: cute.Tensor, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
         """S of the first `columns` keys of a block, kept in the first of `registers`."""
@@ -162,50 +180,42 @@ class ForwardSm90(ForwardCall):
     @cute.kernel
     def kernel(
         self,
-        atoms: tuple,  # TMA of q, k, v, o
-        tensors: tuple,  # their TMA coordinates
+        atoms: Operands,
+        tensors: Operands,
         mLSE: cute.Tensor,
-        scales: tuple,  # scale * log2(e), scale
+        scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
-        layouts: tuple,  # shared memory of q, k, v
+        walk: Band,
+        chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        element = self.dtype.width // 8
         smem = cutlass.memory.SmemAllocator()
+        ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
+        mail, ring_mail = sm90.create_mail(smem)
+        shared = Shared(*(x.buffer(smem) for x in self.inputs))
 
-        def buffer(layout: cute.ComposedLayout) -> cute.Tensor:
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
-
-        ring_q = sm90.Ring.create(smem, self.q_slots, ROWS * self.q_columns * element)
-        ring_k = sm90.Ring.create(smem, self.stages, self.tile_n * self.d * element)
-        ring_v = sm90.Ring.create(smem, self.stages, self.tile_n * self.dv * element)
-        ring_mail = sm90.Ring.create(smem, sm90.MAIL_SLOTS, 0)
-        mail = cute.make_tensor(smem.allocate_array(Int32, sm90.MAIL_SLOTS), cute.make_layout(sm90.MAIL_SLOTS))
-        # (64, D, q_slot), (tile_n, D, slot), (Dv, tile_n, slot)
-        sQ, sK, sVt = (buffer(layout) for layout in layouts)
-
-        mQ, mK, mVt, mO = tensors
         B, Hq, Sq = mLSE.shape
-        order = TileOrder(self.spec.mask == "causal", cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
+        Sk, _, Hkv, _ = tensors.k.shape
+        order = TileOrder(walk.uneven, cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        geo = Geometry(self.spec.mask, self.tile_n, Sq, mK.shape[0])
-        work = Work(ring_q, ring_k, ring_v, queue, order, geo)
-        shared = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
-        sm90.start_cta(warp_idx, atoms, ((ring_q, 4), *shared))
+        work = Work(ring_q, ring_k, ring_v, queue, Dense(order, Sizes(Sq, Sk), Hkv), walk)
+        by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
+        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.o), ((ring_q, 4), *by_all))
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(
-                    sm90.Operand(atoms[0], mQ, sQ),
-                    sm90.Operand(atoms[1], mK, sK),
-                    sm90.Operand(atoms[2], mVt, sVt),
+                    sm90.Operand(atoms.q, tensors.q, shared.q),
+                    sm90.Operand(atoms.k, tensors.k, shared.k),
+                    sm90.Operand(atoms.v, tensors.v, shared.v),
                     work,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume((sQ, sK, sVt), work, sm90.Operand(atoms[3], mO, sQ), mLSE, scales)
+            out = sm90.Operand(atoms.o, tensors.o, shared.q)
+            self.consume(shared, work, out, mLSE, scales, chain)
 
     @cute.jit
     def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work):
@@ -213,73 +223,76 @@ class ForwardSm90(ForwardCall):
         V(j-1), V of the last.
         """
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
-        group = work.order.heads // k.m.shape[2]
+        group = work.pieces.group
         nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
         number = cute.arch.block_idx()[0]
-        while number < work.order.total:
-            m_block, head, batch = work.order.tile(number)
-            blocks = work.geo.num_blocks((m_block + 1) * self.tile_m)
-            tQsQ, tQgQ = q.head(head, batch).tiles((ROWS, self.q_columns), (None, 0))
-            tKsK, tKgK = k.head(head // group, batch).tiles((self.tile_n, self.d), (None, 0))
-            tVsV, tVgV = v.head(head // group, batch).tiles((self.dv, self.tile_n), (0, None))
-            sm90.load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1, done)  # ahead of Q, which may wait for an O
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, group)
+            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile.block)
+            tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
+            tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
+            tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
+            sm90.load_block(k.atom, tKgK, tKsK, ring_k, run.nth(0), done)  # ahead of Q, which may wait for an O
             for w in cutlass.range_constexpr(self.warpgroups):
-                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, m_block * self.warpgroups + w, nth * self.warpgroups + w)
-            for j in cutlass.range(1, blocks, unroll=1):
-                sm90.load_block(k.atom, tKgK, tKsK, ring_k, blocks - 1 - j, done + j)
-                sm90.load_block(v.atom, tVgV, tVsV, ring_v, blocks - j, done + j - 1)
+                part, count = tile.block * self.warpgroups + w, nth * self.warpgroups + w
+                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, part, count)
+            for j in cutlass.range(1, run.count, unroll=1):
+                sm90.load_block(k.atom, tKgK, tKsK, ring_k, run.nth(j), done + j)
+                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
             # one from CTAs that run dry first.
             ticket = work.queue.draw()
-            sm90.load_block(v.atom, tVgV, tVsV, ring_v, Int32(0), done + blocks - 1)
+            sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
             number = work.queue.post(nth, ticket)
             nth += 1
-            done += blocks
+            done += run.count
 
     @cute.jit
-    def consume(self, buffers: tuple, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: tuple):
-        """Consumer warpgroup: its 64 rows of every tile, KV blocks from the right: the masked ones first."""
-        sQ, sK, sVt = buffers
+    def consume(
+        self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales, chain: Chain
+    ):  # fmt: skip
+        """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n))
-        S, half = (self.make_scores(sK, thread, acc_S, self.tile_n // parts) for parts in (1, 2))
+        S, half = (self.make_scores(shared.k, thread, acc_S, self.tile_n // parts) for parts in (1, 2))
         times_v = sm90.Product.create(self.make_pv)
         qk, pv = S.product.add.get_slice(thread), times_v.add.get_slice(thread)
-        tSrQ = qk.make_fragment_A(qk.partition_A(sQ))  # (MMA, 1, D/16, slot)
-        tOrV = pv.make_fragment_B(pv.partition_B(sVt))  # (MMA, 1, tile_n/16, slot)
+        tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, slot)
+        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
         acc_O = sm90.zeros(pv, (ROWS, self.dv))
-        P = fragments.OperandA.create(S.acc, self.dtype)  # (MMA, 1, tile_n/16)
+        P = fragments.OperandA.create(S.acc, self.element)  # (MMA, 1, tile_n/16)
         output = fragments.rows_and_columns(acc_O)
-        softmax = OnlineSoftmax.create(scales[0])
+        softmax = OnlineSoftmax.create(scales.log2)
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
+        chain = chain.hold()
 
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.order.total:
-            m_block, head, batch = work.order.tile(number)
-            wg_tile = m_block * self.warpgroups + wg
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
+            wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            mask = Mask(work.geo, row, lane % 4 * 2)
-            foreign, blocks = work.geo.split_blocks((m_block + 1) * self.tile_m, wg_tile * ROWS, ROWS, self.uneven)
-            done = pass_over(foreign, ring_k, ring_v, turns, done)
-            partial = work.geo.num_partial(blocks, wg_tile * ROWS)
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2))
+            walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
+            others, run = walk.keys_of_part(tile.block, wg_tile * ROWS, ROWS, self.uneven)
+            done = pass_over(others, ring_k, ring_v, turns, done)
+            sections = run.sections()
             nth_q = nth * self.warpgroups + wg  # of the Q's
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
 
             ring_q.wait(nth_q)
-            first = FirstBlock(my_Q, ring_k, done, turns, mask, blocks - 1, softmax, P)
-            seen = work.geo.num_visible((wg_tile + 1) * ROWS) - (blocks - 1) * self.tile_n
-            self.weigh_first(first, S, half, seen)
+            first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), softmax, P)
+            self.weigh_first(first, S, half, run.columns_of_first(ROWS))
             acc_O.fill(0.0)
-            if cutlass.const_expr(not self.hasty):
+            if cutlass.const_expr(not self.small_smem):
                 hand_back(ring_q, nth_q - self.warpgroups)
 
-            for masked in cutlass.range_constexpr(1, -1, -1):
-                begin, end = (1, partial) if masked else (partial, blocks)
-                for j in cutlass.range(begin, end, unroll=1):
+            for section in sections:
+                here.begin(section)
+                for j in cutlass.range(section.begin, section.end, unroll=1):
                     now, before = done + j, done + j - 1
                     ring_k.wait(now)
                     turns.take()
@@ -293,16 +306,16 @@ class ForwardSm90(ForwardCall):
                     turns.pass_on()
                     warpgroup.wait_group(1)
                     ring_k.release(now)
-                    if cutlass.const_expr(masked):
-                        mask.apply(S.values, blocks - 1 - j)
-                    softmax.step(S.values, first=False, masked=bool(masked))
+                    here.apply(S.values, run.nth(j), section.masked)
+                    softmax.step(S.values, first=False, masked=section.masked)
                     warpgroup.wait_group(0)
                     ring_v.release(before)
-                    P.take(S.acc)
+                    P.take(S.acc, here.kept(section.masked))
+                    here.ahead(section, j)
                     if cutlass.const_expr(not self.early_rescale):
                         softmax.rescale(output)
 
-            done += blocks
+            done += run.count
             if cutlass.const_expr(self.early_rescale):
                 softmax.rescale(output)
             ring_v.wait(done - 1)
@@ -310,10 +323,10 @@ class ForwardSm90(ForwardCall):
             times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
-            lse = softmax.finish(output, scales[1])
-            write_lse(mLSE, lse, (batch, head, row), work.geo.Sq)
-            self.store(acc_O, out.head(head, batch), ring_q.slot(nth_q), wg_tile, times_v.add)
-            if cutlass.const_expr(self.hasty):
+            lse = softmax.finish(output, scales.natural)
+            write_lse(mLSE, lse, tile, row)
+            self.store(acc_O, tile.rows(out), ring_q.slot(nth_q), wg_tile, times_v.add)
+            if cutlass.const_expr(self.small_smem):
                 hand_back(ring_q, nth_q)
             number = work.queue.take(nth)
             nth += 1
@@ -336,10 +349,10 @@ class ForwardSm90(ForwardCall):
         them.
         """
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
-        rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
-        rO.store(acc_O.load().to(self.dtype))
+        rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
+        rO.store(acc_O.load().to(self.element.dtype))
         slot_start = cute.slice_(out.s, (None, None, slot)).iterator
-        sO = cute.make_tensor(slot_start, sm90.slab_layout(self.dtype, ROWS, self.dv).outer)  # (64, Dv)
+        sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 

@@ -13,26 +13,23 @@ import cutlass.cute as cute
 from ..spec import HopperSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
-from .parts import fragments
-from .parts.backward_call import WANT_DKDV, WANT_DQ, BackwardCall, Call
+from .parts.arguments import WANT_DKDV, WANT_DQ, BackwardCall, Gradients
 from .parts.backward_rows import PrepareBackward
+from .parts.seams import Seams
 
 
 class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: HopperSpec):
-        self.dtype = fragments.DTYPES[spec.dtype]
-        self.prepare = PrepareBackward(self.dtype)
+        self.element = Seams.of(spec).element
+        self.prepare = PrepareBackward(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
-    def launch(self, call: Call, stream: cuda.CUstream):
+    def launch(self, call: Gradients, stream: cuda.CUstream):
         self.prepare(call.o, call.do, call.lse, call.rows, None, None, stream)
-        launch = (call.counter, call.num_ctas)
         if call.wanted & WANT_DQ != 0:
-            operands = (call.q, call.k, call.v, call.do, call.dq)
-            self.query_gradient(operands, call.rows, call.scales, launch, stream)
+            self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:
-            operands = (call.q, call.k, call.v, call.do, call.dk, call.dv)
-            self.key_gradients(operands, call.rows, call.scales, launch, stream)
+            self.key_gradients(call, stream)

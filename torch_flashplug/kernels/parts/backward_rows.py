@@ -5,14 +5,17 @@ Both work on blocks of TILE_M query rows of one head, as the main kernel steps o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...spec import BACKWARD_TILE, ROWS_PER_WARPGROUP, TENDERS, WARPGROUP
+from ...spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
 from . import fragments, sm90
+from .element import Element
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
@@ -21,12 +24,22 @@ LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
 
 
+@dataclass(frozen=True)
+class Clearing:
+    """What is to be cleared before the main kernel: scratch's counters, and the scratch of the first heads."""
+
+    scratch: cute.Tensor
+    heads: Int32  # KV heads over the whole batch; the others are cleared by the main kernel
+    group: Int32
+    portions: Int32
+
+
 class PrepareBackward:
     """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks; scratch's counters and first heads cleared."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], clears: int = 0, elementwise: bool = False):
+    def __init__(self, element: Element, clears: int = 0, elementwise: bool = False):
         """clears: columns of dQ in scratch; 0: there is none. elementwise: O and dO of any strides at any address."""
-        self.dtype, self.unit_floats, self.elementwise = dtype, TILE_M * clears // UNITS, elementwise
+        self.element, self.unit_floats, self.elementwise = element, TILE_M * clears // UNITS, elementwise
 
     @cute.jit
     def __call__(
@@ -40,14 +53,14 @@ class PrepareBackward:
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
-        clearing = None if ahead is None else (mScratch, ahead.heads, ahead.group, ahead.portions)
+        clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
         self.kernel(mO, mdO, mLSE, mRows, clearing).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: tuple | None
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: Clearing | None
     ):  # fmt: skip
         block, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
@@ -77,28 +90,27 @@ class PrepareBackward:
         """Of one row of O and dO, a lane's part, by vectors."""
         delta = Float32(0.0)
         for column in cutlass.range(lane * VECTOR, gO.shape[0], LANES * VECTOR, unroll=1):
-            o = vector_at(gO.iterator + column, self.dtype, VECTOR).load().to(Float32)
-            do = vector_at(gdO.iterator + column, self.dtype, VECTOR).load().to(Float32)
+            o = vector_at(gO.iterator + column, self.element.dtype, VECTOR).load().to(Float32)
+            do = vector_at(gdO.iterator + column, self.element.dtype, VECTOR).load().to(Float32)
             delta += (o * do).reduce(cute.ReductionOp.ADD, 0.0, 0)
         return delta
 
     @cute.jit
-    def clear(self, clearing: tuple):
-        """Scratch's counters, and the scratch of the first heads."""
-        mScratch, heads_ahead, group, portions = clearing
+    def clear(self, clearing: Clearing):
+        """What comes before the sums of the main kernel."""
         block, head, batch = cute.arch.block_idx()
         blocks, heads, _ = cute.arch.grid_dim()
         thread = cute.arch.thread_idx()[0]
-        scratch = Scratch(mScratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
+        scratch = Scratch(clearing.scratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
         linear = batch * heads + head
         first = (linear * blocks + block) * UNITS
-        kv_head, early = linear // group, linear // group < heads_ahead  # the others are cleared by the main kernel
+        kv_head, early = linear // clearing.group, linear // clearing.group < clearing.heads
         if early:
             clear(scratch.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
         if thread < UNITS:
             cute.arch.store(scratch.turn(first + thread), Int32(0))
-        if linear % group == 0 and block == 0 and thread == 0:
-            cleared = portions * TENDERS if early else Int32(0)
+        if linear % clearing.group == 0 and block == 0 and thread == 0:
+            cleared = clearing.portions * DQ_WRITERS if early else Int32(0)
             cute.arch.store(scratch.counter(kv_head, CLEARED), cleared)
             cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
 
@@ -109,9 +121,9 @@ class FinishBackward:
     In a unit of scratch (scratch.Scratch) the four lanes of a quad have all eight columns of two rows: 64 bytes on end.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], d: int, elementwise: bool = False):
+    def __init__(self, element: Element, d: int, elementwise: bool = False):
         """elementwise: dQ of any strides at any address."""
-        self.pack, self.chunks, self.elementwise = fragments.PACKS[dtype], d // WARPGROUPS // VECTOR, elementwise
+        self.element, self.chunks, self.elementwise = element, d // WARPGROUPS // VECTOR, elementwise
 
     @cute.jit
     def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, ahead: Ahead, stream: cuda.CUstream):
@@ -137,19 +149,18 @@ class FinishBackward:
             row = block * TILE_M + warp % 4 * 16 + quad
             column = (warp // 4 * self.chunks + chunk) * VECTOR
             if cutlass.const_expr((part + 1) * 4 <= self.chunks):
-                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], (row, column), scale)
+                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], row, column, scale)
             elif warp < UNITS:  # the last tasks do not need all threads
-                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], (row, column), scale)
+                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], row, column, scale)
 
     @cute.jit
-    def write(self, floats: cute.Pointer, gdQ: cute.Tensor, place: tuple, scale: Float32):
+    def write(self, floats: cute.Pointer, gdQ: cute.Tensor, row: Int32, column: Int32, scale: Float32):
         """A task: that place and the one eight rows below."""
         fours = [vector_at(floats + 4 * i, Float32, 4).load() for i in range(4)]
-        row, column = place
         for r in cutlass.range_constexpr(2):
             pairs = cute.make_rmem_tensor((4,), Int32)
             for i in cutlass.range_constexpr(4):
-                pairs[i] = fragments.pack_pair(self.pack, fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
+                pairs[i] = self.element.pack_pair(fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
             there = row + 8 * r < gdQ.shape[0]
             if cutlass.const_expr(self.elementwise):
                 values = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=gdQ.element_type), cute.make_layout(8))
@@ -169,7 +180,7 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
 
 
 @cute.jit
-def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple, scale_log2: Float32):
+def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...], scale_log2: Float32):
     """P = exp2(S * scale_log2 - LSE * log2 e), in place; scores: (keys, queries), one LSE for each query."""
     for query in cutlass.range_constexpr(cute.size(scores, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -178,14 +189,18 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple, scale_log2:
 
 
 @cute.jit
-def differentiate(P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple, dS: cute.Tensor, raised: int = 0):
-    """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
-    dK. raised: P is larger by that power of two.
+def differentiate(
+    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
+    factor: Float32 | None = None,
+):  # fmt: skip
+    """dS = P * (factor * dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes
+    with dQ and dK. raised: P is larger by that power of two; factor: Chain.factor.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
             weight = P[key, query].to(Float32) * 2.0**-raised
-            dS[key, query] = weight * (dP[key, query] - delta[query])
+            slope = dP[key, query] if cutlass.const_expr(factor is None) else dP[key, query] * factor
+            dS[key, query] = weight * (slope - delta[query])
 
 
 def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:

@@ -17,7 +17,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
 from ...spec import WARP
-from .fragments import LOG2_E, pack_pair, target_from
+from .element import Element
+from .fragments import LOG2_E, target_from
 from .scratch import QUAD, vector_at
 
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
@@ -93,9 +94,8 @@ class Peers:
 class Combine:
     """O in 16 bits and LSE from Partials; where it can, starts while the one before is still running, and waits."""
 
-    def __init__(self, pack: str):
-        """pack: one of fragments.PACKS."""
-        self.pack = pack
+    def __init__(self, element: Element):
+        self.element = element
 
     @cute.jit
     def __call__(self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, stream: cuda.CUstream):
@@ -141,7 +141,7 @@ class Combine:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
             if column < Dv:
-                part.write(mO[batch, head, query, None].iterator + column, self.pack)
+                part.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[batch, head, query] = part.lse()
 
@@ -206,13 +206,13 @@ class Share:
         return self.top[0] + cute.math.log(self.total[0], fastmath=True)
 
     @cute.jit
-    def write(self, target: cute.Pointer, pack: cutlass.Constexpr[str]):
+    def write(self, target: cute.Pointer, element: cutlass.Constexpr[Element]):
         """The columns of the sum, in 16 bits."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
         pairs = cute.make_tensor(place, cute.make_layout(2))
         for i in cutlass.range_constexpr(2):
-            pairs[i] = pack_pair(pack, self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
+            pairs[i] = element.pack_pair(self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
     def leave(self, partials: Partials, row: Int32, split: Int32, column: Int32):

@@ -1,7 +1,7 @@
-"""What idle warps of the backward's main kernel do with dQ's scratch. Tenders clear it before the steps that add to it
-and turn it into dQ after them; where sums must have one order, couriers add instead of the consumers.
+"""What idle warps of the backward's main kernel do with dQ's scratch. dQ writers clear it before the steps that add to
+it and turn it into dQ after them; where sums must have one order, accumulator warps add instead of the consumers.
 
-What tenders do happens while it is in L2, and under other warps' tensor work; kernels of their own would move
+What dQ writers do happens while it is in L2, and under other warps' tensor work; kernels of their own would move
 all of it through device memory (a third of the time at 512 keys, tools/results/LOG.md).
 """
 
@@ -15,35 +15,36 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...spec import TENDERS
-from . import fragments, sm90
+from ...spec import DQ_WRITERS
+from . import sm90
+from .element import Element
 from .scratch import ADDED, CLEARED, QUAD, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
 
-ADDED_SLOTS = 4  # consumers may be two tiles ahead of a tender
+ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
 
 
 @dataclass(frozen=True)
 class Units:
-    """A tender's share of a portion of scratch: every TENDERS-th unit, counted from `first`."""
+    """A dQ writer's share of a portion of scratch: every DQ_WRITERS-th unit, counted from `first`."""
 
     first: Int64
     begin: Int32
     end: Int32
-    fetched: Int32  # slots that this tender has filled before
+    fetched: Int32  # slots that this warp has filled before
 
 
 @dataclass(frozen=True)
-class Backstage:
-    """One tender's view, or that of a warp which waits for tenders."""
+class DqWriter:
+    """One of DQ_WRITERS warps, or the view of a warp which waits for them."""
 
     scratch: Scratch
     ahead: Ahead
     kv_heads: Int32  # over the whole batch
     scale: Float32
-    dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each tender
+    dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each writer
     matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
-    pack: str  # one of fragments.PACKS
-    ring: sm90.Ring  # of slots, for one tender
+    element: Element
+    ring: sm90.Ring  # of slots, for one writer
     slots: cute.Tensor  # (floats of a unit, slot)
     added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
 
@@ -67,34 +68,34 @@ class Backstage:
     @cute.jit
     def wait_cleared(self, kv_head: Int32):
         """Before anything is added to that head's scratch."""
-        self.wait(kv_head, CLEARED, self.ahead.portions * TENDERS)
+        self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
 
     @cute.jit
-    def tend(self, queue: sm90.TileQueue, place: Callable, tender: Int32):
-        """One of TENDERS warps; place: (tile number) -> (n_block, KV head, batch)."""
+    def run(self, queue: sm90.TileQueue, place: Callable, writer: Int32):
+        """One of DQ_WRITERS warps; place: (tile number) -> (n_block, KV head, batch)."""
         blocks = self.num_m_blocks * self.ahead.group  # of a KV head
         nth, fetched, number = Int32(0), Int32(0), queue.take(Int32(0))
         while number < queue.total:
             mine, portion = number // self.ahead.portions, number % self.ahead.portions
             begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
             behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
-            units = Units(Int64(before + begin) * UNITS, tender, (end - begin) * UNITS, fetched)
+            units = Units(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
             if behind:
                 self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
                 self.fetch_first(units)
             if mine + self.ahead.heads < self.kv_heads:  # under the latency of these loads
                 head = mine + self.ahead.heads
                 start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
-                thread = tender * sm90.WARP + cute.arch.lane_idx()
+                thread = writer * sm90.WARP + cute.arch.lane_idx()
                 floats = (end - begin) * (UNITS * self.scratch.unit_floats)
-                clear(start, floats, thread, TENDERS * sm90.WARP)
+                clear(start, floats, thread, DQ_WRITERS * sm90.WARP)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 self.arrive(head, CLEARED)
             if behind:
                 fetched = self.write(units, before + begin)
             self.added.wait_free(nth + ADDED_SLOTS)  # this tile's consumers
-            if tender == 0:
+            if writer == 0:
                 _, head, batch = place(number)
                 self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
             nth += 1
@@ -105,7 +106,7 @@ class Backstage:
     def fetch_first(self, units: Units):
         """As many as there are slots."""
         for n in cutlass.range_constexpr(self.ring.stages):
-            self.fetch(units, units.begin + n * TENDERS, units.fetched + n)
+            self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
 
     @cute.jit
     def fetch(self, units: Units, unit: Int32, count: Int32):
@@ -121,7 +122,7 @@ class Backstage:
     def write(self, units: Units, first_block: Int32) -> Int32:
         """dQ of these units; the count of slots filled so far."""
         count = units.fetched
-        for unit in cutlass.range(units.begin, units.end, TENDERS, unroll=1):
+        for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
             self.ring.wait(count)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the unit before has left
             cute.arch.sync_warp()
@@ -129,7 +130,7 @@ class Backstage:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             self.ring.release(count)
-            self.fetch(units, unit + self.ring.stages * TENDERS, count + self.ring.stages)
+            self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
             block = first_block + unit // UNITS
             head, slab = block // self.num_m_blocks, block % self.num_m_blocks * (UNITS // 2) + unit % (UNITS // 2)
             out = self.dQ.head(head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
@@ -153,33 +154,37 @@ class Backstage:
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
                 for r in cutlass.range_constexpr(2):
                     low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
-                    pairs[2 * half + r] = fragments.pack_pair(self.pack, low, high)
+                    pairs[2 * half + r] = self.element.pack_pair(low, high)
             halves = cute.recast_ptr(pairs.iterator, dtype=self.dQ.s.element_type)
             cute.copy(copy, cute.make_tensor(halves, cute.make_layout((2 * QUAD, 1, 1))), rows[(None, i), None, None])
 
 
 @cute.jit
-def carry(scratch: Scratch, staged: sm90.Ring, sdQ: cute.Tensor, work, wg: Int32):
-    """Where the order is asked for, one warp for each consumer warpgroup: adds a step's four units when all key
-    blocks before have added to them, and lets the next one do so a step later, when they have arrived.
+def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work, wg: Int32):
+    """Accumulator warp, one for each consumer warpgroup, where the order is asked for: adds a step's four units when
+    all key blocks before have added to them, and lets the next one do so a step later, when they have arrived. work:
+    with queue, pieces, group, run(tile); staging: (floats, warp).
     """
     lane = cute.arch.lane_idx()
     nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
-    while number < work.order.total:
-        n_block, head, batch = work.order.tile(number)
-        steps = work.order.steps(n_block)
+    while number < work.pieces.total:
+        tile = work.pieces.tile(number, work.group)
+        run = work.run(tile)
         before, unit = done, Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            first_block = (batch * work.order.heads * work.group + head * work.group + g) * scratch.num_m_blocks
-            for step in cutlass.range(steps.begin, steps.end, unroll=1):
+            first_block = scratch.first_block(tile, g, work.pieces.order.heads)
+            mine = run.of_head(g)
+            whole = mine.whole()
+            for j in cutlass.range(whole.begin, whole.end, unroll=1):
+                step = mine.nth(j)
                 last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.order.turn(n_block, step))
+                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, step))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.wait_free(done + 1)  # it has been written
                 if lane < 4:
-                    scratch.add(unit, sdQ[None, wg * 4 + lane])
+                    scratch.add(unit, staging[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
                 staged.fill(done)

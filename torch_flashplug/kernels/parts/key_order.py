@@ -14,8 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .geometry import Geometry, Steps
 from .scheduler import TileOrder
+from .walk import BoundBand
 
 STEPS_BEHIND = 3  # that a key block follows the one before it
 
@@ -24,41 +24,35 @@ STEPS_BEHIND = 3  # that a key block follows the one before it
 class KeyOrder(TileOrder):
     """A launch whose tiles are blocks of keys of a KV head."""
 
-    geo: Geometry
-    tile_m: int
+    walk: BoundBand
     in_order: bool = False
 
     @property
     def last_first(self) -> bool:
-        return self.in_order and self.geo.mask == "causal"
+        return self.in_order and self.walk.uneven
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, KV head, batch) of a launch-order number."""
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
-    def steps(self, n_block: Int32) -> Steps:
-        """Query blocks of a KV block."""
-        return self.geo.steps(n_block, self.tile_m)
-
-    def turn(self, n_block: Int32, step: Int32) -> Int32:
-        """In order: how many key blocks add to the queries of a step before this one."""
-        if self.last_first:
-            return cutlass.min(step * self.tile_m // self.geo.tile_n, self.num_m_blocks - 1) - n_block
-        return n_block
+    def turn(self, n_block: Int32, m_block: Int32) -> Int32:
+        """In order: how many key blocks add to a block of queries before this one."""
+        return self.walk.turn(n_block, m_block, self.num_m_blocks) if self.last_first else n_block
 
 
-def heads_in_turn(geo: Geometry, tile_m: int, heads: tuple, row_bytes: int, num_ctas: Int32 | None = None) -> Int32:
-    """KV heads whose tiles take turns, the section of a launch. heads: (query heads of each, their number); row_bytes:
-    of a query of one head, all that its steps read and add to; num_ctas: those that run at once, where blocks add in
-    order.
+def heads_in_turn(
+    walk: BoundBand, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
+) -> Int32:
+    """KV heads whose tiles take turns, the section of a launch. group: query heads of each; row_bytes: of a query of
+    one head, all that its steps read and add to; num_ctas: those that run at once, where blocks add in order.
     """
-    group, kv_heads = heads
-    if geo.mask == "causal":
-        head_bytes = Int64(geo.Sq) * group * row_bytes
-        return TileOrder.section_heads(head_bytes, cute.ceil_div(geo.Sk, geo.tile_n), 1, kv_heads)
+    Sq, Sk = walk.sizes.Sq, walk.sizes.Sk
+    if walk.uneven:
+        head_bytes = Int64(Sq) * group * row_bytes
+        return TileOrder.section_heads(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
     if num_ctas is not None:
         # As many as are needed to start all CTAs, one after the other, in the time of one tile.
-        steps = cute.ceil_div(geo.Sq, tile_m) * group
+        steps = cute.ceil_div(Sq, walk.tile_m) * group
         return cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), kv_heads)
     return Int32(1)

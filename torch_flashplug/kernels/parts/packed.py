@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .geometry import Geometry
+from . import sm90
+from .walk import BoundBand, Sizes, Split
 
 
 @dataclass(frozen=True)
 class Part:
     """A tile of packed rows of one KV head, and one split of its keys."""
 
-    geo: Geometry
+    sizes: Sizes
     kv_head: Int32
     batch: Int32
     first_row: Int32  # packed, of the KV head: query head of the group * Sq + query
@@ -25,23 +26,25 @@ class Part:
     splits: Int32
 
     @classmethod
-    def of_cta(cls, geo: Geometry, heads: tuple, tile_m: int, splits: Int32) -> Part:
-        """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys. heads:
-        (Hq, Hkv).
-        """
-        Hq, Hkv = heads
-        rows = Hq // Hkv * geo.Sq
+    def of_cta(cls, sizes: Sizes, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32) -> Part:
+        """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys."""
+        rows = Hq // Hkv * sizes.Sq
         m_tiles = cute.ceil_div(rows, tile_m)
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
         kv, first_row = number // m_tiles, number % m_tiles * tile_m
-        return cls(geo, kv % Hkv, kv // Hkv, first_row, rows, split, splits)
+        return cls(sizes, kv % Hkv, kv // Hkv, first_row, rows, split, splits)
 
-    def blocks(self) -> tuple[Int32, Int32]:
-        """This split's key blocks, from and to; sizes differ by one at most."""
-        total = self.geo.num_blocks(self.geo.Sq)
-        return total * self.split // self.splits, total * (self.split + 1) // self.splits
+    def keys(self, walk: BoundBand) -> Split:
+        """This split's KV blocks."""
+        return Split.create(walk.all_keys(), self.split, self.splits)
+
+    def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+        """K or V of its KV head."""
+        if isinstance(x, sm90.Operand):
+            return x.head(self.kv_head, self.batch)
+        return x[self.batch, self.kv_head, None, None]
 
     def place(self, row: Int32) -> tuple[Int32, Int32]:
         """Query head and query of a packed row."""
-        group = self.rows // self.geo.Sq
-        return self.kv_head * group + row // self.geo.Sq, row % self.geo.Sq
+        group = self.rows // self.sizes.Sq
+        return self.kv_head * group + row // self.sizes.Sq, row % self.sizes.Sq

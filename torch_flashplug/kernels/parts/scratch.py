@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from .pieces import Tile
+
 CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
 UNITS = 8  # of a block of rows: one for each of Hopper's consumer warps
 QUAD = 4  # consecutive floats of a lane
@@ -17,9 +19,9 @@ CLEARED, ADDED = 0, 1  # counters of a KV head
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far tenders run ahead of the steps, clearing, and behind them, writing, in KV heads.
+    """How far dQ writers run ahead of the steps, clearing, and behind them, writing, in KV heads.
 
-    Tile number c is of KV head c // portions, about: tiles are ordered within sections of heads. Its tenders clear one
+    Tile number c is of KV head c // portions, about: tiles are ordered within sections of heads. Its writers clear one
     portion of what head c // portions + heads adds to, and write the same portion of head c // portions - heads. So
     scratch stays in L2, and every tile waits only for tiles drawn before it. The first heads are cleared and the last
     ones written by kernels of their own (backward_rows.py).
@@ -50,6 +52,10 @@ class Scratch:
     @property
     def units(self) -> Int32:
         return self.heads * self.num_m_blocks * UNITS
+
+    def first_block(self, tile: Tile, nth: Int32, kv_heads: Int32) -> Int32:
+        """The first block of rows of the nth query head that a tile of keys meets."""
+        return (tile.batch * (tile.group * kv_heads) + tile.query_head(nth)) * self.num_m_blocks
 
     def unit(self, number: Int32 | Int64) -> cute.Pointer:
         return self.start + Int64(number) * self.unit_floats

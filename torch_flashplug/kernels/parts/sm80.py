@@ -18,13 +18,17 @@ from cutlass.base_dsl import Arch
 from cutlass.cute.nvgpu import warp
 
 from ...spec import SLAB, WARP
-from .fragments import PACKS, OperandA, pack_pair, rows_and_columns, target_from
+from .element import Element
+from .fragments import OperandA, rows_and_columns, target_from
 from .scratch import vector_at
 
 VECTOR = 8  # elements of one 16-byte unit
 VECTOR_BYTES = 16
 PAIR = 16  # columns that one ldmatrix covers: two units
 NARROW, WIDE = 32, 64  # columns of a panel
+
+Accumulators = tuple[cute.Tensor, ...]  # one for each slab of rows
+Fragments = tuple[cute.Tensor, ...]  # likewise, of 16 of the inner dimension
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Matrices:
     """
 
     tile: Tile
-    addresses: tuple  # Int32, one for each pair of units of a panel's row
+    addresses: tuple[Int32, ...]  # one for each pair of units of a panel's row
     atom: cute.CopyAtom
 
     @classmethod
@@ -148,7 +152,7 @@ class Product:
     def create(cls, dtype) -> Product:
         return cls(cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))), dtype)
 
-    def step(self, accs: tuple, lefts: tuple, right: cute.Tensor, first: int) -> None:
+    def step(self, accs: Accumulators, lefts: Fragments, right: cute.Tensor, first: int) -> None:
         """16 of the inner dimension: lefts (8,) of each slab, right (8,) for the 16 columns from `first` on."""
         b = cute.make_tensor(right.iterator, cute.make_layout(((2, 2), 2), stride=((1, 2), 4)))
         for acc, left in zip(accs, lefts, strict=True):
@@ -157,7 +161,7 @@ class Product:
             part = cute.make_tensor(acc.iterator + first // 2, layout)
             cute.gemm(self.mma, part, a, b, part)
 
-    def scores(self, accs: tuple, left: Matrices, right: Matrices, first: int = 0) -> None:
+    def scores(self, accs: Accumulators, left: Matrices, right: Matrices, first: int = 0) -> None:
         """acc = A B^T of each slab: its rows of `left` (an operand A) by as many rows of `right` (B), from `first` on,
         as acc has columns.
         """
@@ -171,7 +175,7 @@ class Product:
                 right.fetch(first + row, column, fragment)
                 self.step(accs, lefts, fragment, row)
 
-    def accumulate(self, accs: tuple, lefts: tuple, right: Matrices, row: int) -> None:
+    def accumulate(self, accs: Accumulators, lefts: Fragments, right: Matrices, row: int) -> None:
         """acc += A B of 16 rows of `right` (transposed, an operand B) from `row` on, and all columns that it shares;
         lefts: (8,) of each slab.
         """
@@ -195,7 +199,7 @@ class Mover:
     """All threads of a CTA, or of a warp, moving tiles: each has one unit of a panel's row, of every so many rows."""
 
     threads: int
-    dtype: type[cutlass.Numeric]
+    element: Element
     elementwise: bool  # elements one by one, whatever the addresses and strides
 
     def place(self, tile: Tile, thread: Int32) -> tuple[Int32, Int32, int]:
@@ -222,22 +226,22 @@ class Mover:
             for r in cutlass.range_constexpr(0, tile.rows, step):
                 there = cutlass.Boolean(True) if whole else source < gX.shape[0] - r
                 turned = place ^ (r % 8 * VECTOR_BYTES)  # a warp's step may be four rows: there bit 2 of the row is new
-                addresses = (start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes)
+                here, target = start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes
                 if cutlass.const_expr(r + step <= tile.rows):
-                    copy_row(addresses, tile, gX.shape[1] - unit * VECTOR, there)
+                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
                 elif row < tile.rows - r:  # the last rows do not need all threads
-                    copy_row(addresses, tile, gX.shape[1] - unit * VECTOR, there)
+                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
 
     @cute.jit
     def gather(self, gX: cute.Tensor, row: Int32, column: Int32, target: Int32):
         """One unit, element by element; addresses beyond the ends are replaced by the last ones within."""
         rows, columns = gX.shape
-        unit = cute.make_rmem_tensor((VECTOR,), self.dtype)
+        unit = cute.make_rmem_tensor((VECTOR,), self.element.dtype)
         for i in cutlass.range_constexpr(VECTOR):
             value = gX[cutlass.min(row, rows - 1), cutlass.min(column + i, columns - 1)]
             there = (row < rows) & (column + i < columns)
-            unit[i] = cutlass.select_(there, value, self.dtype(0.0))
-        cute.autovec_copy(unit, shared_vector(target, self.dtype))
+            unit[i] = cutlass.select_(there, value, self.element.dtype(0.0))
+        cute.autovec_copy(unit, shared_vector(target, self.element.dtype))
 
     @cute.jit
     def store(self, acc: cute.Tensor, gX: cute.Tensor, row: Int32, tile: Tile, slab: Int32):
@@ -249,7 +253,7 @@ class Mover:
             store_elements(values, gX, row)
         else:
             cute.arch.sync_warp()  # all lanes have read what was there
-            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, PACKS[self.dtype])
+            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
             r0, unit = lane // units, lane % units
@@ -259,8 +263,8 @@ class Mover:
                 for p in cutlass.range_constexpr(tile.columns // tile.panel):
                     column = unit * VECTOR + p * tile.panel
                     if row + r0 + r < rows and column < columns:
-                        target = vector_at(gX[row + r0 + r, None].iterator + column, self.dtype, VECTOR)
-                        cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.dtype), target)
+                        target = vector_at(gX[row + r0 + r, None].iterator + column, self.element.dtype, VECTOR)
+                        cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.element.dtype), target)
 
     @cute.jit
     def unload(self, tile: Tile, gX: cute.Tensor, first_row: Int32):
@@ -269,25 +273,25 @@ class Mover:
         rows, columns = gX.shape
         for r in cutlass.range(row, tile.rows, step, unroll=1):
             for p in cutlass.range_constexpr(tile.columns // tile.panel):
-                source = shared_vector(tile.unit(r, unit) + p * tile.panel_bytes, self.dtype)
+                source = shared_vector(tile.unit(r, unit) + p * tile.panel_bytes, self.element.dtype)
                 column = unit * VECTOR + p * tile.panel
                 if cutlass.const_expr(self.elementwise):
                     for c in cutlass.range_constexpr(VECTOR):
                         if first_row + r < rows and column + c < columns:
                             gX[first_row + r, column + c] = source[c]
                 elif first_row + r < rows and column < columns:
-                    cute.autovec_copy(source, vector_at(gX[first_row + r, None].iterator + column, self.dtype, VECTOR))
+                    target = vector_at(gX[first_row + r, None].iterator + column, self.element.dtype, VECTOR)
+                    cute.autovec_copy(source, target)
 
 
 @cute.jit
-def copy_row(addresses: tuple, tile: Tile, columns: Int32, there: cutlass.Boolean):
-    """A thread's units of one row, one in each panel, from global to shared memory; zeros where the row is not there,
-    or has fewer columns from the thread's first on.
+def copy_row(source: Int64, target: Int32, tile: Tile, columns: Int32, there: cutlass.Boolean):
+    """A thread's units of one row, one in each panel, between addresses of global and shared memory; zeros where the
+    row is not there, or has fewer columns from the thread's first on.
     """
     for p in cutlass.range_constexpr(tile.columns // tile.panel):
         size = cutlass.select_(there & (p * tile.panel < columns), Int32(VECTOR_BYTES), Int32(0))
-        target, source = addresses[1] + p * tile.panel_bytes, addresses[0] + p * tile.row_bytes
-        copy_unit(source, target, size)
+        copy_unit(source + p * tile.row_bytes, target + p * tile.panel_bytes, size)
 
 
 def copy_unit(source: Int64, target: Int32, size: Int32) -> None:
@@ -314,7 +318,7 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
                 gX[place] = values[r, c].to(gX.element_type)
 
 
-def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, pack: str) -> None:
+def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element) -> None:
     """A warp's 16 rows, of every panel the nth `pairs` pairs of units, in 16 bits into a tile."""
     values, lane = rows_and_columns(acc), cute.arch.lane_idx()
     for u in range(2 * pairs):
@@ -323,7 +327,7 @@ def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, 
             for r in range(2):
                 c = 2 * (p * 2 * pairs + u)
                 place = start + tile.offset(8 * r, p * tile.panel)
-                put_packed(place, pack_pair(pack, values[r, c], values[r, c + 1]))
+                put_packed(place, element.pack_pair(values[r, c], values[r, c + 1]))
 
 
 def put_operand(weights: OperandA, tile: Tile, first_row: Int32, first: int) -> None:
@@ -349,7 +353,7 @@ def arrive(later: cutlass.Constexpr[int] = 0):
     cute.arch.sync_threads()
 
 
-def add_quad(target: Int64, quad: tuple) -> None:
+def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
     """Four floats to 16-byte aligned global memory: at once where the target can."""
     if target_from(Arch.sm_90):
         text = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"

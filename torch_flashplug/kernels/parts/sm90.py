@@ -18,6 +18,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
+from .element import Element
+from .fragments import rows_and_columns
 
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 policies of TMA loads
@@ -112,7 +114,9 @@ class Operand:
         """The same operand, of one head."""
         return Operand(self.atom, self.m[None, None, head, batch], self.s)
 
-    def tiles(self, shape: tuple[int, int], coordinate: tuple) -> tuple[cute.Tensor, cute.Tensor]:
+    def tiles(
+        self, shape: tuple[int, int], coordinate: tuple[int | None, int | None]
+    ) -> tuple[cute.Tensor, cute.Tensor]:
         """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of
         `coordinate`).
         """
@@ -122,9 +126,63 @@ class Operand:
         )
 
 
+@dataclass(frozen=True)
+class Input:
+    """How TMA brings one operand: boxes of rows x columns into so many slots of shared memory. Sizes and a layout, both
+    known when traced: made once to launch, and again in the kernel.
+    """
+
+    element: Element
+    rows: int
+    columns: int
+    slots: int
+    layout: cute.ComposedLayout  # (rows, columns, slot)
+
+    @classmethod
+    def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> Input:
+        """major: "rows" or "columns", along which elements lie on end in global memory."""
+        order = {"rows": LayoutEnum.ROW_MAJOR, "columns": LayoutEnum.COL_MAJOR}[major]
+        sizes = (ROWS_PER_WARPGROUP, rows, columns)
+        return cls(element, rows, columns, slots, hopper.make_smem_layout_b(order, sizes, element.dtype, slots))
+
+    @property
+    def bytes(self) -> int:
+        """Of a box."""
+        return self.rows * self.columns * self.element.bytes
+
+    def tma(self, m: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The atom that loads boxes of m (rows, columns, heads, batch), and its coordinates."""
+        one, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, one, box)
+
+    def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Ring:
+        """Of slots, or of so many slots at once; more_bytes: what lands with them."""
+        return Ring.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
+
+    def buffer(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
+        return smem.allocate_tensor(self.element.dtype, self.layout.outer, 1024, self.layout.inner)
+
+
+def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """The atom that stores a warp's SLAB rows of m (rows, columns, heads, batch), and its coordinates."""
+    layout = slab_layout(element.dtype, SLAB, columns)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (SLAB, columns))
+
+
+def create_mail(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Ring]:
+    """What a TileQueue sends numbers through."""
+    ring = Ring.create(smem, MAIL_SLOTS, 0)
+    return cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS)), ring
+
+
 def rows_first(t: cute.Tensor) -> cute.Tensor:
     """(rows, columns, heads, batch) view of (batch, heads, rows, columns), as tiles want it."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
+
+
+def columns_first(t: cute.Tensor) -> cute.Tensor:
+    """(columns, rows, heads, batch) view of the same: V as the N x K operand of the second product."""
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 2, 1, 0]))
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
@@ -292,7 +350,7 @@ def join_cluster():
 
 
 @cute.jit
-def start_cta(warp_idx: Int32, atoms: tuple, rings: tuple):
+def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], rings: tuple[tuple, ...]):
     """Every thread, before roles part: TMA descriptors on their way, barriers ready. rings: (ring, consumer warps), and
     producer warps where these are not one.
     """
@@ -343,6 +401,29 @@ class Product:
         for k in range(cute.size(tB, mode=[2])):
             mma = self.add if accumulate or k > 0 else self.begin
             cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
+
+
+@dataclass(frozen=True)
+class SlotProduct:
+    """acc (+)= A B, B from a slot of a ring."""
+
+    product: Product
+    left: cute.Tensor  # (MMA, 1, K)
+    right: cute.Tensor  # (MMA, 1, K, slot)
+    acc: cute.Tensor
+
+    @property
+    def values(self) -> cute.Tensor:
+        """(2, columns) of a thread."""
+        return rows_and_columns(self.acc)
+
+    def start(self, slot: Int32) -> None:
+        """Overwrites the accumulator; one committed group."""
+        self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=False)
+
+    def add(self, slot: Int32) -> None:
+        """Adds to it; one committed group."""
+        self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=True)
 
 
 def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:

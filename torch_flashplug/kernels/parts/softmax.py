@@ -20,6 +20,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .pieces import Tile
+
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
 SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
 COARSE_SHIFT = float(2**26)  # neighbouring fp32 numbers are 4 apart here
@@ -141,10 +143,9 @@ def row_reduce(acc: cute.Tensor, row: int, combine):
 
 
 @cute.jit
-def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, at: tuple, rows: Int32):
-    """The two rows of a thread, where they exist, from one thread of the four; at: (batch, head, its first row)."""
-    batch, head, row = at
+def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile: Tile, row: Int32):
+    """The two rows of a thread, where they exist, from one thread of the four; row: its first."""
     writes = cute.arch.lane_idx() % 4 == 0
     for r in cutlass.range_constexpr(2):
-        if writes and row + 8 * r < rows:
-            mLSE[batch, head, row + 8 * r] = lse[r]
+        if writes and row + 8 * r < tile.sizes.Sq:
+            mLSE[tile.batch, tile.head, row + 8 * r] = lse[r]

@@ -1,0 +1,197 @@
+"""The ABI of every kernel, in one place: what src/launch.cpp passes, and what a kernel file makes of it.
+
+Arguments come in the order of the tables in torch_flashplug/arguments.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .element import Element
+
+WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The softmax scale of a call."""
+
+    log2: Float32  # times log2(e)
+    natural: Float32
+
+
+def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False) -> cute.Tensor:
+    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned;
+    elementwise: any strides, any address.
+    """
+    if elementwise:
+        return cute.runtime.make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=2)
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+
+def fake_forward(dtype: type[cutlass.Numeric], elementwise: bool = False) -> tuple[cute.Tensor, ...]:
+    """What every forward is called with first, sizes symbolic: q, k, v, o, LSE."""
+    B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
+    D, Dv = (cute.sym_int(divisibility=1 if elementwise else 8) for _ in range(2))
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), strides, assumed_align=4)
+    sizes = ((B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv), (B, Hq, Sq, Dv))
+    return (*(fake_operand(dtype, *size, elementwise=elementwise) for size in sizes), lse)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's arguments, but for the stream; tensors as ForwardCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    scales: Scales
+    counter: cute.Tensor
+    num_ctas: Int32
+
+
+class ForwardCall:
+    """What cute.compile calls; the launch is left to `launch` of the class that inherits."""
+
+    element: Element
+    elementwise = False  # tensors of any strides at any address
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile, sizes symbolic."""
+        counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
+        tensors = fake_forward(self.element.dtype, self.elementwise)
+        return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        scale_log2: Float32,
+        scale: Float32,
+        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
+        num_ctas: Int32,  # SMs of the device
+        stream: cuda.CUstream,
+    ):
+        self.launch(Call(mQ, mK, mV, mO, mLSE, Scales(scale_log2, scale), mCounter, num_ctas), stream)
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """One decode call's arguments, but for the stream; tensors as DecodeCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    partials: cute.Tensor
+    scale: Float32
+    splits: Int32
+    cluster: Int32
+
+
+class DecodeCall:
+    """The same for decode."""
+
+    element: Element
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile, sizes symbolic."""
+        partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
+        tensors = (*fake_forward(self.element.dtype), partials)
+        return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > cluster
+        scale: Float32,
+        splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
+        cluster: Int32,  # CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1
+        stream: cuda.CUstream,
+    ):
+        self.launch(FewRows(mQ, mK, mV, mO, mLSE, mPartials, scale, splits, cluster), stream)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One call's arguments, but for the stream; tensors as BackwardCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    rows: cute.Tensor
+    scratch: cute.Tensor
+    scales: Scales
+    counter: cute.Tensor
+    num_ctas: Int32
+    wanted: Int32
+
+
+class BackwardCall:
+    """What cute.compile calls; launches are left to `launch` of the class that inherits."""
+
+    element: Element
+    elementwise = False  # tensors of any strides at any address
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile, sizes symbolic."""
+        q, k, v, out, lse = fake_forward(self.element.dtype, self.elementwise)
+        fake = lambda x: fake_operand(self.element.dtype, *x.shape, elementwise=self.elementwise)  # noqa: E731
+        grad, *gradients = (fake(x) for x in (out, q, k, v))
+        fp32 = cute.runtime.make_fake_tensor
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        rows = fp32(Float32, (*lse.shape[:2], 2, cute.sym_int()), strides, assumed_align=16)
+        counter = fp32(Int32, (1,), (1,), assumed_align=4)
+        scratch = fp32(Float32, (cute.sym_int(),), (1,), assumed_align=16)
+        scales = (Float32(1.0), Float32(1.0))
+        tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
+        return (*tensors, *scales, counter, Int32(1), Int32(1), cute.runtime.make_fake_stream())
+
+    @cute.jit
+    def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
+        self,
+        mQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
+        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        mdQ: cute.Tensor,  # (B, Hq, Sq, D)
+        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
+        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
+        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
+        mScratch: cute.Tensor,  # fp32 dQ in register order, and counters (scratch.py); in parts: unused
+        scale_log2: Float32,
+        scale: Float32,
+        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
+        num_ctas: Int32,  # SMs of the device
+        wanted: Int32,  # the sum of WANT_DQ and WANT_DKDV; one of them: only to kernels in parts
+        stream: cuda.CUstream,
+    ):
+        tensors = (mQ, mK, mV, mO, mdO, mLSE, mdQ, mdK, mdV, mRows, mScratch)
+        self.launch(Gradients(*tensors, Scales(scale_log2, scale), mCounter, num_ctas, wanted), stream)

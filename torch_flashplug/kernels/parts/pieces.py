@@ -1,0 +1,75 @@
+"""Where a tile lies: a launch-order number becomes a tile, which says where its rows and keys are, of tensors in global
+memory or of what TMA reads them by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from . import sm90
+from .scheduler import TileOrder
+from .walk import Sizes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of rows of one query head, or of keys of one KV head."""
+
+    block: Int32
+    head: Int32
+    batch: Int32
+    sizes: Sizes
+    group: Int32 | None = None  # query heads of a KV head
+    kv_head: Int32 | None = None
+
+    def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+        """Of its own head: those of a query head's tensors, or of a KV head's for a block of keys."""
+        return _of_head(x, self.head, self.batch)
+
+    def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+        """K or V that a block of rows meets."""
+        kv_head = self.head // self.group if self.kv_head is None else self.kv_head
+        return _of_head(x, kv_head, self.batch)
+
+    def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
+        """Of the nth query head that a block of keys meets."""
+        return _of_head(x, self.query_head(nth), self.batch)
+
+    def query_head(self, nth: Int32) -> Int32:
+        """The nth of those that a block of keys meets."""
+        return self.head * self.group + nth
+
+
+def _of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+    return x.head(head, batch) if isinstance(x, sm90.Operand) else x[batch, head, None, None]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors."""
+
+    order: TileOrder
+    sizes: Sizes
+    kv_heads: Int32 | None = None  # where tiles are rows of query heads
+
+    @property
+    def group(self) -> Int32:
+        """Query heads of a KV head."""
+        return self.order.heads // self.kv_heads
+
+    @property
+    def total(self) -> Int32:
+        """Tiles of the launch."""
+        return self.order.total
+
+    def tile(self, number: Int32, group: Int32 | None = None) -> Tile:
+        """group: query heads of a KV head, for those who ask for the tile's keys or queries."""
+        return Tile(*self.order.tile(number), self.sizes, group)
+
+    def only_tile(self, number: Int32) -> Tile:
+        """For a CTA that has no other."""
+        tile = replace(self.tile(number), group=self.group)
+        return replace(tile, kv_head=tile.head // tile.group)

@@ -1,0 +1,38 @@
+"""What a spec's features are made of: the one place under kernels/ that knows them. Kernels ask for a walk, a chain of
+stages and an element type, and never what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...spec import KernelSpec
+from .element import ELEMENTS, Element
+from .scores.chain import Chain, Stage
+from .scores.visible import CausalVisible, Visible
+from .walk import Band, CausalBand
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Of one kernel. What a call brings is taken from its arguments."""
+
+    element: Element
+    band: type[Band]
+    visible: type[Stage]
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> Seams:
+        band, visible = {"full": (Band, Visible), "causal": (CausalBand, CausalVisible)}[spec.mask]
+        return cls(ELEMENTS[spec.dtype], band, visible)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether rows of a tile may see different numbers of keys."""
+        return self.band.uneven
+
+    def walk(self, call: object) -> Band:
+        return self.band()
+
+    def chain(self, call: object) -> Chain:
+        return Chain((self.visible(),))
