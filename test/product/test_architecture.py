@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
