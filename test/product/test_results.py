@@ -1,5 +1,5 @@
-"""tools/results: every file has the agreed form and is small, the tools write that form, and pictures can be drawn from
-the files alone.
+"""tools/results: every file has the agreed form and is small, the tools write that form, pictures can be drawn from
+the files alone, and the tables of README and docs say what they say.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -112,3 +113,68 @@ def test_pictures_are_drawn_from_files_alone(name, tmp_path):
     picture = report.plot(records.read(RESULTS / f"{name}-h100.json"), providers.labels(), tmp_path / "picture.png")
     pyplot.close("all")
     assert 5_000 < picture.stat().st_size <= records.PICTURE_BYTES
+
+
+# ---- what pages quote ----
+
+
+def rows_of(name: str) -> list[dict]:
+    return records.read(RESULTS / f"{name}.json")["rows"]
+
+
+def over_best(rows: list[dict]) -> list[float]:
+    return [row["ratio"] for row in rows]
+
+
+def over(peer: str, rows: list[dict]) -> list[float]:
+    return [row["peers_ms"][peer] / row["ours_ms"] for row in rows if peer in row["peers_ms"]]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, header and rule left out."""
+    text = (ROOT / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+def test_the_table_of_all_suites():
+    said = table("docs/benchmarks.md", "All suites")
+    assert len(said) == 14
+    for name, calls, *numbers in said:
+        rows = rows_of(name)
+        sides = [over_best(rows), over("stock", rows)]
+        means = [(f"{geometric_mean(side):.3f}", f"{min(side):.3f}") if side else ("-", "-") for side in sides]
+        assert [calls, *numbers] == [str(len(rows)), *means[0], *means[1]], name
+
+
+def test_the_table_of_forwards():
+    rows = {(f"{row['d']} {row['mask']}", row["s"]): row for row in rows_of("forward-h100")}
+    peers, case = ("**ours**", "cuDNN 9.19 (stock default)", "FA3 wheel", "FA4 wheel"), ""
+    said = table("docs/benchmarks.md", "Forward")
+    assert len(said) == 6 * len(peers)
+    for label, who, *rates in said:
+        case = label or case
+        for s, rate in zip((512, 1024, 2048, 4096, 8192, 16384), rates, strict=True):
+            row = rows[case, s]
+            ms = (row["ours_ms"], *(row["peers_ms"][peer] for peer in ("stock", "fa3", "fa4")))[peers.index(who)]
+            assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, who, s)
+
+
+def test_readmes_table_and_losses():
+    files = {"forward": "forward", "backward": "backward", "forward and backward": "train", "decode": "decode"}
+    said = table("README.md", "How fast")
+    assert {row[0] for row in said} == set(files)
+    for what, *cells in said:
+        rows = rows_of(f"{files[what]}-h100")
+        sides = over("stock", rows), over_best(rows)
+        assert cells == [f"{geometric_mean(side):.2f} ({min(side):.2f})" for side in sides], what
+    backward = [row for row in rows_of("backward-h100") if row["d"] == 128]
+    worst = min(backward, key=lambda row: row["ratio"])
+    assert (worst["mask"], worst["s"], worst["best_peer"]) == ("full", 16384, "fa4")
+    masked = [row["auto_over_stock"] for row in rows_of("host-repaired-h100") if "masked" in row["case"]]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"D 128 is at {geometric_mean(over_best(backward)):.2f} of the best peer in the mean, "
+        f"{worst['ratio']:.2f} full at 16k (FA4)" in text
+    )
+    assert f"{100 * min(masked) - 100:.0f} to {100 * max(masked) - 100:.0f} % more host time" in text
