@@ -89,7 +89,7 @@ ROW = {
 def test_a_row_says_nothing_twice_and_loses_nothing(tmp_path):
     path = records.write({"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}, tmp_path / "a" / "b.json")
     kept = json.loads(path.read_text())
-    assert not {"all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
+    assert not {"ours", "all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
     assert kept["rows"][0]["other_ms"] == {"ours_fa2": 0.4} and kept["rows"][0]["ours_ms"] == 0.3333
     wanted = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
     for row in records.read(path)["rows"]:
