@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 import workloads
 from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
+from records import GRADIENT_FLOP
 from rich.console import Console
 
 from torch_flashplug import native, problem
@@ -133,10 +134,6 @@ def suite_odd(bench: Bench) -> None:
         _suite_against_stock(bench, workloads.odd_lattice(), grad, ours="ours_fa2")
 
 
-# FLOP of a backward and of both together, over the forward's: five and seven products where that has two.
-_GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}
-
-
 def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
     """Gradients of the calls: "bwd" alone, of one forward, or "train", both."""
     for case in cases:
@@ -158,7 +155,7 @@ def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
         names = [name for name in bench.providers if name not in {"math", "efficient", "fa3"}]  # slow; forward only
         candidates, errors, refused = try_each(bench, case, inputs, names, build)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-        facts = facts_of(case) | {"flop": _GRADIENT_FLOP[what] * case.flop}
+        facts = facts_of(case) | {"flop": GRADIENT_FLOP[what] * case.flop}
         bench.add(row_of(case.name, timings, **facts, errors=errors, refused=refused))
 
 
@@ -287,9 +284,9 @@ def main() -> None:
     report.print_table(document, console)
     if options.suite in {"choice", "grad"}:
         report.print_classes(document, console)
-    print("wrote", report.write_json(document, options.out))
-    picture = report.plot(document, {name: provider.label for name, provider in found.items()}, options.out)
-    if picture:
+    written = report.write_json(document, options.out)
+    print("wrote", written)
+    if picture := report.plot(document, who.labels(), written.with_suffix(".png")):
         print("wrote", picture)
 
 

@@ -75,5 +75,5 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
     read = timings.pop("read")
     row = row_of(name, timings, **facts_of(case), errors=errors, refused=refused)
     plan = who.torch_flashplug.explain(*inputs[0], **case.sdpa_kwargs())
-    row |= {"state": state, "kv_bytes": kv_bytes(case), "bound_ms": read.ms, "splits": plan.splits, "gate": plan.gate}
+    row |= {"state": state, "kv_bytes": kv_bytes(case), "bound_ms": read.ms, "splits": plan.splits}
     bench.add(row | {"auto_plan": plan.backend})

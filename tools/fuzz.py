@@ -41,6 +41,7 @@ GRACE = 25.0  # seconds that are kept to ask again what was found
 AT_ONCE = 3  # questions
 ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
 MODES = ("auto", "fa3", "fa2")
+SHORT = 200  # characters of what is said of a fault that is known
 
 
 # ---- workers ----
@@ -248,20 +249,18 @@ class Fuzz:
 # ---- what a run leaves behind ----
 
 
+def _in_short(told: dict) -> dict:
+    """A fault that is known: what is wrong first is enough."""
+    return {name: value[:SHORT] if isinstance(value, str) else value for name, value in told.items()}
+
+
 def write(fuzz: Fuzz, folder: Path) -> Path:
     """fuzz-<gpu>.json, a finding a line."""
     document = report.header("fuzz", {}, report.commit()) | {
         "seed": fuzz.seed, "calls": fuzz.calls, "served": fuzz.served, "refused": fuzz.refused, "kinds": fuzz.kinds,
-        "findings": fuzz.findings, "stock": fuzz.stock,
+        "findings": fuzz.findings, "stock": [_in_short(told) for told in fuzz.stock],
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"fuzz-{report.slug(str(document['gpu']))}.json"
-    lines = []
-    for name, value in document.items():
-        rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, list) else ""
-        lines.append(f' "{name}": ' + (f"[\n{rows}\n ]" if rows else json.dumps(value)))
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return path
+    return report.write_json(document, folder)
 
 
 def print_table(fuzz: Fuzz) -> None:

@@ -43,6 +43,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import program_models
+import records
 import report
 import torch
 import transformers
@@ -322,22 +323,6 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
 # ---- what it says ----
 
 
-def _rounded(value: object) -> object:
-    """Four significant digits; JSON knows neither NaN nor infinity."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
-    return {key: _rounded(entry) for key, entry in value.items()} if isinstance(value, dict) else value
-
-
-def write_json(document: Record, folder: Path) -> Path:
-    path = folder / f"programs-{report.slug(str(document['gpu']))}.json"  # one row a line
-    folder.mkdir(parents=True, exist_ok=True)
-    rest = json.dumps({name: _rounded(value) for name, value in document.items() if name != "rows"}, indent=1)
-    rows = ",\n".join(json.dumps(_rounded(row)) for row in document["rows"])
-    path.write_text(f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n')
-    return path
-
-
 def print_table(document: Record, console: Console) -> None:
     table = Table(title="programs on {gpu}, torch {torch}, transformers {transformers}".format(**document))
     for column in ("program", "scenario", "order", "D", "served"):
@@ -360,7 +345,7 @@ def print_table(document: Record, console: Console) -> None:
         lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
-    for line in (*lines, f"totals: {_rounded(document['totals'])}"):
+    for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
         console.print(line, markup=False)
 
 
@@ -392,7 +377,7 @@ def main() -> int:
     document = report.header("programs", clocks, report.commit()) | {"transformers": transformers.__version__}
     document |= {"violations": violations(found["rows"]), "totals": totals(found["rows"])} | found
     print_table(document, Console(width=200))
-    print("wrote", write_json(document, options.out))
+    print("wrote", report.write_json(document, options.out))
     return 1 if document["violations"] or document["failed"] else 0
 
 

@@ -23,7 +23,6 @@ Attend = Callable[..., torch.Tensor]  # (q, k, v, **F.sdpa keywords) in (B, H, S
 @dataclass(frozen=True, slots=True)
 class Provider:
     name: str
-    label: str  # what a reader of a plot sees
     attend: Attend
     scope: Callable[[], AbstractContextManager]
     ours: bool = False
@@ -45,6 +44,17 @@ WHEELS = {
     "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface"), {"num_splits": 0}),
     "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",), {}),
 }
+
+
+OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2"}  # name -> backend
+
+
+def labels() -> dict[str, str]:
+    """What a reader of a plot sees for each name, also of those that cannot run here."""
+    ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
+    both = ours | {"stock": "F.sdpa without the plugin"}
+    peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
+    return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
 
 
 def _wheel(function: Callable) -> Attend:
@@ -89,21 +99,21 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
     found: dict[str, Provider] = {}
     absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
-    for name, backend in (("ours_auto", "auto"), ("ours_fa3", "fa3"), ("ours_fa2", "fa2")):
-        found[name] = Provider(name, f"torch_flashplug ({backend})", sdpa, ours(backend), ours=True)
-    found["stock"] = Provider("stock", "F.sdpa without the plugin", sdpa, plugin_off)
+    for name, backend in OURS.items():
+        found[name] = Provider(name, sdpa, ours(backend), ours=True)
+    found["stock"] = Provider("stock", sdpa, plugin_off)
     for name in ("ours_fa3", "stock"):  # gradients only: both again, the same bits in every run
         again = found[name]
         scope = functools.partial(in_one_order, again.scope)
         found[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
-    for name, (label, backend) in STOCK.items():
-        found[name] = Provider(name, label, sdpa, lambda backend=backend: stock_backend(backend))
-    for name, (label, modules, arguments) in WHEELS.items():
+    for name, (_, backend) in STOCK.items():
+        found[name] = Provider(name, sdpa, lambda backend=backend: stock_backend(backend))
+    for name, (_, modules, arguments) in WHEELS.items():
         function, reason = _import_wheel(modules)
         if function is None:
             absent[name] = reason
         else:
-            found[name] = Provider(name, label, _wheel(functools.partial(function, **arguments)), nullcontext)
+            found[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
     if wanted is None:
         del found["ours_fa2"]
     else:

@@ -1,8 +1,11 @@
-"""What a benchmark leaves behind: the machine's facts, a JSON file, a table, a picture."""
+"""What a benchmark leaves behind: the machine's facts, a JSON file, a table, a picture. Its form: records.py.
+
+    python tools/report.py tools/results/choice-h100.json --out DIR      pictures of files that are kept without one
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
 import platform
 import re
 import shutil
@@ -12,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import records
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -78,10 +82,7 @@ def header(suite: str, started_clocks: dict[str, str], commit_id: str) -> dict[s
 
 
 def write_json(document: dict[str, object], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    return path
+    return records.write(document, folder / f"{document['suite']}-{slug(str(document['gpu']))}.json")
 
 
 def _milliseconds(value: float | None) -> str:
@@ -139,8 +140,8 @@ def print_classes(document: dict[str, object], console: Console) -> None:
     console.print(table)
 
 
-def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> Path | None:
-    """A picture beside the JSON file; None (and a line that says so) where matplotlib is missing."""
+def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Path | None:
+    """A picture of a document; None (and a line that says so) where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -150,10 +151,7 @@ def plot(document: dict[str, object], labels: dict[str, str], folder: Path) -> P
     grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
     draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode}
     draw = draws.get(str(document["suite"]), _plot_ratios)
-    figure = draw(document, labels)
-    path = folder / f"{document['suite']}-{slug(str(document['gpu']))}.png"
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    return path
+    return records.save(draw(document, labels), path)
 
 
 def _subject(document: dict[str, object]) -> str:
@@ -262,9 +260,8 @@ def _plot_host(document, labels):
     names = list(dict.fromkeys(name for row in costs for name in row["all_ms"]))
     for i, name in enumerate(names):
         values = [row["all_ms"].get(name, 0) * 1e3 for row in costs]
-        bars = left.bar(
-            [x + 0.8 * i / len(names) for x in range(len(costs))], values, 0.8 / len(names), label=labels[name]
-        )
+        at = [x + 0.8 * i / len(names) for x in range(len(costs))]
+        bars = left.bar(at, values, 0.8 / len(names), label=labels.get(name, name))
         left.bar_label(bars, fmt="%.1f", fontsize=8)
     cases = [row["case"].removeprefix("host_").replace("_", "\n") for row in costs]
     left.set_xticks([x + 0.4 - 0.4 / max(len(names), 1) for x in range(len(costs))], cases)
@@ -310,3 +307,20 @@ def _plot_ratios(document, labels):
     axis.grid(alpha=0.3)
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
+
+
+def main() -> None:
+    import providers
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", help="JSON files that tools/bench.py wrote")
+    parser.add_argument("--out", type=Path, help="folder of the pictures (default: beside each file)")
+    options = parser.parse_args()
+    for path in options.files:
+        picture = (options.out or path.parent) / f"{path.stem}.png"
+        if plot(records.read(path), providers.labels(), picture):
+            print("wrote", picture)
+
+
+if __name__ == "__main__":
+    main()

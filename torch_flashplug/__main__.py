@@ -73,8 +73,12 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from .demo import long, show, train
-
+    try:
+        from .demo import long, show, train
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] != "rich":
+            raise
+        sys.exit("demo: its tables are printed with rich, which is not installed; pip install rich")
     if options.long:
         long.run(options.file)
     elif options.train:

@@ -23,8 +23,7 @@ ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load wi
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
     "",
-    "one backend for the whole process, ahead of every gate and block: fa3, fa2, math or stock; calls that fa3 or fa2 "
-    "cannot run stay stock",
+    "fa3, fa2, math or stock for all calls of the process; what it cannot run stays stock",
 )
 CACHE_DIR = Flag(
     "TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at run time are kept; empty: the user's cache directory"
@@ -33,13 +32,13 @@ JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time")
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
-    "stub: inside torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
+    "stub: in torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
 )
 
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
-    "0: leave stock's attention as it is, which can misread operands and the order of grad_out",
+    "0: leave stock's attention as it is; it can misread operands and grad_out's order",
 )
 
 FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK, REPAIR)

@@ -145,19 +145,8 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
 
 def show(facts: dict[str, object]) -> None:
     """The same for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(show_header=False, box=None)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
     for name, text in _lines(facts):
-        table.add_row(name, text)
-    console.print(table)
-    flags = Table(title="Environment")
-    for column in ("name", "value", "default", "what it does"):
-        flags.add_column(column, overflow="fold")
+        print(f"{name:<20}{text}")
+    print("\nEnvironment")
     for name, flag in facts["environment"].items():
-        flags.add_row(name, flag["value"] or "-", flag["default"] or "-", flag["help"])
-    console.print(flags)
+        print(f"{name} = {flag['value'] or '-'} (default {flag['default'] or '-'})\n    {flag['help']}")

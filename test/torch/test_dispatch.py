@@ -122,24 +122,6 @@ def test_both_hooks_serve_and_differentiate(any_road: Road, grad: bool) -> None:
             torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
-@pytest.mark.gpu
-def test_forced_fa3_gradients_against_fp64(road: Road) -> None:
-    q, k, v = road.qkv(rows=256, grad=True)
-    with sdpa_backend("fa3"):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    grad = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), grad)
-    assert ours(road.took()) == 1
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    want = torch.autograd.grad(F.scaled_dot_product_attention(*exact, is_causal=True), exact, grad.double())
-    plain = [t.detach().requires_grad_() for t in (q, k, v)]
-    with sdpa_kernel(SDPBackend.MATH):
-        low = torch.autograd.grad(F.scaled_dot_product_attention(*plain, is_causal=True), plain, grad)
-    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, low):
-        budget = 3 * (c.double() - b).abs().max() + torch.finfo(a.dtype).eps * b.abs().max()
-        assert (a.double() - b).abs().max() <= budget, name
-
-
 # ---- sdpa_backend ----
 
 
@@ -214,28 +196,6 @@ def test_math_is_torchs_math(any_road: Road) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q, k, v)
     assert ours(any_road.took()) == 0 and torch.equal(got, want)
-
-
-@pytest.mark.parametrize(
-    "name, text", [("mask", "attn_mask"), ("fp32", "float32"), ("head_dim_12", "12"), ("last_stride", "stride")]
-)
-def test_forced_and_impossible_says_why(any_road: Road, name: str, text: str) -> None:
-    args, kwargs = calls(any_road)[name]
-    with sdpa_backend("fa3"), pytest.raises(RuntimeError, match=rf"'fa3' is forced and cannot run(.|\n)*{text}"):
-        F.scaled_dot_product_attention(*args, **kwargs)
-    F.scaled_dot_product_attention(*args, **kwargs)  # auto: stock serves it
-
-
-@pytest.mark.parametrize("backend", ["math", "stock"])
-def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str) -> None:
-    q, k, v = any_road.qkv()
-    native.set_process_backend(torch_flashplug.spec.BACKENDS.index(backend))
-    try:
-        with sdpa_backend("fa3"):
-            F.scaled_dot_product_attention(q, k, v)
-    finally:
-        native.set_process_backend(0)
-    assert ours(any_road.took()) == 0
 
 
 def test_backward_follows_the_mode_of_its_forward(road: Road) -> None:

@@ -1,6 +1,7 @@
 """The dispatcher's rule as golden tables: named calls x devices -> plan or reasons. No GPU; device facts are a value.
 
-A change of the rule or the table shows as a diff here. After reading it: EXPECTTEST_ACCEPT=1 pytest test/test_plan.py
+A change of the rule or the table shows as a diff here. After reading it:
+EXPECTTEST_ACCEPT=1 pytest test/plan/test_plan.py
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from torch_flashplug import cache, configs
 from torch_flashplug.kernels import BUILDERS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SPECS = configs.specs(90) + configs.specs(80)
 
 # --- the tool that builds packs takes the sources beside it

@@ -17,7 +17,7 @@ import pytest
 from torch_flashplug import choices, configs, native
 from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SPECS = configs.specs(90) + configs.specs(80)
 # Targets of which no GPU was at hand and no pack is built: what spills nothing there, either.
 COMPILED_ONLY = dict.fromkeys(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import fuzz  # noqa: E402

@@ -1,5 +1,5 @@
-"""Rules that hold the code in shape: who imports whom, how long things may be, where names may appear, what README
-says of the files.
+"""Rules that hold the code in shape: who imports whom, how long things may be, where names may appear, what the
+pages say of the files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
+TEST_FOLDERS = ("plan", "kernels", "torch", "product")
+PAGES = ("README.md", "tools/results/LOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 
 # A module may import those to the right of it, never back. A package name stands for its modules, which may import
@@ -288,7 +290,7 @@ def test_environment_is_read_in_one_place():
 
 
 def _tracked_text() -> Iterator[tuple[str, str]]:
-    for name in [*files_on_disk(), "README.md", "CMakeLists.txt", "pyproject.toml", ".ci/run"]:
+    for name in [*files_on_disk(), *PAGES, "CMakeLists.txt", "pyproject.toml", ".ci/run"]:
         path = ROOT / name
         if path.is_file() and path.suffix in TEXT:
             yield name, path.read_bytes().decode("utf-8")
@@ -301,40 +303,42 @@ def test_text_is_ascii_and_names_no_machine():
         assert not (found := places.search(text)), f"{name} names a place on one machine: {found}"
 
 
-# ---- README ----
+# ---- what the pages say ----
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text()
+def section(page: str, heading: str) -> str:
+    return (ROOT / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
 
 
-def rows_of_table(heading: str) -> list[list[str]]:
-    """Cells of the table rows in a section of README, header and rule left out."""
-    section = readme().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
-    ]
-    return rows[2:]
+def rows_of_table(page: str, heading: str) -> list[list[str]]:
+    """Cells of the table rows in a section, header and rule left out."""
+    lines = [line for line in section(page, heading).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
 
 
-def test_readme_map_is_the_files_on_disk():
-    mapped = {path for row in rows_of_table("Where things are") for path in re.findall(r"`([^`]+)`", row[0])}
+def test_the_map_is_the_files_on_disk():
+    entries = section("docs/developing.md", "Where things are").split("\n- ")[1:]
+    mapped = {path for entry in entries for path in re.findall(r"`([^`]+)`", entry.split(": ", 1)[0])}
     missing = [path for path in mapped if not (ROOT / path).exists()]
-    assert not missing, f"README's map names what does not exist: {missing}"
+    assert not missing, f"the map names what does not exist: {missing}"
     folders = tuple(path for path in mapped if path.endswith("/"))
     unmapped = [name for name in files_on_disk() if name not in mapped and not name.startswith(folders)]
-    assert not unmapped, f"README's map lacks {unmapped}"
+    assert not unmapped, f"the map of docs/developing.md lacks {unmapped}"
 
 
 def test_readme_environment_is_env_py():
     from torch_flashplug import env
 
-    said = {row[0].strip("`"): row[1:] for row in rows_of_table("Environment")}
+    said = {row[0].strip("`"): row[1:] for row in rows_of_table("README.md", "Environment")}
     assert list(said) == [flag.name for flag in env.FLAGS]
     for flag in env.FLAGS:
         default, text = said[flag.name]
         assert (default.strip("`"), text.replace("`", "")) == (flag.default or "-", flag.help.replace("`", ""))
 
 
-def test_readme_is_short():
-    assert len(readme().splitlines()) <= 250
+def test_tests_lie_in_folders_by_concern():
+    """What several of them share lies above."""
+    for path in (ROOT / "test").rglob("*.py"):
+        assert path.name.startswith("test_") == (path.parent.name in TEST_FOLDERS), path
+    names = [path.name for path in (ROOT / "test").rglob("test_*.py")]
+    assert len(names) == len(set(names))

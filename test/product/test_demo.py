@@ -246,3 +246,14 @@ def test_info_is_whole(output):
 def test_info_is_readable(output):
     shown = output("info")
     assert torch.__version__ in shown and "hook" in shown
+
+
+def test_without_rich():
+    """It is an extra: installations are looked at without it, and the demo says what it lacks."""
+    code = "import sys; sys.modules['rich'] = None; from torch_flashplug.__main__ import main; main(sys.argv[1:])"
+    told = [
+        subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, check=False)
+        for verb in ("info", "demo")
+    ]
+    assert told[0].returncode == 0 and "Environment" in told[0].stdout
+    assert told[1].returncode != 0 and "pip install rich" in told[1].stderr and "Traceback" not in told[1].stderr

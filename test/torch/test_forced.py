@@ -1,7 +1,10 @@
-"""Forced fa2 and auto on its measured rows: calls that reach the kernels for every GPU, and those that cannot."""
+"""Both families of kernels, forced, asked for by the whole process, and fa2's measured rows in auto: calls that reach
+the kernels, and those that cannot.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +35,13 @@ def calls(road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor],
     }
 
 
-ELEMENTWISE = ("head_dim_12", "head_dims_61_33", "last_stride", "odd_address")
+ELEMENTWISE = ("head_dim_12", "head_dims_61_33", "last_stride", "odd_address")  # fa2's alone
+FAMILIES = {"fa3": "fwd_sm90", "fa2": "fwd_sm80"}
+
+
+def calls_of(family: str, road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor], dict]]:
+    taken = calls(road, grad)
+    return {name: call for name, call in taken.items() if family == "fa2" or name not in ELEMENTWISE}
 
 
 def exact(args: list[torch.Tensor], kwargs: dict) -> torch.Tensor:
@@ -40,21 +49,23 @@ def exact(args: list[torch.Tensor], kwargs: dict) -> torch.Tensor:
         return F.scaled_dot_product_attention(*(tensor.double() for tensor in args), **kwargs)
 
 
-def test_forced_fa2_serves(any_road: Road) -> None:
-    for name, (args, kwargs) in calls(any_road).items():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forced_family_serves(any_road: Road, family: str) -> None:
+    for name, (args, kwargs) in calls_of(family, any_road).items():
         any_road.took()
-        with sdpa_backend("fa2"):
+        with sdpa_backend(family):
             plan = torch_flashplug.explain(*args, **kwargs, device="h100")
             out = F.scaled_dot_product_attention(*args, **kwargs)
         assert any_road.took().get("ours_fwd", 0) == 1, name
-        assert plan.backend == "fa2" and plan.kernel.startswith("fwd_sm80"), (name, plan)
+        assert plan.backend == family and plan.kernel.startswith(FAMILIES[family]), (name, plan)
         assert plan.kernel.endswith("e") == (name in ELEMENTWISE), (name, plan)
         torch.testing.assert_close(out.double(), exact(args, kwargs), **CLOSE)
 
 
-def test_gradients_of_forced_fa2(any_road: Road) -> None:
-    for name, (args, kwargs) in calls(any_road, grad=True).items():
-        with sdpa_backend("fa2"):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_forced_family(any_road: Road, family: str) -> None:
+    for name, (args, kwargs) in calls_of(family, any_road, grad=True).items():
+        with sdpa_backend(family):
             out = F.scaled_dot_product_attention(*args, **kwargs)
         assert any_road.took().get("ours_fwd", 0) == 1, name
         got = torch.autograd.grad(out.float().square().sum(), args)
@@ -63,54 +74,100 @@ def test_gradients_of_forced_fa2(any_road: Road) -> None:
             assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2, name
 
 
-@pytest.mark.parametrize("why, text", [("mask", "attn_mask"), ("dropout", "dropout_p=0.5"), ("fp32", "float32")])
-def test_forced_fa2_names_its_reasons(any_road: Road, why: str, text: str) -> None:
-    q, k, v = any_road.qkv()
-    args = [t.float() for t in (q, k, v)] if why == "fp32" else [q, k, v]
-    mask = torch.ones(128, 128, dtype=torch.bool, device=q.device) if why == "mask" else None
-    dropout_p = 0.5 if why == "dropout" else 0.0
-    with sdpa_backend("fa2"), pytest.raises(RuntimeError, match=rf"'fa2' is forced and cannot run(.|\n)*{text}"):
-        F.scaled_dot_product_attention(*args, mask, dropout_p)
+@pytest.mark.gpu
+def test_forced_fa3_gradients_against_fp64(road: Road) -> None:
+    q, k, v = road.qkv(rows=256, grad=True)
+    with sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    assert road.took().get("ours_fwd", 0) == 1
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    want = torch.autograd.grad(F.scaled_dot_product_attention(*wide, is_causal=True), wide, grad.double())
+    plain = [t.detach().requires_grad_() for t in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        low = torch.autograd.grad(F.scaled_dot_product_attention(*plain, is_causal=True), plain, grad)
+    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, low):
+        budget = 3 * (c.double() - b).abs().max() + torch.finfo(a.dtype).eps * b.abs().max()
+        assert (a.double() - b).abs().max() <= budget, name
+
+
+def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
+    """Calls that no kernel of a family can run, the first four of none."""
+    q, k, v = road.qkv()
+    return {
+        "mask": ([q, k, v, torch.ones(128, 128, dtype=torch.bool, device=q.device).tril()], {}),
+        "dropout": ([q, k, v], {"dropout_p": 0.5}),
+        "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
+        "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
+        "head_dim_12": calls(road)["head_dim_12"],
+        "last_stride": calls(road)["last_stride"],
+    }[name]
+
+
+OF_NO_FAMILY = {"mask": "attn_mask", "dropout": "dropout_p=0.5", "fp32": "float32", "head_dim_300": "300"}
+REASONS = {"fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"}, "fa2": OF_NO_FAMILY}
+
+
+@pytest.mark.parametrize(
+    "family, name, text", [(family, *reason) for family, reasons in REASONS.items() for reason in reasons.items()]
+)
+def test_a_forced_family_names_its_reasons(any_road: Road, family: str, name: str, text: str) -> None:
+    args, kwargs = impossible(name, any_road)
+    with (
+        sdpa_backend(family),
+        pytest.raises(RuntimeError, match=rf"'{family}' is forced and cannot run(.|\n)*{text}"),
+    ):
+        F.scaled_dot_product_attention(*args, **kwargs)
+    F.scaled_dot_product_attention(*args, **kwargs)  # auto: stock serves it
 
 
 # ---- the whole process: TORCH_FLASHPLUG_BACKEND ----
 
 
+@contextlib.contextmanager
+def everywhere(backend: str) -> Iterator[None]:
+    native.set_process_backend(BACKENDS.index(backend))
+    try:
+        yield
+    finally:
+        native.set_process_backend(0)
+
+
 @pytest.fixture
 def fa2_everywhere() -> Iterator[None]:
-    native.set_process_backend(BACKENDS.index("fa2"))
-    yield
-    native.set_process_backend(0)
+    with everywhere("fa2"):
+        yield
 
 
-@pytest.mark.usefixtures("fa2_everywhere")
-def test_preferred_fa2_takes_every_call_that_it_can(any_road: Road) -> None:
+@pytest.mark.parametrize("backend, taken", [("math", 0), ("stock", 0), ("fa3", 1), ("fa2", 1)])
+def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str, taken: int) -> None:
     q, k, v = any_road.qkv()
-    with sdpa_backend("fa3"):
-        plan = torch_flashplug.explain(q, k, v, device="a100")
-        assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is asked for by TORCH_FLASHPLUG_BACKEND"
+    with everywhere(backend), sdpa_backend("fa3" if backend != "fa3" else "stock"):
         F.scaled_dot_product_attention(q, k, v)
-    assert any_road.took().get("ours_fwd", 0) == 1
+    assert any_road.took().get("ours_fwd", 0) == taken
 
 
 @pytest.mark.usefixtures("fa2_everywhere")
-@pytest.mark.parametrize("name", ["mask", "dropout", "fp32", "head_dim_300"])
-def test_preferred_fa2_leaves_the_rest_to_stock(any_road: Road, name: str) -> None:
-    q, k, v = any_road.qkv()
-    args, kwargs = {
-        "mask": ([q, k, v, torch.ones(128, 128, dtype=torch.bool, device=q.device).tril()], {}),
-        "dropout": ([q, k, v], {"dropout_p": 0.5}),
-        "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
-        "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
-    }[name]
-    plan = torch_flashplug.explain(*args, **kwargs)
-    assert plan.backend == "stock" and not plan.error and plan.reasons["fa2"]
-    torch.manual_seed(1)
-    got = F.scaled_dot_product_attention(*args, **kwargs)
-    assert any_road.took().get("ours_fwd", 0) == 0
-    with any_road.off():
+def test_explain_says_who_asked(any_road: Road) -> None:
+    with sdpa_backend("fa3"):
+        plan = torch_flashplug.explain(*any_road.qkv(), device="a100")
+    assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is asked for by TORCH_FLASHPLUG_BACKEND"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", OF_NO_FAMILY)
+def test_a_preferred_family_leaves_the_rest_to_stock(any_road: Road, name: str, family: str) -> None:
+    args, kwargs = impossible(name, any_road)
+    with everywhere(family):
+        plan = torch_flashplug.explain(*args, **kwargs)
+        assert plan.backend == "stock" and not plan.error and plan.reasons[family]
         torch.manual_seed(1)
-        assert torch.equal(got, F.scaled_dot_product_attention(*args, **kwargs))
+        got = F.scaled_dot_product_attention(*args, **kwargs)
+        assert any_road.took().get("ours_fwd", 0) == 0
+        with any_road.off():
+            torch.manual_seed(1)
+            assert torch.equal(got, F.scaled_dot_product_attention(*args, **kwargs))
 
 
 @pytest.mark.usefixtures("fa2_everywhere", "fresh_dynamo")

@@ -16,7 +16,7 @@ import torch
 from standin import Road, road_to
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import program_models
 import programs
 

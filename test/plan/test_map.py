@@ -1,0 +1,137 @@
+"""What auto decides, as a map: classes of head dims, masks and lengths -> whose kernels, on an H100. A hole in the rows
+of choices.py, or between them, shows as a dot among digits. No GPU.
+
+A change of rows shows as a diff here. After reading it: EXPECTTEST_ACCEPT=1 pytest test/plan/test_map.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
+import expecttest
+from plans import Call, call
+
+from torch_flashplug import _start, native
+from torch_flashplug.api import DEVICES
+
+LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
+SIZES = ((1, 8), (1, 32), (16, 32))  # batch, heads: a letter of a cell each
+Ask = Callable[[int, int, tuple[int, int]], Call]  # D, length and one of SIZES -> a call
+LETTERS = {"fa3": "3", "fa2": "2", "stock": "."}
+
+
+def letter(problem: Call) -> str:
+    return LETTERS[native.plan(problem, DEVICES["h100"])["backend"]]
+
+
+def block(title: str, dims: Iterable[int], ask: Ask) -> str:
+    """A line for each run of head dims that are decided alike, a column for each length."""
+    lines = {d: [" ".join("".join(letter(ask(d, s, size)) for size in SIZES) for s in LENGTHS)] for d in dims}
+    text = f"{title}\n"
+    for (line,), run in groupby(lines, key=lines.get):
+        first, *rest = run
+        text += f"{f'{first}..{rest[-1]}' if rest else first:>9} {line}\n"
+    return text
+
+
+def square(**facts: int) -> Ask:
+    return lambda d, s, size: {**call((*size, size[1]), (s, s), (d, d)), **facts}
+
+
+def one_row(group: int) -> Ask:
+    return lambda d, s, size: call((*size, size[1] // group), (1, s), (d, d))
+
+
+class TestMap(expecttest.TestCase):
+    maxDiff = None
+
+    def setUp(self) -> None:
+        _start.push_tables()
+
+    def test_what_auto_decides(self) -> None:
+        eights, odd = range(8, 257, 8), [d for d in range(2, 257, 10) if d % 8]
+        text = f"{'D':>9} {' '.join(f'{s:>3}' if s < 1024 else f'{s // 1024:>2}k' for s in LENGTHS)}\n"
+        for mask, causal in (("full", 0), ("causal", 1)):
+            for what, grad in (("forward", 0), ("forward and backward", 1)):
+                title, plain = f"{what}, {mask}", {"causal": causal, "grad": grad}
+                text += block(title, eights, square(**plain))
+                text += block(f"{title}, Dv 128", (64, 192), square(Dv=128, **plain))
+                text += block(f"{title}, D no multiple of 8", odd, square(**plain))
+                text += block(f"{title}, misaligned", eights, square(align_k=2, **plain))
+                text += block(f"{title}, last dim not contiguous", eights, square(last_stride_v=2, **plain))
+        text += block("one row of 4 query heads a KV head", eights, one_row(4))
+        self.assertExpectedInline(text, """\
+        D  16  64 256 512  1k  2k  4k 16k
+forward, full
+    8..32 222 ... 333 333 333 333 333 333
+   40..56 333 ... 333 333 333 333 333 333
+       64 333 333 333 333 333 333 333 333
+  72..120 333 ... 333 333 333 333 333 333
+      128 333 333 333 333 333 333 333 333
+ 136..248 333 ... 333 333 333 333 333 333
+      256 333 333 333 333 333 333 333 333
+forward, full, Dv 128
+  64..192 333 ... 333 333 333 333 333 333
+forward, full, D no multiple of 8
+    2..62 ..2 ..2 222 2.. 2.. ... ... ...
+  82..252 ..2 ..2 22. ... ... ... ... ...
+forward, full, misaligned
+    8..64 ..2 ..2 22. ... ... ... ... ...
+  72..256 ... ... ... ... ... ... ... ...
+forward, full, last dim not contiguous
+   8..256 ..2 ..2 222 222 222 222 222 222
+forward and backward, full
+   8..256 ... ... 333 333 333 333 333 333
+forward and backward, full, Dv 128
+       64 ... ... ... ... ... 333 333 333
+      192 ... ... 333 333 333 333 333 333
+forward and backward, full, D no multiple of 8
+   2..122 ..2 ..2 222 22. 22. ... ... ...
+ 132..252 ..2 ..2 22. 2.. 2.. ... ... ...
+forward and backward, full, misaligned
+   8..128 ..2 ..2 22. 2.. 2.. ... ... ...
+ 136..256 ... ... ... ... ... ... ... ...
+forward and backward, full, last dim not contiguous
+   8..128 ..2 ..2 222 222 222 222 222 222
+ 136..256 ..2 ..2 222 222 222 222 222 22.
+forward, causal
+    8..64 ..3 ..3 33. 33. 333 333 333 333
+  72..192 ..3 ..3 333 333 333 333 333 333
+ 200..256 ..3 ..3 333 33. 333 333 333 333
+forward, causal, Dv 128
+  64..192 ..3 ..3 333 333 333 333 333 333
+forward, causal, D no multiple of 8
+    2..62 ..2 ..2 222 22. 22. ... ... ...
+  82..122 ..2 ..2 222 ... ... ... ... ...
+ 132..252 ..2 ..2 22. ... ... ... ... ...
+forward, causal, misaligned
+    8..64 ..2 ..2 22. ... ... ... ... ...
+  72..256 ... ... ... ... ... ... ... ...
+forward, causal, last dim not contiguous
+   8..256 ..2 ..2 222 222 222 222 222 222
+forward and backward, causal
+   8..256 ..3 ..3 333 333 333 333 333 333
+forward and backward, causal, Dv 128
+       64 ..3 ..3 333 333 333 333 333 333
+      192 ..3 ..3 333 333 333 333 ... ...
+forward and backward, causal, D no multiple of 8
+   2..122 ..2 ..2 222 22. 22. ... ... ...
+ 132..252 ..2 ..2 22. 2.. 2.. ... ... ...
+forward and backward, causal, misaligned
+    8..64 ..2 ..2 222 2.. 2.. ... ... ...
+  72..128 ..2 ..2 22. ... ... ... ... ...
+ 136..256 ... ... ... ... ... ... ... ...
+forward and backward, causal, last dim not contiguous
+   8..128 ..2 ..2 222 222 222 222 222 222
+ 136..256 ..2 ..2 222 222 222 222 222 22.
+one row of 4 query heads a KV head
+    8..32 222 222 222 222 222 222 222 222
+   40..56 333 333 333 333 333 222 222 222
+       64 333 333 333 333 333 333 333 333
+  72..112 333 333 333 333 333 ... ... ...
+      120 333 333 333 333 333 222 222 222
+ 128..192 333 333 333 333 333 333 333 333
+ 200..248 333 333 333 333 333 222 222 222
+      256 333 333 333 333 333 333 333 333
+""")

@@ -1,0 +1,180 @@
+"""tools/results: every file has the agreed form and is small, the tools write that form, pictures can be drawn from
+the files alone, and the tables of README and docs say what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import records  # noqa: E402
+
+RESULTS = ROOT / "tools" / "results"
+FILES = sorted(RESULTS.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_kept_results_have_the_agreed_form(path):
+    document = json.loads(path.read_text())
+    if "suite" not in document:
+        pytest.skip("not a benchmark's file")
+    assert {"gpu", "torch", "cudnn", "commit", "clocks"} <= set(document)
+    if document["suite"] == "fuzz":
+        assert min(document["calls"].values()) > 1000 and document["findings"] == []
+        return
+    if document["suite"] == "programs":
+        assert document["violations"] == document["failed"] == [] and len(document["rows"]) > 500
+        for row in document["rows"]:
+            assert {"program", "scenario", "order", "calls", "served", "reasons"} <= set(row)
+        return
+    assert document["rounds"] >= 7
+    if document["suite"] == "gate":  # times of ours alone: call -> state -> splits -> microseconds
+        assert document["facts"]["sm_count"] > 0
+        times = [us for states in document["us"].values() for known in states.values() for us in known.values()]
+        assert len(times) > 100 and min(times) > 0
+        return
+    for row in document["rows"]:
+        assert {"case", "ours_ms", "peers_ms", "ratio", "spread"} <= set(row)
+
+
+def numbers(value: object) -> list[float]:
+    if isinstance(value, dict | list):
+        return [number for entry in (value.values() if isinstance(value, dict) else value) for number in numbers(entry)]
+    return [value] if isinstance(value, float) else []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_kept_results_are_as_the_tools_write_them(path):
+    """A row a line, four significant digits, nothing that follows from the rest."""
+    text = path.read_text()
+    assert text == records.text_of(records.read(path))
+    document = json.loads(text)
+    assert all(number == float(f"{number:.4g}") for number in numbers(document))
+    for row in document.get("rows", ()):
+        assert f"\n{json.dumps(row, separators=(',', ':'))}" in text
+
+
+def test_results_are_small():
+    pictures = {path.name: path.stat().st_size for path in RESULTS.glob("*.png")}
+    assert pictures and max(pictures.values()) <= records.PICTURE_BYTES, pictures
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= records.FOLDER_BYTES
+    assert {path.suffix for path in files} == {".json", ".png", ".md", ".txt"}
+
+
+def test_the_log_is_within_its_width():
+    wide = [line for line in (RESULTS / "LOG.md").read_text().splitlines() if len(line) > 120]
+    assert not wide
+
+
+# As the harness makes it: ours twice, one of them in auto; a peer; both again in one order.
+ROW = {
+    "case": "train_d64_causal_s512", "ours_ms": 1 / 3, "ours": "ours_fa3", "peers_ms": {"stock": 2 / 3, "fa2": 1.5},
+    "one_order_ms": {"ours_fa3": 0.7}, "ratio": 2.00049, "best_peer": "stock",
+    "spread": {"ours_auto": 0.1, "ours_fa3": 0.2, "ours_fa2": 0.1, "stock": 0.0, "ours_fa3_det": 0.0, "fa2": 0.1},
+    "auto_ms": 0.31, "auto_over_stock": 0.5,
+    "all_ms": {"ours_auto": 0.31, "ours_fa3": 1 / 3, "ours_fa2": 0.4, "stock": 2 / 3, "ours_fa3_det": 0.7, "fa2": 1.5},
+    "shape": [32, 32, 32, 512, 512, 64, 64], "d": 64, "s": 512, "mask": "causal", "dtype": "bf16",
+    "flop": 3.5 * 2 * 32 * 32 * 512 * 512 * 128 / 2, "errors": {}, "refused": {}, "bound_ms": None,
+}  # fmt: skip
+
+
+def test_a_row_says_nothing_twice_and_loses_nothing(tmp_path):
+    path = records.write({"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}, tmp_path / "a" / "b.json")
+    kept = json.loads(path.read_text())
+    assert not {"ours", "all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
+    assert kept["rows"][0]["other_ms"] == {"ours_fa2": 0.4} and kept["rows"][0]["ours_ms"] == 0.3333
+    wanted = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
+    for row in records.read(path)["rows"]:
+        assert wanted.items() <= row.items() and list(row["all_ms"]) == list(ROW["all_ms"])
+    assert len(path.read_text().splitlines()) == len(
+        ("{", "suite", "rounds", "absent", "rows", *kept["rows"], "]", "}")
+    )
+
+
+def test_numbers_that_json_does_not_know_are_words():
+    assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
+
+
+@pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train"])
+def test_pictures_are_drawn_from_files_alone(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    import providers
+    import report
+    from matplotlib import pyplot
+
+    picture = report.plot(records.read(RESULTS / f"{name}-h100.json"), providers.labels(), tmp_path / "picture.png")
+    pyplot.close("all")
+    assert 5_000 < picture.stat().st_size <= records.PICTURE_BYTES
+
+
+# ---- what pages quote ----
+
+
+def rows_of(name: str) -> list[dict]:
+    return records.read(RESULTS / f"{name}.json")["rows"]
+
+
+def over_best(rows: list[dict]) -> list[float]:
+    return [row["ratio"] for row in rows]
+
+
+def over(peer: str, rows: list[dict]) -> list[float]:
+    return [row["peers_ms"][peer] / row["ours_ms"] for row in rows if peer in row["peers_ms"]]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, header and rule left out."""
+    text = (ROOT / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+def test_the_table_of_all_suites():
+    said = table("docs/benchmarks.md", "All suites")
+    assert len(said) == 14
+    for name, calls, *numbers in said:
+        rows = rows_of(name)
+        sides = [over_best(rows), over("stock", rows)]
+        means = [(f"{geometric_mean(side):.3f}", f"{min(side):.3f}") if side else ("-", "-") for side in sides]
+        assert [calls, *numbers] == [str(len(rows)), *means[0], *means[1]], name
+
+
+def test_the_table_of_forwards():
+    rows = {(f"{row['d']} {row['mask']}", row["s"]): row for row in rows_of("forward-h100")}
+    peers, case = ("**ours**", "cuDNN 9.19 (stock default)", "FA3 wheel", "FA4 wheel"), ""
+    said = table("docs/benchmarks.md", "Forward")
+    assert len(said) == 6 * len(peers)
+    for label, who, *rates in said:
+        case = label or case
+        for s, rate in zip((512, 1024, 2048, 4096, 8192, 16384), rates, strict=True):
+            row = rows[case, s]
+            ms = (row["ours_ms"], *(row["peers_ms"][peer] for peer in ("stock", "fa3", "fa4")))[peers.index(who)]
+            assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, who, s)
+
+
+def test_readmes_table_and_losses():
+    files = {"forward": "forward", "backward": "backward", "forward and backward": "train", "decode": "decode"}
+    said = table("README.md", "How fast")
+    assert {row[0] for row in said} == set(files)
+    for what, *cells in said:
+        rows = rows_of(f"{files[what]}-h100")
+        sides = over("stock", rows), over_best(rows)
+        assert cells == [f"{geometric_mean(side):.2f} ({min(side):.2f})" for side in sides], what
+    backward = [row for row in rows_of("backward-h100") if row["d"] == 128]
+    worst = min(backward, key=lambda row: row["ratio"])
+    assert (worst["mask"], worst["s"], worst["best_peer"]) == ("full", 16384, "fa4")
+    masked = [row["auto_over_stock"] for row in rows_of("host-repaired-h100") if "masked" in row["case"]]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert (
+        f"D 128 is at {geometric_mean(over_best(backward)):.2f} of the best peer in the mean, "
+        f"{worst['ratio']:.2f} full at 16k (FA4)" in text
+    )
+    assert f"{100 * min(masked) - 100:.0f} to {100 * max(masked) - 100:.0f} % more host time" in text
