@@ -24,15 +24,12 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
     *("problem", "integrations", "tracing", "ops", "up_calls", "native", "compile", "kernels", "cache", "testing"),
-    *("env", "choices", "rescues", "configs", "spec"),
+    *("env", "choices", "rescues", "configs", "spec", "arguments"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
+STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "arguments"}
 NO_TORCH = {
-    "env",
-    "spec",
-    "configs",
-    "choices",
-    "rescues",
+    *STDLIB_ONLY,
     "cache",
     "native",
     "up_calls",
@@ -40,7 +37,6 @@ NO_TORCH = {
     "kernels",
     "__main__",
 }
-STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues"}
 CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 BELOW = {"fragments", "geometry", "scheduler", "scratch", "sm90"}  # parts that others are made of
