@@ -3,7 +3,8 @@
 //
 //   F.scaled_dot_product_attention
 //     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
-//     sdpa_ops.cpp       the ops torch then calls: tensors -> Problem, outputs, stock fallbacks, backward
+//     sdpa_ops.cpp       the ops torch then calls: outputs, stock fallbacks, backward
+//     problem.h          for both of them: tensors -> Problem, the facts of a call
 //     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions, like support.cpp
 //                        (can kernels run it?), rows.cpp (which row of the tables?), decode.cpp and plan_backward.cpp
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
@@ -15,8 +16,6 @@
 // Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
 #pragma once
 
-#include <torch/csrc/stable/c/shim.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +23,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "problem.h"
 
 namespace flashplug {
 
@@ -33,13 +34,7 @@ enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 
 constexpr int kNumBackends = 5;
 extern const char* const kBackendNames[kNumBackends];
 
-enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
-enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
-// Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
-// another finite one goes to the query (SignedScale in attention.h).
-enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
-inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 constexpr int kNumHalves = 2;  // the element types of kernels: the first of DType, bf16 and fp16
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
@@ -54,41 +49,7 @@ struct Mode {
 };
 constexpr int64_t kModeMask = 0xffffff;
 
-// ---- facts ----
-
-// How one operand lies in memory, as far as the kernels care, and stock's, whose faults some of this is (rescues).
-struct Layout {
-  int64_t last_stride = 1;
-  int align_bytes = 16;    // what the base address and every outer stride are multiples of, capped at 16
-  bool odd_base = false;   // the base address is no multiple of 16 bytes
-  bool odd_ones = false;   // the stride of a dim of size 1 is none: torch leaves any number there
-  bool broadcast = false;  // a dim of several entries has stride 0
-  bool operator==(const Layout&) const = default;
-};
-
-constexpr int kNumOperands = 3;       // query, key, value
-constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
-constexpr int64_t kElementBytes = 2;  // of the element types of kernels
-constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
-// Whether TMA and vectors can read it: rows of consecutive elements, all else on multiples of 16 bytes.
-inline bool whole_units(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
-
-// Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
-// multiple of those of key and value.
-struct Problem {
-  int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
-  DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
-  Layout layout[kNumOperands];
-  Causal causal = Causal::kNone;
-  bool has_mask = false;
-  bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
-  bool grad = false;           // autograd will want a backward
-  bool deterministic = false;  // torch.use_deterministic_algorithms
-  Scale scale = Scale::kPositive;
-  double dropout_p = 0.0;
-  bool operator==(const Problem&) const = default;
-  int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
-};
+// ---- facts: of a call in problem.h, of a device here ----
 
 struct DeviceFacts {
   int cc = 0;  // compute capability: 90 is 9.0
@@ -291,6 +252,7 @@ Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tabl
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
 // plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
@@ -370,8 +332,10 @@ Backend process_backend();
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
 Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
-// Up-call: may a call whose operands (at::Tensor*) Python dispatches be ours, shapes permitting? Null: not installed.
-using TraceCallback = int (*)(const void* q, const void* k, const void* v, int enable_gqa);
+// Up-call: what Python says of a call whose operands (at::Tensor*, all of four dims) it dispatches. Null: not
+// installed.
+enum class Traced : int { kStocks = 0, kSized = 1, kSizesLater = 2 };  // kSized: twelve hints of sizes are filled in
+using TraceCallback = int (*)(const void* q, const void* k, const void* v, int64_t* sizes);
 TraceCallback trace_callback();
 enum class Path : int {
   kOursForward,

@@ -11,7 +11,6 @@
 #include <iterator>
 
 #include "flashplug.h"
-#include "tensor_facts.h"
 #include "torch_symbols.h"
 #include "values.h"
 

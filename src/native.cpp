@@ -2,6 +2,7 @@
 // boundary.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "flashplug.h"
 #include "state.h"
@@ -35,27 +36,27 @@ int copy_text(const std::string& text, char* out, int capacity) {
   return static_cast<int>(text.size()) + 1;
 }
 
-// Field orders below are those of native.py's PROBLEM_FIELDS and FACTS_FIELDS.
-Problem problem_from(const int64_t* f, double dropout_p) {
+// A call by its facts, in the order of visit_facts().
+Problem problem_from(const double* facts) {
   Problem p;
-  p.B = f[0], p.Hq = f[1], p.Hkv = f[2], p.Sq = f[3], p.Sk = f[4], p.D = f[5], p.Dv = f[6];
-  for (int i = 0; i < kNumOperands; ++i) {
-    p.dtype[i] = static_cast<DType>(f[7 + i]);
-    p.layout[i].last_stride = f[10 + i];
-    p.layout[i].align_bytes = static_cast<int>(f[13 + i]);
-  }
-  p.causal = static_cast<Causal>(f[16]);
-  p.has_mask = f[17] != 0, p.on_cuda = f[18] != 0, p.grad = f[19] != 0, p.deterministic = f[20] != 0;
-  p.scale = static_cast<Scale>(f[21]);
-  for (int i = 0; i < kNumOperands; ++i) {
-    p.layout[i].odd_base = f[22 + i] != 0;
-    p.layout[i].odd_ones = f[25 + i] != 0;
-    p.layout[i].broadcast = f[28 + i] != 0;
-  }
-  p.dropout_p = dropout_p;
+  visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
   return p;
 }
 
+void copy_facts(Problem p, double* out) {
+  visit_facts(p, [&out](const char*, const auto& fact) { *out++ = static_cast<double>(fact); });
+}
+
+// What a call is where nothing is said: bf16 and packed, on a GPU. Its sizes, which have to be said, are negative.
+Problem plain_call() {
+  Problem p;
+  p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
+  std::fill_n(p.dtype, kNumOperands, DType::kBf16);
+  p.on_cuda = true;
+  return p;
+}
+
+// Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
@@ -172,28 +173,55 @@ FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows,
   t.read_share = read_share;
 }
 
+// The name of a fact of a call, and what it is where it is not said; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
+  std::string found;
+  Problem p = plain_call();
+  visit_facts(p, [&](const char* name, const auto& fact) {
+    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+  });
+  return copy_text(found, out, capacity);
+}
+// Sizes and layouts of a call whose operands Python holds: of each four sizes, four strides, an address in bytes, and
+// the bytes of an element.
+FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
+                                              const int64_t* element_bytes, double* problem) {
+  Problem p = problem_from(problem);
+  const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
+  fill_shapes(shapes, &p);
+  for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
+  copy_facts(p, problem);
+}
+FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
+  const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
+  return shapes_fit(shapes, enable_gqa != 0);
+}
+FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
+
 // `remembered`: from this thread's memory of plans, as calls get theirs.
-FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,
-                                         int remembered, char* out, int capacity) {
-  const Problem p = problem_from(problem, dropout_p);
+FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
+                                         char* out, int capacity) {
+  const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
+// Whether this thread's memory holds the plan of exactly this call.
+FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_t* facts, int64_t mode) {
+  return is_remembered(problem_from(problem), facts_from(facts), Mode{mode}, tables());
+}
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // 1: the plan is ours, but its kernel was looked for in vain.
-FLASHPLUG_EXPORT int flashplug_kernel_missing(const int64_t* problem, double dropout_p, const int64_t* facts,
-                                              int64_t mode) {
-  const Problem p = problem_from(problem, dropout_p);
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
+  const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
   return plan.ours() && kernel_missing(plan.kernel_row, p.dtype[0], device);
 }
-FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts,
-                                            int64_t mode, char* out, int capacity) {
-  return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out,
-                   capacity);
+FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
+                                            int capacity) {
+  return copy_text(forced_error(problem_from(problem), facts_from(facts), Mode{mode}, tables()), out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

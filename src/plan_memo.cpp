@@ -33,14 +33,22 @@ size_t slot_of(const Problem& p, Mode mode) {
   return hash >> (64 - kSlotBits);
 }
 
+std::array<Slot, 1 << kSlotBits>& slots() {
+  thread_local std::array<Slot, 1 << kSlotBits> own;
+  return own;
+}
+
 }  // namespace
 
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  thread_local std::array<Slot, 1 << kSlotBits> slots;
-  Slot& slot = slots[slot_of(p, mode)];
+  Slot& slot = slots()[slot_of(p, mode)];
   const Key key{p, device, mode, tables.version};
   if (slot.key != key) slot = {key, plan_call(p, device, mode, tables)};
   return slot.plan;
+}
+
+bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  return slots()[slot_of(p, mode)].key == Key{p, device, mode, tables.version};
 }
 
 }  // namespace flashplug

@@ -18,6 +18,6 @@ def forced(num_splits: int, backend: str = "fa3") -> int:
 def planned(
     case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
 ) -> dict:
-    """The plan of a forced call; facts: of its operands (native.PROBLEM_FIELDS)."""
+    """The plan of a forced call; facts: of its operands (native.problem_facts())."""
     dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
     return native.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

@@ -23,8 +23,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "compile", "kernels", "cache", "testing"),
-    *("env", "choices", "rescues", "configs", "spec", "arguments"),
+    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "compile", "kernels", "cache"),
+    *("testing", "env", "choices", "rescues", "configs", "spec", "arguments"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
 STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "arguments"}
@@ -32,6 +32,7 @@ NO_TORCH = {
     *STDLIB_ONLY,
     "cache",
     "native",
+    "library",
     "up_calls",
     "compile",
     "kernels",

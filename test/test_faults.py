@@ -15,7 +15,7 @@ from plans import call
 from standin import OPEN_GATE, Road
 
 import torch_flashplug
-from torch_flashplug import configs, native, ops, problem, rescues
+from torch_flashplug import configs, native, ops, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
@@ -60,7 +60,7 @@ def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
 ])  # fmt: skip
 def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -> None:
     """A float of 32 bits."""
-    assert problem.kind_of_scale(scale) == kind
+    assert native.kind_of_scale(scale) == kind
 
 
 def test_every_rescue_is_tried() -> None:

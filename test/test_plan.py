@@ -365,15 +365,24 @@ ONE_FACT = {
 
 
 def test_no_fact_is_left_out() -> None:
-    """But for broadcast keys and values, which no rule asks for."""
-    assert set(native.PROBLEM_FIELDS) - set(ONE_FACT) == {"broadcast_k", "broadcast_v"}
+    """But for broadcast keys and values, which no rule asks for, and the size of dropout's p: any is refused."""
+    assert set(native.problem_facts()) - set(ONE_FACT) == {"broadcast_k", "broadcast_v", "dropout_p"}
+
+
+@pytest.mark.parametrize("fact", native.problem_facts())
+def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
+    """A new one from the day it exists: it crosses from Python, and a call that differs in nothing else is another."""
+    plain = {**native.problem_facts(), **_LONG}
+    native.plan_text(plain, DEVICES["h100"], remembered=True)
+    assert native.is_remembered(plain, DEVICES["h100"])
+    assert not native.is_remembered(plain | {fact: 0 if plain[fact] else 1}, DEVICES["h100"])
 
 
 @pytest.mark.parametrize("field", ONE_FACT)
 def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
     plain, step = ONE_FACT[field]
-    plain = {**native.PROBLEM_DEFAULTS, **plain}
+    plain = {**native.problem_facts(), **plain}
     other = plain | {field: int(plain[field]) + step}
     made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
     assert made[0] != made[1]
