@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "problem.h"
+#include "tables.h"
 
 namespace flashplug {
 
@@ -33,9 +34,6 @@ namespace flashplug {
 enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 };
 constexpr int kNumBackends = 5;
 extern const char* const kBackendNames[kNumBackends];
-
-enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
-constexpr int kNumHalves = 2;  // the element types of kernels: the first of DType, bf16 and fp16
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
 struct Mode {
@@ -49,7 +47,7 @@ struct Mode {
 };
 constexpr int64_t kModeMask = 0xffffff;
 
-// ---- facts: of a call in problem.h, of a device here ----
+// ---- facts: of a call in problem.h, of a device here; the tables in tables.h ----
 
 struct DeviceFacts {
   int cc = 0;  // compute capability: 90 is 9.0
@@ -60,79 +58,6 @@ struct DeviceFacts {
   bool operator==(const DeviceFacts&) const = default;
 };
 
-// ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
-
-// What kernels are written for: Hopper's run on Hopper alone, Ampere's on every GPU since.
-constexpr int kHopper = 90, kAmpere = 80;
-
-struct KernelRow {
-  int kind, arch;
-  int64_t d_max, dv_max;
-  MaskKind mask;
-  int tile_m, tile_n, stages;
-  int cost;                           // ns of one KV block of one tile on one SM
-  bool elementwise;                   // takes any addresses and strides, and calls that need it alone
-  int smem_bytes;                     // of a CTA
-  std::string name[kNumHalves] = {};  // of the kernel for each element type
-};
-
-struct ChoiceRow {
-  int kind, arch;
-  bool grad;
-  MaskKind mask;
-  int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
-  int tile_m;  // only calls whose kernel has this many query rows; 0: any
-  int64_t min_packed, max_packed;
-  bool serve;
-  double ratio;       // stock default time / our time
-  char measured[96];  // date, machine, suite
-};
-
-// Calls that stock is known to crash on, refuse or get wrong (torch_flashplug/rescues.py): auto takes them whatever the
-// speed. A row holds for calls of which all its facts are true.
-struct RescueRow {
-  int64_t facts;         // a sum of CallFact
-  std::string stock;     // what stock would do
-  std::string evidence;  // date, machine, how it was seen
-};
-enum CallFact : int64_t {  // in the order of FACTS in rescues.py
-  kOddBase = 1,            // of any operand, as the next
-  kOddOnes = 2,
-  kBroadcastQuery = 4,
-  kMixedDims = 8,   // D != Dv
-  kWholeDims = 16,  // both are multiples of 8
-  kOneRow = 32,     // Sq == 1
-  kOneKey = 64,     // Sk == 1
-  kUnusualScale = 128,
-  kRows = 256,  // the last dims are contiguous; else stock takes math
-};
-
-constexpr int kMaxRows = 256;
-constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
-// Of choice rows only: forward and backward together, D == Dv or not; decode where D != Dv; element-wise kernels, both
-// directions, by what no vector fits.
-constexpr int kKindGrad = 5, kKindMixGrad = 6, kKindMixDecode = 7, kKindOddDims = 8, kKindUnaligned = 9,
-              kKindColumns = 10;
-
-struct Tables {
-  KernelRow kernels[kMaxRows];
-  ChoiceRow choices[kMaxRows];
-  int num_kernels = 0, num_choices = 0;
-  std::vector<RescueRow> rescues;
-  // The gate, pushed with the rows (choices.py).
-  int64_t decode_rows = 0;      // Sq * G up to here is decode
-  int64_t wide_rows = 0;        // and up to here where that is the faster kernel,
-  double wide_ns = 0;           // which takes that much longer for every wave of its CTAs
-  double decode_occupancy = 0;  // share of the SMs that tiles must fill where keys cannot be split
-  int64_t cluster = 0;          // splits up to here can be CTAs of a cluster, which add up in shared memory:
-  double cluster_ns = 0;        // they wait for each other,
-  double cluster_rate = 0;      // and a warpgroup adds up what it has of peers, bytes per ns
-  double combine_ns = 0;        // What more splits cost: a second kernel,
-  double combine_rate = 0;      // and partial results through memory, bytes per ns
-  double read_share = 0;        // of the memory's rate, which reading K and V comes to
-  uint64_t version = 1;         // another one after every change
-};
-
 // ---- the plan ----
 
 enum class Why : int {
@@ -141,9 +66,7 @@ enum class Why : int {
   kArch,
   kDtype,
   kMixedDtype,
-  kMask,
-  kBottomRight,
-  kDropout,
+  kFeature,
   kScale,
   kEmpty,
   kHeadDimStep,
@@ -234,19 +157,18 @@ constexpr int kMaxReasons = 8;
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit);
 inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
-bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
+bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
+bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
-bool is_half(DType dtype);
 int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
 // row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
-int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& device, const Tables& tables);
+int find_kernel_row(const Problem& p, Kind kind, int arch, const DeviceFacts& device, const Tables& tables);
 double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
 int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
-int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind partbwd
-bool mask_fits(MaskKind row, Causal causal);
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind kPartBwd
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
@@ -277,8 +199,8 @@ Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& de
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // plan_text.cpp
-std::string call_text(const Problem& p);
-std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
+std::string call_text(const Problem& p, const Tables& tables);
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 
@@ -296,11 +218,12 @@ void load_pack(const char* path, const char* target);
 void clear_packs();
 // The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,
 // an error with the way out.
-Kernel* find_kernel(int row, DType dtype, int device_index, bool required);
+Kernel* find_kernel(int row, int device_index, bool required);
 // An earlier search for such a device failed; the router then leaves such calls to stock.
-bool kernel_missing(int row, DType dtype, const DeviceFacts& device);
+bool kernel_missing(int row, const DeviceFacts& device);
 int64_t missing_changes();  // goes up with every change of its answers
 void forget_kernels();
+void expect_kernels(size_t rows);  // so many rows of the table may be looked up; before calls run
 using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
 
@@ -311,15 +234,17 @@ struct ForwardTensors {
 };
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
-void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
+void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, double scale,
+                    int device_index);
 // partials: partial_floats of them; null where none go through memory.
-void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
                    Splits splits, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
   int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape
 };
-void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index);
+void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
+                     int device_index);
 
 // ---- state.cpp ----
 

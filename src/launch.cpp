@@ -151,15 +151,8 @@ void run_on(Kernel& kernel, int device_index, const TVMFFIAny* args, int32_t cou
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
-DLDataType half_type(const Problem& p) {
-  switch (p.dtype[0]) {
-    case DType::kBf16:
-      return {kDLBfloat, 16, 1};
-    case DType::kFp16:
-      return {kDLFloat, 16, 1};
-    default:
-      throw std::runtime_error("torch_flashplug: no kernel takes this dtype; it should have been left to stock");
-  }
+DLDataType element_type(const KernelRow& row) {
+  return {static_cast<uint8_t>(row.element_code), static_cast<uint8_t>(8 * row.element_bytes), 1};
 }
 
 struct Operand {
@@ -182,26 +175,27 @@ TVMFFIAny* pack_operands(const Operand* operands, size_t count, int device_index
 
 // What every forward begins with.
 constexpr size_t kForwardOperands = 5;
-TVMFFIAny* pack_forward(const Problem& p, const ForwardTensors& tensors, int device_index, Argument* described,
+TVMFFIAny* pack_forward(const KernelRow& row, const ForwardTensors& tensors, int device_index, Argument* described,
                         TVMFFIAny* args) {
-  const DLDataType half = half_type(p);
-  const Operand operands[kForwardOperands] = {{tensors.q, 4, half, false},
-                                              {tensors.k, 4, half, false},
-                                              {tensors.v, 4, half, false},
-                                              {tensors.out, 4, half, true},
+  const DLDataType element = element_type(row);
+  const Operand operands[kForwardOperands] = {{tensors.q, 4, element, false},
+                                              {tensors.k, 4, element, false},
+                                              {tensors.v, 4, element, false},
+                                              {tensors.out, 4, element, true},
                                               {tensors.lse, 3, kSingle, true}};
   return pack_operands(operands, kForwardOperands, device_index, described, args);
 }
 
 }  // namespace
 
-void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
+void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, double scale,
+                    int device_index) {
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   Argument described[kForwardOperands], counter;
   describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
   TVMFFIAny args[kForwardOperands + 5];
-  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
+  TVMFFIAny* next = pack_forward(row, tensors, device_index, described, args);
   *next++ = pack_float(scale * kLog2e);
   *next++ = pack_float(scale);
   *next++ = pack_tensor(&counter);
@@ -210,12 +204,12 @@ void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tens
   run_on(kernel, device_index, args, std::size(args));
 }
 
-void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
                    Splits splits, double scale, int device_index) {
   OnDevice on_device(device_index);
   Argument described[kForwardOperands], parts;
   TVMFFIAny args[kForwardOperands + 5];
-  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
+  TVMFFIAny* next = pack_forward(row, tensors, device_index, described, args);
   if (partials != nullptr)
     describe(partials, 1, kSingle, device_index, true, &parts);
   else  // nothing is written there, but an argument has an address: that of the LSE
@@ -230,16 +224,17 @@ void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tenso
   run_on(kernel, device_index, args, std::size(args));
 }
 
-void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index) {
-  const DLDataType half = half_type(p);
+void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
+                     int device_index) {
+  const DLDataType element = element_type(row);
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
   const Operand operands[] = {
-      {tensors.q, 4, half, false},      {tensors.k, 4, half, false},        {tensors.v, 4, half, false},
-      {tensors.out, 4, half, false},    {tensors.grad_out, 4, half, false}, {tensors.lse, 3, kSingle, false},
-      {tensors.dq, 4, half, writes_dq}, {tensors.dk, 4, half, writes_dkdv}, {tensors.dv, 4, half, writes_dkdv},
-      {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
+      {tensors.q, 4, element, false},      {tensors.k, 4, element, false},        {tensors.v, 4, element, false},
+      {tensors.out, 4, element, false},    {tensors.grad_out, 4, element, false}, {tensors.lse, 3, kSingle, false},
+      {tensors.dq, 4, element, writes_dq}, {tensors.dk, 4, element, writes_dkdv}, {tensors.dv, 4, element, writes_dkdv},
+      {tensors.rows, 4, kSingle, true},    {tensors.scratch, 1, kSingle, true}};
   Argument described[std::size(operands)], counter;
   describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
   TVMFFIAny args[std::size(operands) + 6];

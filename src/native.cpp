@@ -40,6 +40,7 @@ int copy_text(const std::string& text, char* out, int capacity) {
 Problem problem_from(const double* facts) {
   Problem p;
   visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
+  p.needs |= needs_of(Causal::kNone, false, p.dropout_p);
   return p;
 }
 
@@ -93,6 +94,10 @@ FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(s
 FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
   return copy_text(id >= 0 && id < kNumBackends ? kBackendNames[id] : "", out, capacity);
 }
+FLASHPLUG_EXPORT int flashplug_feature_name(int bit, char* out, int capacity) {
+  return copy_text(bit >= 0 && bit < static_cast<int>(std::size(kFeatureNames)) ? kFeatureNames[bit] : "", out,
+                   capacity);
+}
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
   const DeviceFacts facts = device_facts(device_index);
@@ -105,72 +110,44 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
+// Rows of src/tables.h as rows.py mirrors them; 1: their sizes say that it does not. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
-  t.num_kernels = t.num_choices = 0;
-  t.rescues.clear();
+  const uint64_t version = t.version;
+  t = Tables{};
+  t.version = version;
   forget_kernels();
 }
-// `names`: of the row's kernels, in the order of DType.
-FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f, const char* const* names) {
+FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
+  if (size != sizeof *row) return 1;
   Tables& t = changing_tables();
-  if (t.num_kernels == kMaxRows) return 1;
-  KernelRow& row = t.kernels[t.num_kernels++];
-  row = KernelRow{static_cast<int>(f[0]),
-                  static_cast<int>(f[1]),
-                  f[2],
-                  f[3],
-                  static_cast<MaskKind>(f[4]),
-                  static_cast<int>(f[5]),
-                  static_cast<int>(f[6]),
-                  static_cast<int>(f[7]),
-                  static_cast<int>(f[8]),
-                  f[9] != 0,
-                  static_cast<int>(f[10])};
-  std::copy_n(names, kNumHalves, row.name);
+  t.add(*row);
+  expect_kernels(t.kernels.size());
   return 0;
 }
-FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
+FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
+  if (size != sizeof *row) return 1;
   Tables& t = changing_tables();
-  if (t.num_choices == kMaxRows) return 1;
-  ChoiceRow row{static_cast<int>(f[0]),
-                static_cast<int>(f[1]),
-                f[2] != 0,
-                static_cast<MaskKind>(f[3]),
-                f[4],
-                f[5],
-                f[6],
-                f[7],
-                f[8],
-                f[9],
-                f[10],
-                static_cast<int>(f[11]),
-                f[12],
-                f[13],
-                f[14] != 0,
-                ratio,
-                ""};
-  copy_text(measured, row.measured, sizeof row.measured);
-  t.choices[t.num_choices++] = row;
+  t.choices.push_back(*row);
+  t.choices.back().measured = t.keep(row->measured);
   return 0;
 }
-FLASHPLUG_EXPORT void flashplug_add_rescue(int64_t facts, const char* stock, const char* evidence) {
-  changing_tables().rescues.push_back(RescueRow{facts, stock, evidence});
-}
-FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows, int64_t cluster, double wide_ns,
-                                         double decode_occupancy, double cluster_ns, double cluster_rate,
-                                         double combine_ns, double combine_rate, double read_share) {
+FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
+  if (size != sizeof *row) return 1;
   Tables& t = changing_tables();
-  t.decode_rows = decode_rows;
-  t.wide_rows = wide_rows;
-  t.wide_ns = wide_ns;
-  t.cluster = cluster;
-  t.decode_occupancy = decode_occupancy;
-  t.cluster_ns = cluster_ns;
-  t.cluster_rate = cluster_rate;
-  t.combine_ns = combine_ns;
-  t.combine_rate = combine_rate;
-  t.read_share = read_share;
+  t.rescues.push_back(RescueRow{t.keep(row->stock), t.keep(row->evidence), row->facts});
+  return 0;
+}
+FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
+  if (size != sizeof *row) return 1;
+  Tables& t = changing_tables();
+  t.features.push_back(FeatureRow{t.keep(row->said), t.keep(row->words)});
+  return 0;
+}
+FLASHPLUG_EXPORT int flashplug_set_gate(const GateRow* gate, size_t size) {
+  if (size != sizeof *gate) return 1;
+  changing_tables().gate = *gate;
+  return 0;
 }
 
 // The name of a fact of a call, and what it is where it is not said; empty after the last one.
@@ -217,7 +194,7 @@ FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64
   const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
-  return plan.ours() && kernel_missing(plan.kernel_row, p.dtype[0], device);
+  return plan.ours() && kernel_missing(plan.kernel_row, device);
 }
 FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
                                             int capacity) {

@@ -27,8 +27,7 @@ struct Slot {
 // Only where to look: what tells most calls of a program apart.
 size_t slot_of(const Problem& p, Mode mode) {
   uint64_t hash = 0;
-  for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word,
-                       static_cast<int64_t>(p.causal) << 1 | static_cast<int64_t>(p.grad)})
+  for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word, p.needs << 1 | static_cast<int64_t>(p.grad)})
     hash = (hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u;
   return hash >> (64 - kSlotBits);
 }

@@ -43,8 +43,7 @@ bool read_class(const Attention& call, Facts* facts) {
     p.dtype[i] = facts->operand[i].dtype;
   }
   p.on_cuda = on_one_device(facts->operand);
-  p.has_mask = is_there(call.mask);
-  p.causal = call.causal;
+  p.needs = needs_of(call.causal, is_there(call.mask), call.dropout_p);
   p.dropout_p = call.dropout_p;
   p.scale = scale_of(call.scale);
   return true;
@@ -63,6 +62,12 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
   for (int i = 0; i < kNumOperands; ++i)
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory));
   return true;
+}
+
+int64_t needs_of(Causal causal, bool mask, double dropout_p) {
+  const auto where = [](bool needed, int64_t feature) { return needed ? feature : 0; };
+  return where(causal == Causal::kTopLeft, kCausal) | where(causal == Causal::kBottomRight, kBottomRight) |
+         where(mask, kMask) | where(dropout_p != 0.0, kDropout);
 }
 
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {

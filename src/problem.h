@@ -11,6 +11,10 @@
 
 namespace flashplug {
 
+// What a call needs beyond softmax(Q K^T) V, and kernels take: a sum of these, in the order of features.py.
+enum Feature : int64_t { kCausal = 1, kMask = 2, kBottomRight = 4, kDropout = 8 };
+constexpr const char* kFeatureNames[] = {"causal", "mask", "bottom_right", "dropout"};
+// How a call says what it is to be causal to: causal_mode of ops.py.
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).
@@ -25,8 +29,7 @@ struct Problem {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
-  Causal causal = Causal::kNone;
-  bool has_mask = false;
+  int64_t needs = 0;           // a sum of Feature
   bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
   bool grad = false;           // autograd will want a backward
   bool deterministic = false;  // torch.use_deterministic_algorithms
@@ -40,8 +43,7 @@ struct Problem {
 // not compile until it is here, which is all that Python and the tests need to know it.
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
-  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, causal, has_mask, on_cuda, grad, deterministic, scale, dropout_p] =
-      p;
+  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, deterministic, scale, dropout_p] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -52,7 +54,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   of_operand({"last_stride_q", "align_q", "odd_base_q", "odd_ones_q", "broadcast_q"}, layout[0]);
   of_operand({"last_stride_k", "align_k", "odd_base_k", "odd_ones_k", "broadcast_k"}, layout[1]);
   of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
-  visit("causal", causal), visit("has_mask", has_mask), visit("on_cuda", on_cuda), visit("grad", grad);
+  visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad);
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
 }
 
@@ -79,6 +81,7 @@ bool four_dims(const Facts& facts);  // of every operand, as all below wants the
 enum class Memory { kReal, kTraced };
 // Sizes and layouts; false where there are none, or symbolic ones.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
+int64_t needs_of(Causal causal, bool mask, double dropout_p);
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone
 
 // Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.

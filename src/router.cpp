@@ -83,7 +83,7 @@ Verdict judge(const Call& call, Mode mode) {
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
-  return plan.ours() && !kernel_missing(plan.kernel_row, p.dtype[0], device) ? Verdict::kOurs : Verdict::kStock;
+  return plan.ours() && !kernel_missing(plan.kernel_row, device) ? Verdict::kOurs : Verdict::kStock;
 }
 
 // Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads, and

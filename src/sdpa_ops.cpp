@@ -56,7 +56,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, p.dtype[0], facts.operand[0].device_index, call.mode.forces_kernels());
+  Kernel* kernel = find_kernel(plan.kernel_row, facts.operand[0].device_index, call.mode.forces_kernels());
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -73,15 +73,15 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
       empty_strided(3, lse_size, lse_stride, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
   const SignedScale positive = with_positive_scale(call, p);
   const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
-  if (row.kind == kKindDecode) {
+  if (row.kind == kDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
       partials = empty_strided(1, &floats, &one, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
     }
-    launch_decode(*kernel, p, tensors, partials.get(), plan.splits, positive.scale, facts.operand[0].device_index);
+    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, facts.operand[0].device_index);
   } else {
-    launch_forward(*kernel, p, tensors, positive.scale, facts.operand[0].device_index);
+    launch_forward(*kernel, row, tensors, positive.scale, facts.operand[0].device_index);
   }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
@@ -98,10 +98,9 @@ ForwardResult counted_math(const ForwardCall& call) {
 ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
   const Problem& p = facts.problem;
   ForwardResult result;
-  if (standin() == Standin::kOff && p.on_cuda && !p.has_mask && p.dropout_p == 0.0 &&
-      p.causal != Causal::kBottomRight && p.scale == Scale::kPositive) {
+  if (standin() == Standin::kOff && p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive) {
     const int64_t choice =
-        stock_choice(call.q, call.k, call.v, 0.0, p.causal == Causal::kTopLeft, call.scale, p.Hq != p.Hkv);
+        stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if (choice == kChoiceFlash || !efficient_can_run(p)) {

@@ -20,10 +20,10 @@ from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, TARGETS
 
 KERNELS = (
-    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 90, 64, 64, ("full",), 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, ("full",), 128, 128, 2),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1, elementwise=True),
 )
 
 

@@ -199,8 +199,8 @@ def test_explain_takes_nested_tensors() -> None:
 def test_the_op_keeps_the_routers_plan(road: Road) -> None:
     """A class that is ours with gradients and stock's without: the op must not think of the other one."""
     rows = [
-        ChoiceRow(kind, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
-        for kind, grad, ratio in (("grad", True, 2.0), ("fwd", False, 0.5))
+        ChoiceRow("fwd", operands, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
+        for operands, grad, ratio in (("square", True, 2.0), ("vectors", False, 0.5))
     ]
     native.push_rows(configs.KERNEL_ROWS, rows, OPEN_GATE)
     for grad in (True, False):

@@ -71,19 +71,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "device_facts",
         "set_facts_override",
         "clear_rows",
-        "add_rescue",
         "read_operands",
     ):
         getattr(library, f"flashplug_{name}").restype = None
-    for name in ("set_gate", "counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
+    for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
         getattr(library, f"flashplug_{name}").restype = None
     library.flashplug_set_mode.argtypes = [ctypes.c_int64]
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
     library.flashplug_set_facts_override.argtypes = [numbers]
-    library.flashplug_add_kernel_row.argtypes = [numbers, ctypes.POINTER(string)]
-    library.flashplug_add_rescue.argtypes = [ctypes.c_int64, string, string]
-    library.flashplug_add_choice_row.argtypes = [numbers, ctypes.c_double, string]
-    library.flashplug_set_gate.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_double] * 7]
+    for name in ("add_kernel_row", "add_choice_row", "add_rescue_row", "add_feature_row", "set_gate"):
+        getattr(library, f"flashplug_{name}").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.flashplug_set_trace_callback.restype = None
     library.flashplug_wrap_function.restype = ctypes.c_void_p
     call, out = (reals, numbers, ctypes.c_int64), (string, ctypes.c_int)

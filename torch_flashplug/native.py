@@ -5,25 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .choices import CHOICE_KINDS
+from . import features, rows
 from .library import doubles, ints, lib, text
-from .rescues import FACTS
-from .spec import BACKENDS, DTYPES
+from .spec import BACKENDS
 
 if TYPE_CHECKING:
-    from .choices import ChoiceRow, Gate
-    from .configs import KernelRow
-    from .rescues import Rescue
+    from . import choices, configs, rescues
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
-DTYPE_IDS = {"bf16": 0, "fp16": 1, "fp32": 2}  # any other: 3; order as DType in src/tensor_facts.h
-MASK_IDS = {"full": 0, "causal": 1, "any": 2}
-KIND_IDS = {kind: number for number, kind in enumerate(CHOICE_KINDS)}
-OPERANDS = ("query", "key", "value")
 SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/problem.h
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
 STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/torch_symbols.h
@@ -123,8 +116,17 @@ def set_standin(on: bool | int) -> None:
 
 def backend_names() -> tuple[str, ...]:
     """Names by id, as C++ knows them."""
-    names = []
-    while name := text(lambda out, size: lib().flashplug_backend_name(len(names), out, size)):
+    return _names(lib().flashplug_backend_name)
+
+
+def feature_names() -> tuple[str, ...]:
+    """Names by bit, as C++ knows them."""
+    return _names(lib().flashplug_feature_name)
+
+
+def _names(name_of: Callable[[int, ctypes.Array[ctypes.c_char], int], int]) -> tuple[str, ...]:
+    names: list[str] = []
+    while name := text(lambda out, size: name_of(len(names), out, size)):
         names.append(name)
     return tuple(names)
 
@@ -153,40 +155,30 @@ def clear_rows() -> None:
     lib().flashplug_clear_rows()
 
 
-def add_kernel_row(row: KernelRow) -> None:
-    head = (KIND_IDS[row.kind], row.arch, row.d_max, row.dv_max, MASK_IDS[row.mask])
-    specs = [row.spec(dtype) for dtype in DTYPES]
-    smem_bytes = specs[0].smem_bytes()  # in every dtype the same
-    tile = (row.tile_m, row.tile_n, row.stages, row.cost, int(row.elementwise), smem_bytes)
-    names = (ctypes.c_char_p * len(specs))(*(spec.name().encode() for spec in specs))
-    if lib().flashplug_add_kernel_row(ints((*head, *tile)), names):
-        raise RuntimeError("torch_flashplug: too many kernel rows; raise kMaxRows in src/flashplug.h")
-
-
-def add_choice_row(row: ChoiceRow) -> None:
-    head = (KIND_IDS[row.kind], row.arch, int(row.grad), MASK_IDS[row.mask])
-    ranges = (row.d_min, row.d_max, row.min_sq, row.max_sq, row.min_sk, row.max_sk)
-    limits = (row.min_tiles, row.tile_m, row.min_packed, row.max_packed)
-    if lib().flashplug_add_choice_row(
-        ints((*head, *ranges, *limits, int(row.serve))), row.ratio, row.measured.encode()
-    ):
-        raise RuntimeError("torch_flashplug: too many choice rows; raise kMaxRows in src/flashplug.h")
+def _push(add: Callable[[ctypes.Structure, int], int], row: ctypes.Structure) -> None:
+    if add(ctypes.byref(row), ctypes.sizeof(row)):
+        raise RuntimeError(f"torch_flashplug: _C has another {type(row).__name__} than rows.py; build it again")
 
 
 def push_rows(
-    kernel_rows: Sequence[KernelRow], choice_rows: Sequence[ChoiceRow], gate: Gate, rescues: Sequence[Rescue] = ()
+    kernel_rows: Sequence[configs.KernelRow],
+    choice_rows: Sequence[choices.ChoiceRow],
+    gate: choices.Gate,
+    rescue_rows: Sequence[rescues.Rescue] = (),
 ) -> None:
     """Replaces the tables."""
+    core = lib()
     clear_rows()
+    for feature in rows.of_features():
+        _push(core.flashplug_add_feature_row, feature)
     for kernel_row in kernel_rows:
-        add_kernel_row(kernel_row)
-    for rescue in rescues:
-        facts = sum(1 << FACTS.index(fact) for fact in rescue.facts)
-        lib().flashplug_add_rescue(facts, rescue.stock.encode(), rescue.evidence.encode())
+        for kernel in rows.of_kernels(kernel_row):
+            _push(core.flashplug_add_kernel_row, kernel)
+    for rescue in rescue_rows:
+        _push(core.flashplug_add_rescue_row, rows.of_rescue(rescue))
     for choice_row in choice_rows:
-        add_choice_row(choice_row)
-    rates = (gate.cluster_ns, gate.cluster_rate, gate.combine_ns, gate.combine_rate, gate.read_share)
-    lib().flashplug_set_gate(gate.rows, gate.wide_rows, gate.cluster, gate.wide_ns, gate.occupancy, *rates)
+        _push(core.flashplug_add_choice_row, rows.of_choice(choice_row))
+    _push(core.flashplug_set_gate, rows.of_gate(gate))
 
 
 # ---- the facts of a call ----
@@ -204,10 +196,13 @@ def problem_facts() -> dict[str, float]:
 
 
 def _facts(problem: Mapping[str, float]) -> ctypes.Array[ctypes.c_double]:
+    """Names of features are facts, too: true ones are what the call needs."""
     known = problem_facts()
-    if unknown := set(problem) - set(known):
-        raise TypeError(f"unknown facts of a call {sorted(unknown)}; known are {', '.join(known)}")
-    return doubles([problem.get(name, plain) for name, plain in known.items()])
+    if unknown := set(problem) - set(known) - set(features.NAMES):
+        raise TypeError(f"unknown facts of a call {sorted(unknown)}; known are {', '.join((*known, *features.NAMES))}")
+    needs = int(problem.get("needs", 0)) | features.bits(name for name in features.NAMES if problem.get(name))
+    filled = {**known, **problem, "needs": needs}
+    return doubles([filled[name] for name in known])
 
 
 def with_operands(
@@ -254,8 +249,8 @@ def plan_text(
 ) -> str:
     """JSON {backend, kernel, splits, cluster, tiles, reasons{}, gate, row, rescue, gradients} of a call on a device.
 
-    The call is described by problem_facts(); what is left out is as they say. `remembered`: from this thread's memory
-    of plans, as calls get theirs; else made anew.
+    The call is described by problem_facts() and the names of the features it needs; what is left out is as they say.
+    `remembered`: from this thread's memory of plans, as calls get theirs; else made anew.
     """
     arguments = _call_arguments(problem, facts, mode_word)
     return text(lambda out, size: lib().flashplug_plan_text(*arguments, int(remembered), out, size))

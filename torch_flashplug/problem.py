@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention import SDPBackend
 
-from . import native
+from . import native, rows
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_OTHER_DTYPE = len(native.DTYPE_IDS)
+_OTHER_DTYPE = len(rows.DTYPE_IDS)
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -84,7 +84,7 @@ def describe(
     grad = wants_grad(*operands)
     problem: dict[str, float] = {
         "causal": is_causal,
-        "has_mask": attn_mask is not None,
+        "mask": attn_mask is not None,
         "dropout_p": dropout_p,
         "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,
@@ -92,7 +92,7 @@ def describe(
         "deterministic": grad and torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
-        problem[f"dtype_{letter}"] = native.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)
     return native.with_operands(
         problem,
         [_hints(tensor.shape) for tensor in operands],
