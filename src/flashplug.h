@@ -5,8 +5,9 @@
 //     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
 //     sdpa_ops.cpp       the ops torch then calls: outputs, stock fallbacks, backward
 //     problem.h          for both of them: tensors -> Problem, the facts of a call
-//     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions, like support.cpp
-//                        (can kernels run it?), rows.cpp (which row of the tables?), decode.cpp and plan_backward.cpp
+//     plan/              Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions: plan.cpp (the
+//                        order of questions), support.cpp (can kernels run it?), rows.cpp (which row of the tables?),
+//                        decode.cpp, backward.cpp, memo.cpp (plans made lately), text.cpp (reasons in words)
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
 //     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
@@ -147,7 +148,7 @@ void unregister_ops();
 // throws if this torch lacks some, the others are in place then.
 void repair(int backends);
 
-// ---- 3. plan.cpp and its parts (pure) ----
+// ---- 3. plan/ (pure) ----
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -172,12 +173,12 @@ int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& table
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-// The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
+// The same, from memory where this thread has made that plan lately (memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
-// plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
+// backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
 struct BackwardPlan {
   int kernel_row = -1;
   Reason why;
@@ -198,7 +199,7 @@ Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& de
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
-// plan_text.cpp
+// text.cpp
 std::string call_text(const Problem& p, const Tables& tables);
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);

@@ -1,4 +1,4 @@
-"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan.cpp) reads these rows. The first match
+"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan/) reads these rows. The first match
 wins. A new measurement is a change of rows with its date, machine and ratio; no kernel is compiled for it.
 """
 
@@ -20,7 +20,7 @@ SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our ti
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of calls of few query rows (src/decode.cpp)."""
+    """What is asked of calls of few query rows (src/plan/decode.cpp)."""
 
     rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile;
     wide_rows: int  # up to here, where packing and splitting should take less time than the forward,

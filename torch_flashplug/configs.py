@@ -1,4 +1,4 @@
-"""The table of kernels. Data only; the dispatcher (src/plan.cpp) reads these rows, and adds its estimate of a launch's
+"""The table of kernels. Data only; the dispatcher (src/plan/) reads these rows, and adds its estimate of a launch's
 time. Which calls auto mode gives to them is in choices.py.
 
 The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). A retune

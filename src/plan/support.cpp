@@ -1,9 +1,9 @@
-// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in plan_text.cpp.
+// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in text.cpp.
 #include <algorithm>
 #include <bit>
 #include <utility>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 

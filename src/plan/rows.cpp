@@ -5,7 +5,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 

@@ -2,7 +2,7 @@
 // everything that plan_call looks at.
 #include <array>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 

@@ -1,6 +1,6 @@
 // Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path
 // of a call that is served.
-#include "flashplug.h"
+#include "../flashplug.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 

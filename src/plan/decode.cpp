@@ -1,6 +1,6 @@
 // Calls of few query rows: the gate in front of them, and among how many CTAs the keys of a tile of rows are split.
 // Pure functions of ints.
-#include "flashplug.h"
+#include "../flashplug.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,8 +4,8 @@
 // Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
 // Is there a kernel row (rows.cpp)? In auto: is it a call that stock is known to fail? Unless forced: is the backward
 // ours, too, where gradients are wanted? In auto: does the decode gate let it through, and does a measured row say that
-// it is at least as fast as stock? The words for every answer are in plan_text.cpp.
-#include "flashplug.h"
+// it is at least as fast as stock? The words for every answer are in text.cpp.
+#include "../flashplug.h"
 
 namespace flashplug {
 
