@@ -9,7 +9,7 @@
 //                        order of questions), support.cpp (can kernels run it?), rows.cpp (which row of the tables?),
 //                        decode.cpp, backward.cpp, memo.cpp (plans made lately), text.cpp (reasons in words)
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
-//     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
+//     launch.cpp         what the call has for its kernel, stream, device; arguments.h packs it as TVM-FFI wants it
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
 //   below all of them: state.cpp (switches and tables), torch_symbols.h (libtorch and driver symbols found at run
 //   time)

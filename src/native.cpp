@@ -26,6 +26,22 @@ int guarded(Body body) {
   }
 }
 
+// Plans that threads remember are of another version from here on.
+Tables& changing_tables() {
+  Tables& t = tables();
+  ++t.version;
+  return t;
+}
+
+// Adds a row, if Python means the same by it.
+template <typename Row, typename Add>
+int pushed(const Row& row, size_t size, Add add) {
+  return guarded([&] {
+    if (size != sizeof(Row)) throw std::runtime_error("torch_flashplug: _C was built for other rows than rows.py's");
+    add(changing_tables(), row);
+  });
+}
+
 // Copies text, cut to fit; returns the bytes needed with the final zero.
 int copy_text(const std::string& text, char* out, int capacity) {
   if (capacity > 0) {
@@ -61,13 +77,6 @@ Problem plain_call() {
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
-}
-
-// Plans that threads remember are of another version from here on.
-Tables& changing_tables() {
-  Tables& t = tables();
-  ++t.version;
-  return t;
 }
 
 }  // namespace
@@ -110,7 +119,7 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
-// Rows of src/tables.h as rows.py mirrors them; 1: their sizes say that it does not. Texts are copied.
+// Rows of src/tables.h as rows.py mirrors them, whose sizes must say so. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   const uint64_t version = t.version;
@@ -119,35 +128,32 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
   forget_kernels();
 }
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
-  if (size != sizeof *row) return 1;
-  Tables& t = changing_tables();
-  t.add(*row);
-  expect_kernels(t.kernels.size());
-  return 0;
+  return pushed(*row, size, [](Tables& t, const KernelRow& kernel) {
+    t.add(kernel);
+    expect_kernels(t.kernels.size());
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const ArgumentRow& argument) { t.add(argument); });
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
-  if (size != sizeof *row) return 1;
-  Tables& t = changing_tables();
-  t.choices.push_back(*row);
-  t.choices.back().measured = t.keep(row->measured);
-  return 0;
+  return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
+    choice.measured = t.keep(choice.measured);
+    t.choices.push_back(choice);
+  });
 }
 FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
-  if (size != sizeof *row) return 1;
-  Tables& t = changing_tables();
-  t.rescues.push_back(RescueRow{t.keep(row->stock), t.keep(row->evidence), row->facts});
-  return 0;
+  return pushed(*row, size, [](Tables& t, const RescueRow& rescue) {
+    t.rescues.push_back(RescueRow{t.keep(rescue.stock), t.keep(rescue.evidence), rescue.facts});
+  });
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
-  if (size != sizeof *row) return 1;
-  Tables& t = changing_tables();
-  t.features.push_back(FeatureRow{t.keep(row->said), t.keep(row->words)});
-  return 0;
+  return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
+    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+  });
 }
-FLASHPLUG_EXPORT int flashplug_set_gate(const GateRow* gate, size_t size) {
-  if (size != sizeof *gate) return 1;
-  changing_tables().gate = *gate;
-  return 0;
+FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
 }
 
 // The name of a fact of a call, and what it is where it is not said; empty after the last one.

@@ -18,10 +18,10 @@ namespace {
 
 // SDPBackend
 constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3, kChoiceOverrideable = 4;
-constexpr int kNumSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
+constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kNumSlots];            // what the slot held; uninstall() puts exactly this back
-std::atomic<void*> stock_functions[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where
+std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
+std::atomic<void*> stock_functions[kStubSlots];  // what to call for stock's answer: the same, or the CPU default where
                                                 // the slot was still unresolved
 std::mutex install_mutex;
 
@@ -165,7 +165,7 @@ int fail(int code, const char* text) {
 }  // namespace
 
 bool installed(int slot) {
-  return slot >= 0 && slot < kNumSlots && torch_symbols().stub != nullptr &&
+  return slot >= 0 && slot < kStubSlots && torch_symbols().stub != nullptr &&
          slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
 }
 
@@ -178,7 +178,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (slot < 0 || slot >= kNumSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
+  if (slot < 0 || slot >= kStubSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
   if (!torch.complete())
     return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <iterator>
 #include <mutex>
+#include <stdexcept>
 
 #include "state.h"
 #include "torch_symbols.h"
@@ -37,6 +40,15 @@ void Tables::add(KernelRow row) {
   taken[hopper] = std::max<int64_t>(taken[hopper], 0) | row.takes;
   elements |= int64_t{1} << static_cast<int>(row.element);
   kernels.push_back(row);
+}
+
+void Tables::add(const ArgumentRow& row) {
+  const auto name = std::find_if(std::begin(kSlotNames), std::end(kSlotNames),
+                                 [&row](const char* known) { return std::strcmp(known, row.name) == 0; });
+  if (name == std::end(kSlotNames))
+    throw std::runtime_error(std::string("torch_flashplug: launch.cpp has no argument named ") + row.name);
+  const auto slot = static_cast<Slot>(name - kSlotNames);
+  parameters[row.kind].push_back(Parameter{slot, row.rank, row.type, row.optional != 0});
 }
 
 Tables& tables() { return state().tables; }

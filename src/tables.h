@@ -83,6 +83,47 @@ struct FeatureRow {
   const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
 };
 
+// What a kernel can be given (arguments.py says what each is); what a kind of kernels takes is a row of parameters.
+enum class Slot : int32_t {
+  kQ,
+  kK,
+  kV,
+  kO,
+  kGradO,
+  kLse,
+  kDq,
+  kDk,
+  kDv,
+  kRows,
+  kScratch,
+  kPartials,
+  kScaleLog2,
+  kScale,
+  kCounter,
+  kNumCtas,
+  kSplits,
+  kCluster,
+  kWanted
+};
+constexpr int kNumSlots = 19;
+constexpr const char* kSlotNames[kNumSlots] = {
+    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",     "dk",      "dv",    "rows",
+    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits", "cluster", "wanted"};
+enum class NumberType : int32_t { kElement, kFp32, kInt32 };  // DTYPES of arguments.py
+struct ArgumentRow {
+  const char* name;  // one of kSlotNames
+  Kind kind;         // of the kernels that take it, in the order of its rows
+  int32_t rank;      // 0: a number
+  NumberType type;
+  int32_t optional;  // None where a call has none
+};
+struct Parameter {
+  Slot slot;
+  int rank;
+  NumberType type;
+  bool optional;
+};
+
 constexpr int kMostInCluster = 8;
 
 // What was measured of the machine, and asked of calls of few query rows (GATE of choices.py).
@@ -107,10 +148,12 @@ struct Tables {
   std::vector<ChoiceRow> choices;
   std::vector<RescueRow> rescues;
   std::vector<FeatureRow> features;
+  std::vector<Parameter> parameters[kNumKinds];
   GateRow gate = {};
   uint64_t version = 1;  // another one after every change
 
   void add(KernelRow row);
+  void add(const ArgumentRow& row);  // throws where there is no such slot
   // Rows of `kernels`, in their order.
   const std::vector<int>& of(Kind kind, int arch, DType element) const {
     return groups[kind][arch == kHopper][static_cast<int>(element)];

@@ -30,8 +30,8 @@ def test_ids_are_mirrored() -> None:
 
 
 def test_rows_cross_whole_or_not_at_all() -> None:
-    with pytest.raises(RuntimeError, match="another RescueRow"):
-        native._push(library.lib().flashplug_set_gate, rows.RescueRow())
+    with pytest.raises(RuntimeError, match="other rows than rows.py"):
+        native._push(library.lib().flashplug_add_gate_row, rows.RescueRow())
 
 
 def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The ABI of every kernel: its arguments by name, in the order in which src/launch.cpp passes them. The stream comes
-last in each and is not listed. Standard library only.
+"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/arguments.h). The stream
+comes last in each and is not listed. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Argument:
     """One argument of a kernel: a tensor in global memory, or a number."""
 
-    name: str
+    name: str  # a slot of src/tables.h, which launch.cpp fills
     rank: int  # dims of a tensor; of a number 0
     dtype: str  # "element" (the kernel's own: bf16, ...), "fp32" or "int32"
     scalar: bool  # passed by value

@@ -157,7 +157,7 @@ def clear_rows() -> None:
 
 def _push(add: Callable[[ctypes.Structure, int], int], row: ctypes.Structure) -> None:
     if add(ctypes.byref(row), ctypes.sizeof(row)):
-        raise RuntimeError(f"torch_flashplug: _C has another {type(row).__name__} than rows.py; build it again")
+        raise RuntimeError(f"{last_error()} ({type(row).__name__})")
 
 
 def push_rows(
@@ -171,6 +171,8 @@ def push_rows(
     clear_rows()
     for feature in rows.of_features():
         _push(core.flashplug_add_feature_row, feature)
+    for argument in rows.of_arguments():
+        _push(core.flashplug_add_argument_row, argument)
     for kernel_row in kernel_rows:
         for kernel in rows.of_kernels(kernel_row):
             _push(core.flashplug_add_kernel_row, kernel)
@@ -178,7 +180,7 @@ def push_rows(
         _push(core.flashplug_add_rescue_row, rows.of_rescue(rescue))
     for choice_row in choice_rows:
         _push(core.flashplug_add_choice_row, rows.of_choice(choice_row))
-    _push(core.flashplug_set_gate, rows.of_gate(gate))
+    _push(core.flashplug_add_gate_row, rows.of_gate(gate))
 
 
 # ---- the facts of a call ----

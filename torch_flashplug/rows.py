@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ctypes import c_char_p, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING
 
-from . import features
+from . import arguments, features
 from .choices import OPERANDS
 from .rescues import FACTS
 from .spec import CLUSTER, DTYPES, ELEMENTS, KINDS
@@ -50,6 +50,10 @@ class RescueRow(ctypes.Structure):
 
 class FeatureRow(ctypes.Structure):
     _fields_ = _members(c_char_p, "said words")
+
+
+class ArgumentRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int32, "kind rank type optional"))
 
 
 class GateRow(ctypes.Structure):
@@ -103,6 +107,13 @@ def of_rescue(row: rescues.Rescue) -> RescueRow:
 
 def of_features() -> Iterator[FeatureRow]:
     return (FeatureRow(feature.said.encode(), feature.words.encode()) for feature in features.FEATURES)
+
+
+def of_arguments() -> Iterator[ArgumentRow]:
+    for kind, taken in arguments.OF_KIND.items():
+        for one in taken:
+            dtype = arguments.DTYPES.index(one.dtype)
+            yield ArgumentRow(one.name.encode(), KINDS.index(kind), one.rank, dtype, one.optional)
 
 
 def of_gate(gate: choices.Gate) -> GateRow:
