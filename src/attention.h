@@ -2,16 +2,12 @@
 // results, stock's own kernels.
 #pragma once
 
-#include "tensor_facts.h"
+#include "flashplug.h"
 #include "values.h"
 
 namespace flashplug {
 
-struct ForwardCall {
-  AtenTensorHandle q, k, v, mask;  // mask may be null; all borrowed
-  double dropout_p;
-  Causal causal;
-  std::optional<double> scale;
+struct ForwardCall : Attention {
   Mode mode;
   std::optional<bool> grad = {};  // whether autograd will want a backward; graphs do not know
 };

@@ -34,7 +34,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
   const int row = plan_backward(problem, device, mode, tables(), parts).kernel_row;
   if (row < 0) return false;
-  Kernel* kernel = find_kernel(row, p.dtype[0], device_index, false);
+  Kernel* kernel = find_kernel(row, device_index, false);
   if (kernel == nullptr) return false;
   const KernelRow& shape = tables().kernels[row];
   const int64_t tile_m = shape.tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
@@ -45,7 +45,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
   const Owned out = read_by(shape, call.out), grad_out = read_by(shape, call.grad_out);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  const int64_t written = shape.kind == kKindPartBwd ? parts : kWantAll;
+  const int64_t written = shape.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
     result->grads[i] = writes(i) ? gradient_of(operands[i], shape.elementwise) : Owned::share(operands[i]);
@@ -62,7 +62,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
                                 rows.get(),
                                 scratch.get(),
                                 written};
-  launch_backward(*kernel, p, tensors, positive.scale, device_index);
+  launch_backward(*kernel, shape, tensors, positive.scale, device_index);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);

@@ -3,19 +3,19 @@
 //
 //   F.scaled_dot_product_attention
 //     router.cpp         choice(): may this call be ours, and is it worth it?           no -> the saved stock choice
-//     sdpa_ops.cpp       the ops torch then calls: tensors -> Problem, outputs, stock fallbacks, backward
-//     plan.cpp           Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions, like support.cpp
-//                        (can kernels run it?), rows.cpp (which row of the tables?), decode.cpp and plan_backward.cpp
+//     sdpa_ops.cpp       the ops torch then calls: outputs, stock fallbacks, backward
+//     problem.h          for both of them: tensors -> Problem, the facts of a call
+//     plan/              Problem + DeviceFacts + Mode -> Plan, or the reasons why not; pure functions: plan.cpp (the
+//                        order of questions), support.cpp (can kernels run it?), rows.cpp (which row of the tables?),
+//                        decode.cpp, backward.cpp, memo.cpp (plans made lately), text.cpp (reasons in words)
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
-//     launch.cpp         arguments, stream, device; the only file that knows the kernel ABI
+//     launch.cpp         what the call has for its kernel, stream, device; arguments.h packs it as TVM-FFI wants it
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
 //   below all of them: state.cpp (switches and tables), torch_symbols.h (libtorch and driver symbols found at run
 //   time)
 //
 // Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
 #pragma once
-
-#include <torch/csrc/stable/c/shim.h>
 
 #include <atomic>
 #include <cstddef>
@@ -25,6 +25,9 @@
 #include <string>
 #include <vector>
 
+#include "problem.h"
+#include "tables.h"
+
 namespace flashplug {
 
 // ---- vocabulary (mirrors torch_flashplug/spec.py; test_plan.py holds the two together) ----
@@ -32,15 +35,6 @@ namespace flashplug {
 enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 };
 constexpr int kNumBackends = 5;
 extern const char* const kBackendNames[kNumBackends];
-
-enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
-enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
-enum class MaskKind : int { kFull = 0, kCausal = 1, kAny = 2 };
-// Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
-// another finite one goes to the query (SignedScale in attention.h).
-enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
-inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
-constexpr int kNumHalves = 2;  // the element types of kernels: the first of DType, bf16 and fp16
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
 struct Mode {
@@ -54,41 +48,7 @@ struct Mode {
 };
 constexpr int64_t kModeMask = 0xffffff;
 
-// ---- facts ----
-
-// How one operand lies in memory, as far as the kernels care, and stock's, whose faults some of this is (rescues).
-struct Layout {
-  int64_t last_stride = 1;
-  int align_bytes = 16;    // what the base address and every outer stride are multiples of, capped at 16
-  bool odd_base = false;   // the base address is no multiple of 16 bytes
-  bool odd_ones = false;   // the stride of a dim of size 1 is none: torch leaves any number there
-  bool broadcast = false;  // a dim of several entries has stride 0
-  bool operator==(const Layout&) const = default;
-};
-
-constexpr int kNumOperands = 3;       // query, key, value
-constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
-constexpr int64_t kElementBytes = 2;  // of the element types of kernels
-constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
-// Whether TMA and vectors can read it: rows of consecutive elements, all else on multiples of 16 bytes.
-inline bool whole_units(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
-
-// Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
-// multiple of those of key and value.
-struct Problem {
-  int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
-  DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
-  Layout layout[kNumOperands];
-  Causal causal = Causal::kNone;
-  bool has_mask = false;
-  bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
-  bool grad = false;           // autograd will want a backward
-  bool deterministic = false;  // torch.use_deterministic_algorithms
-  Scale scale = Scale::kPositive;
-  double dropout_p = 0.0;
-  bool operator==(const Problem&) const = default;
-  int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
-};
+// ---- facts: of a call in problem.h, of a device here; the tables in tables.h ----
 
 struct DeviceFacts {
   int cc = 0;  // compute capability: 90 is 9.0
@@ -99,79 +59,6 @@ struct DeviceFacts {
   bool operator==(const DeviceFacts&) const = default;
 };
 
-// ---- the tables (torch_flashplug/configs.py and choices.py, pushed once at import) ----
-
-// What kernels are written for: Hopper's run on Hopper alone, Ampere's on every GPU since.
-constexpr int kHopper = 90, kAmpere = 80;
-
-struct KernelRow {
-  int kind, arch;
-  int64_t d_max, dv_max;
-  MaskKind mask;
-  int tile_m, tile_n, stages;
-  int cost;                           // ns of one KV block of one tile on one SM
-  bool elementwise;                   // takes any addresses and strides, and calls that need it alone
-  int smem_bytes;                     // of a CTA
-  std::string name[kNumHalves] = {};  // of the kernel for each element type
-};
-
-struct ChoiceRow {
-  int kind, arch;
-  bool grad;
-  MaskKind mask;
-  int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles;
-  int tile_m;  // only calls whose kernel has this many query rows; 0: any
-  int64_t min_packed, max_packed;
-  bool serve;
-  double ratio;       // stock default time / our time
-  char measured[96];  // date, machine, suite
-};
-
-// Calls that stock is known to crash on, refuse or get wrong (torch_flashplug/rescues.py): auto takes them whatever the
-// speed. A row holds for calls of which all its facts are true.
-struct RescueRow {
-  int64_t facts;         // a sum of CallFact
-  std::string stock;     // what stock would do
-  std::string evidence;  // date, machine, how it was seen
-};
-enum CallFact : int64_t {  // in the order of FACTS in rescues.py
-  kOddBase = 1,            // of any operand, as the next
-  kOddOnes = 2,
-  kBroadcastQuery = 4,
-  kMixedDims = 8,   // D != Dv
-  kWholeDims = 16,  // both are multiples of 8
-  kOneRow = 32,     // Sq == 1
-  kOneKey = 64,     // Sk == 1
-  kUnusualScale = 128,
-  kRows = 256,  // the last dims are contiguous; else stock takes math
-};
-
-constexpr int kMaxRows = 256;
-constexpr int kKindFwd = 0, kKindBwd = 1, kKindDetBwd = 2, kKindPartBwd = 3, kKindDecode = 4;
-// Of choice rows only: forward and backward together, D == Dv or not; decode where D != Dv; element-wise kernels, both
-// directions, by what no vector fits.
-constexpr int kKindGrad = 5, kKindMixGrad = 6, kKindMixDecode = 7, kKindOddDims = 8, kKindUnaligned = 9,
-              kKindColumns = 10;
-
-struct Tables {
-  KernelRow kernels[kMaxRows];
-  ChoiceRow choices[kMaxRows];
-  int num_kernels = 0, num_choices = 0;
-  std::vector<RescueRow> rescues;
-  // The gate, pushed with the rows (choices.py).
-  int64_t decode_rows = 0;      // Sq * G up to here is decode
-  int64_t wide_rows = 0;        // and up to here where that is the faster kernel,
-  double wide_ns = 0;           // which takes that much longer for every wave of its CTAs
-  double decode_occupancy = 0;  // share of the SMs that tiles must fill where keys cannot be split
-  int64_t cluster = 0;          // splits up to here can be CTAs of a cluster, which add up in shared memory:
-  double cluster_ns = 0;        // they wait for each other,
-  double cluster_rate = 0;      // and a warpgroup adds up what it has of peers, bytes per ns
-  double combine_ns = 0;        // What more splits cost: a second kernel,
-  double combine_rate = 0;      // and partial results through memory, bytes per ns
-  double read_share = 0;        // of the memory's rate, which reading K and V comes to
-  uint64_t version = 1;         // another one after every change
-};
-
 // ---- the plan ----
 
 enum class Why : int {
@@ -180,9 +67,7 @@ enum class Why : int {
   kArch,
   kDtype,
   kMixedDtype,
-  kMask,
-  kBottomRight,
-  kDropout,
+  kFeature,
   kScale,
   kEmpty,
   kHeadDimStep,
@@ -263,7 +148,7 @@ void unregister_ops();
 // throws if this torch lacks some, the others are in place then.
 void repair(int backends);
 
-// ---- 3. plan.cpp and its parts (pure) ----
+// ---- 3. plan/ (pure) ----
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -273,27 +158,27 @@ constexpr int kMaxReasons = 8;
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit);
 inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
-bool whole_units(const Problem& p);  // rows and addresses are what TMA and vector loads need
+bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
+bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
-bool is_half(DType dtype);
 int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
 // row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
-int find_kernel_row(const Problem& p, int kind, int arch, const DeviceFacts& device, const Tables& tables);
+int find_kernel_row(const Problem& p, Kind kind, int arch, const DeviceFacts& device, const Tables& tables);
 double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
 int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
-int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind partbwd
-bool mask_fits(MaskKind row, Causal causal);
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind kPartBwd
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-// The same, from memory where this thread has made that plan lately (plan_memo.cpp). Valid until its next call.
+// The same, from memory where this thread has made that plan lately (memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
-// plan_backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
+// backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
 struct BackwardPlan {
   int kernel_row = -1;
   Reason why;
@@ -314,9 +199,9 @@ Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& de
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
-// plan_text.cpp
-std::string call_text(const Problem& p);
-std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device);
+// text.cpp
+std::string call_text(const Problem& p, const Tables& tables);
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 
@@ -334,11 +219,12 @@ void load_pack(const char* path, const char* target);
 void clear_packs();
 // The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,
 // an error with the way out.
-Kernel* find_kernel(int row, DType dtype, int device_index, bool required);
+Kernel* find_kernel(int row, int device_index, bool required);
 // An earlier search for such a device failed; the router then leaves such calls to stock.
-bool kernel_missing(int row, DType dtype, const DeviceFacts& device);
+bool kernel_missing(int row, const DeviceFacts& device);
 int64_t missing_changes();  // goes up with every change of its answers
 void forget_kernels();
+void expect_kernels(size_t rows);  // so many rows of the table may be looked up; before calls run
 using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
 
@@ -349,15 +235,17 @@ struct ForwardTensors {
 };
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
-void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index);
+void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, double scale,
+                    int device_index);
 // partials: partial_floats of them; null where none go through memory.
-void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
                    Splits splits, double scale, int device_index);
 struct BackwardTensors {
   AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
   int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape
 };
-void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index);
+void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
+                     int device_index);
 
 // ---- state.cpp ----
 
@@ -370,8 +258,10 @@ Backend process_backend();
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
 Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
-// Up-call: may a call whose operands (at::Tensor*) Python dispatches be ours, shapes permitting? Null: not installed.
-using TraceCallback = int (*)(const void* q, const void* k, const void* v, int enable_gqa);
+// Up-call: what Python says of a call whose operands (at::Tensor*, all of four dims) it dispatches. Null: not
+// installed.
+enum class Traced : int { kStocks = 0, kSized = 1, kSizesLater = 2 };  // kSized: twelve hints of sizes are filled in
+using TraceCallback = int (*)(const void* q, const void* k, const void* v, int64_t* sizes);
 TraceCallback trace_callback();
 enum class Path : int {
   kOursForward,

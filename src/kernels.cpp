@@ -1,13 +1,14 @@
 // Where kernels come from: kernel packs (one shared object per target, a symbol per kernel), else one up-call into
 // Python (compile.py).
 //
-// A kernel is looked up at its first use and kept in an array indexed by table row, dtype and generation of the device:
-// no strings, maps or locks after that.
+// A kernel is looked up at its first use and kept by table row and generation of the device: no strings, maps or locks
+// after that.
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <vector>
 
@@ -20,7 +21,6 @@ namespace flashplug {
 namespace {
 
 constexpr int kOldest = 8, kNumGenerations = 8;  // major numbers of compute capabilities that are told apart
-constexpr int kNumVariants = kNumHalves * kNumGenerations;
 
 // GPUs of one major number run the same code.
 int generation(int cc) { return cc / 10; }
@@ -39,7 +39,7 @@ struct Entry {
 };
 
 struct Registry {
-  Entry entries[kMaxRows * kNumVariants];
+  std::deque<Entry> entries;        // of each row one for each generation; grows before calls run, and never moves them
   std::atomic<int64_t> changes{0};  // of what is missing
   std::vector<Pack> packs;
   std::atomic<CompileCallback> compile{nullptr};
@@ -60,9 +60,9 @@ struct FunctionObject {
   KernelCall safe_call;
 };
 
-Entry& entry_of(int row, DType dtype, const DeviceFacts& device) {
+Entry& entry_of(int row, const DeviceFacts& device) {
   const int slot = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
-  return registry().entries[row * kNumVariants + slot * kNumHalves + static_cast<int>(dtype)];
+  return registry().entries[static_cast<size_t>(row) * kNumGenerations + slot];
 }
 
 KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std::string* why) {
@@ -114,8 +114,7 @@ std::string way_out(const std::string& name, const std::string& why, const Devic
          " --out DIR`, or install torch_flashplug[jit] and call once outside capture";
 }
 
-Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index, bool required) {
-  const std::string& name = row.name[static_cast<int>(dtype)];
+Kernel* search(Entry& entry, const std::string& name, int device_index, bool required) {
   const DeviceFacts device = device_facts(device_index);
   std::string why;
   void* self = nullptr;
@@ -146,15 +145,15 @@ Kernel* search(Entry& entry, const KernelRow& row, DType dtype, int device_index
 
 }  // namespace
 
-Kernel* find_kernel(int row, DType dtype, int device_index, bool required) {
-  Entry& entry = entry_of(row, dtype, device_facts(device_index));
+Kernel* find_kernel(int row, int device_index, bool required) {
+  Entry& entry = entry_of(row, device_facts(device_index));
   if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
   if (!required && entry.missing.load(std::memory_order_relaxed)) return nullptr;
-  return search(entry, tables().kernels[row], dtype, device_index, required);
+  return search(entry, tables().kernels[row].name, device_index, required);
 }
 
-bool kernel_missing(int row, DType dtype, const DeviceFacts& device) {
-  return entry_of(row, dtype, device).missing.load(std::memory_order_relaxed);
+bool kernel_missing(int row, const DeviceFacts& device) {
+  return entry_of(row, device).missing.load(std::memory_order_relaxed);
 }
 
 int64_t missing_changes() { return registry().changes.load(std::memory_order_relaxed); }
@@ -179,6 +178,11 @@ void forget_kernels() {
     entry.kernel.devices.store(0, std::memory_order_release);
     entry.missing.store(false, std::memory_order_release);
   }
+}
+
+void expect_kernels(size_t rows) {
+  std::deque<Entry>& entries = registry().entries;
+  while (entries.size() < rows * kNumGenerations) entries.emplace_back();
 }
 
 void set_compile_callback(CompileCallback callback) { registry().compile.store(callback, std::memory_order_release); }

@@ -1,17 +1,7 @@
-// From a plan to a kernel on the device: the only file that knows the kernel ABI (TVM-FFI safe calls on DLTensors).
-//
-// Argument order, shared with torch_flashplug/kernels/parts/arguments.py:
-//   0 q (B, Hq, Sq, D)   1 k (B, Hkv, Sk, D)   2 v (B, Hkv, Sk, Dv)   3 o (B, Hq, Sq, Dv)   4 lse (B, Hq, Sq) fp32
-//   5 scale * log2(e)    6 scale               7 counter (1,) int32, zero     8 CTAs to run     9 stream
-// decode: 0 to 4 the same, 5 partials (n,) fp32, 6 scale, 7 splits, 8 cluster, 9 stream
+// From a plan to a kernel on the device: what each kind of call has for its kernel, on its stream and device.
 #include <dlfcn.h>
-#include <tvm/ffi/c_api.h>
 
-#include <cstring>
-#include <iterator>
-
-#include "flashplug.h"
-#include "tensor_facts.h"
+#include "arguments.h"
 #include "torch_symbols.h"
 #include "values.h"
 
@@ -24,75 +14,6 @@ static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header")
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr DLDataType kSingle = {kDLFloat, 32, 1}, kCount = {kDLInt, 32, 1};
-
-// A DLTensor with room for its strides; sizes are borrowed from the tensor.
-struct Argument {
-  DLTensor tensor;
-  int64_t stride[4];
-};
-
-void describe(AtenTensorHandle handle, int dims, DLDataType dtype, int device_index, bool writes, Argument* out) {
-  Shape shape;
-  if (!read_shape(handle, &shape))
-    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
-  const void* data = nullptr;
-  void* mutable_data = nullptr;
-  check_shim(writes ? torch_get_mutable_data_ptr(handle, &mutable_data) : torch_get_const_data_ptr(handle, &data),
-             "get_data_ptr");
-  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
-  // there too.
-  for (int i = 0; i < dims; ++i) {
-    const bool any = shape.size[i] == 1 && i + 1 < dims;
-    out->stride[i] = any ? (shape.size[dims - 1] + 7) / 8 * 8 : shape.stride[i];
-  }
-  out->tensor.data = writes ? mutable_data : const_cast<void*>(data);
-  out->tensor.device = DLDevice{kDLCUDA, device_index};
-  out->tensor.ndim = dims;
-  out->tensor.dtype = dtype;
-  out->tensor.shape = const_cast<int64_t*>(shape.size);
-  out->tensor.strides = out->stride;
-  out->tensor.byte_offset = 0;
-}
-
-// One number that is no torch tensor.
-void describe_one(void* data, DLDataType dtype, int device_index, Argument* out) {
-  static int64_t one = 1;
-  out->tensor = DLTensor{data, DLDevice{kDLCUDA, device_index}, 1, dtype, &one, &one, 0};
-}
-
-// A value of that type, all bits zero until its caller sets it.
-TVMFFIAny typed(int32_t type_index) {
-  TVMFFIAny any;
-  any.type_index = type_index;
-  any.zero_padding = 0;
-  any.v_int64 = 0;
-  return any;
-}
-
-TVMFFIAny pack_tensor(Argument* argument) {
-  TVMFFIAny any = typed(kTVMFFIDLTensorPtr);
-  any.v_ptr = &argument->tensor;
-  return any;
-}
-
-TVMFFIAny pack_int(int64_t value) {
-  TVMFFIAny any = typed(kTVMFFIInt);
-  any.v_int64 = value;
-  return any;
-}
-
-TVMFFIAny pack_float(double value) {
-  TVMFFIAny any = typed(kTVMFFIFloat);
-  any.v_float64 = value;
-  return any;
-}
-
-TVMFFIAny pack_pointer(void* value) {
-  TVMFFIAny any = typed(kTVMFFIOpaquePtr);
-  any.v_ptr = value;
-  return any;
-}
 
 // What TVM-FFI kept of the failure. Its library is in the process already: the packs and the JIT need it.
 std::string raised_text() {
@@ -133,7 +54,7 @@ class OnDevice {
 };
 
 void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
-  TVMFFIAny result = typed(kTVMFFINone);
+  TVMFFIAny result{};  // None
   KernelCall call = kernel.call.load(std::memory_order_acquire);
   if (call(kernel.self, args, count, &result) != 0)
     throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
@@ -141,120 +62,87 @@ void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
 
 // First use on a device loads the kernel's module, which a stream capture of this thread would forbid in its strict
 // mode.
-void run_on(Kernel& kernel, int device_index, const TVMFFIAny* args, int32_t count) {
+void run_on(Kernel& kernel, const KernelRow& row, Arguments& arguments, void* stream, int device_index) {
+  const int32_t count = arguments.pack(row, stream);
   const uint64_t bit = uint64_t{1} << (device_index & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
-    run(kernel, args, count);
+    run(kernel, arguments.packed(), count);
     return;
   }
   RelaxedCapture relaxed;
-  run(kernel, args, count);
+  run(kernel, arguments.packed(), count);
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
-DLDataType half_type(const Problem& p) {
-  switch (p.dtype[0]) {
-    case DType::kBf16:
-      return {kDLBfloat, 16, 1};
-    case DType::kFp16:
-      return {kDLFloat, 16, 1};
-    default:
-      throw std::runtime_error("torch_flashplug: no kernel takes this dtype; it should have been left to stock");
-  }
+void add_forward(const ForwardTensors& tensors, double scale, Arguments* arguments) {
+  arguments->tensor(Slot::kQ, tensors.q);
+  arguments->tensor(Slot::kK, tensors.k);
+  arguments->tensor(Slot::kV, tensors.v);
+  arguments->tensor(Slot::kO, tensors.out, true);
+  arguments->tensor(Slot::kLse, tensors.lse, true);
+  arguments->real(Slot::kScaleLog2, scale * kLog2e);
+  arguments->real(Slot::kScale, scale);
 }
 
-struct Operand {
-  AtenTensorHandle tensor;
-  int dims;
-  DLDataType dtype;
-  bool writes;
-};
-
-// The first arguments of a kernel; the next one's place in args.
-TVMFFIAny* pack_operands(const Operand* operands, size_t count, int device_index, Argument* described,
-                         TVMFFIAny* args) {
-  for (size_t i = 0; i < count; ++i) {
-    const Operand& x = operands[i];
-    describe(x.tensor, x.dims, x.dtype, device_index, x.writes, &described[i]);
-    args[i] = pack_tensor(&described[i]);
-  }
-  return args + count;
-}
-
-// What every forward begins with.
-constexpr size_t kForwardOperands = 5;
-TVMFFIAny* pack_forward(const Problem& p, const ForwardTensors& tensors, int device_index, Argument* described,
-                        TVMFFIAny* args) {
-  const DLDataType half = half_type(p);
-  const Operand operands[kForwardOperands] = {{tensors.q, 4, half, false},
-                                              {tensors.k, 4, half, false},
-                                              {tensors.v, 4, half, false},
-                                              {tensors.out, 4, half, true},
-                                              {tensors.lse, 3, kSingle, true}};
-  return pack_operands(operands, kForwardOperands, device_index, described, args);
+// What persistent kernels draw their tiles from.
+void add_counter(void* stream, int device_index, Arguments* arguments) {
+  arguments->one_number(Slot::kCounter, launch_counter(device_index, stream));
+  arguments->integer(Slot::kNumCtas, device_facts(device_index).sm_count);
 }
 
 }  // namespace
 
-void launch_forward(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, double scale, int device_index) {
+void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, double scale,
+                    int device_index) {
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  Argument described[kForwardOperands], counter;
-  describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
-  TVMFFIAny args[kForwardOperands + 5];
-  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
-  *next++ = pack_float(scale * kLog2e);
-  *next++ = pack_float(scale);
-  *next++ = pack_tensor(&counter);
-  *next++ = pack_int(device_facts(device_index).sm_count);
-  *next++ = pack_pointer(stream);
-  run_on(kernel, device_index, args, std::size(args));
+  Arguments arguments(device_index);
+  add_forward(tensors, scale, &arguments);
+  add_counter(stream, device_index, &arguments);
+  run_on(kernel, row, arguments, stream, device_index);
 }
 
-void launch_decode(Kernel& kernel, const Problem& p, const ForwardTensors& tensors, AtenTensorHandle partials,
+void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
                    Splits splits, double scale, int device_index) {
   OnDevice on_device(device_index);
-  Argument described[kForwardOperands], parts;
-  TVMFFIAny args[kForwardOperands + 5];
-  TVMFFIAny* next = pack_forward(p, tensors, device_index, described, args);
+  Arguments arguments(device_index);
+  add_forward(tensors, scale, &arguments);
   if (partials != nullptr)
-    describe(partials, 1, kSingle, device_index, true, &parts);
+    arguments.tensor(Slot::kPartials, partials, true);
   else  // nothing is written there, but an argument has an address: that of the LSE
-    describe_one(described[kForwardOperands - 1].tensor.data, kSingle, device_index, &parts);
-  *next++ = pack_tensor(&parts);
-  *next++ = pack_float(scale);
-  *next++ = pack_int(splits.n);
-  *next++ = pack_int(splits.cluster);
-  *next++ = pack_pointer(current_cuda_stream(device_index));
+    arguments.one_number(Slot::kPartials, mutable_data(tensors.lse));
+  arguments.integer(Slot::kSplits, splits.n);
+  arguments.integer(Slot::kCluster, splits.cluster);
   std::optional<RelaxedCapture> relaxed;  // the kernels of splits may run for the first time, whatever ran before
   if (splits.n > 1) relaxed.emplace();
-  run_on(kernel, device_index, args, std::size(args));
+  run_on(kernel, row, arguments, current_cuda_stream(device_index), device_index);
 }
 
-void launch_backward(Kernel& kernel, const Problem& p, const BackwardTensors& tensors, double scale, int device_index) {
-  const DLDataType half = half_type(p);
+void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
+                     int device_index) {
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
-  const Operand operands[] = {
-      {tensors.q, 4, half, false},      {tensors.k, 4, half, false},        {tensors.v, 4, half, false},
-      {tensors.out, 4, half, false},    {tensors.grad_out, 4, half, false}, {tensors.lse, 3, kSingle, false},
-      {tensors.dq, 4, half, writes_dq}, {tensors.dk, 4, half, writes_dkdv}, {tensors.dv, 4, half, writes_dkdv},
-      {tensors.rows, 4, kSingle, true}, {tensors.scratch, 1, kSingle, true}};
-  Argument described[std::size(operands)], counter;
-  describe_one(launch_counter(device_index, stream), kCount, device_index, &counter);
-  TVMFFIAny args[std::size(operands) + 6];
-  TVMFFIAny* next = pack_operands(operands, std::size(operands), device_index, described, args);
-  *next++ = pack_float(scale * kLog2e);
-  *next++ = pack_float(scale);
-  *next++ = pack_tensor(&counter);
-  *next++ = pack_int(device_facts(device_index).sm_count);
-  *next++ = pack_int(tensors.written);
-  *next++ = pack_pointer(stream);
+  Arguments arguments(device_index);
+  arguments.tensor(Slot::kQ, tensors.q);
+  arguments.tensor(Slot::kK, tensors.k);
+  arguments.tensor(Slot::kV, tensors.v);
+  arguments.tensor(Slot::kO, tensors.out);
+  arguments.tensor(Slot::kGradO, tensors.grad_out);
+  arguments.tensor(Slot::kLse, tensors.lse);
+  arguments.tensor(Slot::kDq, tensors.dq, writes_dq);
+  arguments.tensor(Slot::kDk, tensors.dk, writes_dkdv);
+  arguments.tensor(Slot::kDv, tensors.dv, writes_dkdv);
+  arguments.tensor(Slot::kRows, tensors.rows, true);
+  arguments.tensor(Slot::kScratch, tensors.scratch, true);
+  arguments.real(Slot::kScaleLog2, scale * kLog2e);
+  arguments.real(Slot::kScale, scale);
+  add_counter(stream, device_index, &arguments);
+  arguments.integer(Slot::kWanted, tensors.written);
   // A part that runs for the first time may have to be loaded, whatever ran before.
   std::optional<RelaxedCapture> relaxed;
   if (tensors.written != kWantAll) relaxed.emplace();
-  run_on(kernel, device_index, args, std::size(args));
+  run_on(kernel, row, arguments, stream, device_index);
 }
 
 }  // namespace flashplug

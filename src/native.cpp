@@ -2,6 +2,7 @@
 // boundary.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "flashplug.h"
 #include "state.h"
@@ -25,6 +26,22 @@ int guarded(Body body) {
   }
 }
 
+// Plans that threads remember are of another version from here on.
+Tables& changing_tables() {
+  Tables& t = tables();
+  ++t.version;
+  return t;
+}
+
+// Adds a row, if Python means the same by it.
+template <typename Row, typename Add>
+int pushed(const Row& row, size_t size, Add add) {
+  return guarded([&] {
+    if (size != sizeof(Row)) throw std::runtime_error("torch_flashplug: _C was built for other rows than rows.py's");
+    add(changing_tables(), row);
+  });
+}
+
 // Copies text, cut to fit; returns the bytes needed with the final zero.
 int copy_text(const std::string& text, char* out, int capacity) {
   if (capacity > 0) {
@@ -35,37 +52,31 @@ int copy_text(const std::string& text, char* out, int capacity) {
   return static_cast<int>(text.size()) + 1;
 }
 
-// Field orders below are those of native.py's PROBLEM_FIELDS and FACTS_FIELDS.
-Problem problem_from(const int64_t* f, double dropout_p) {
+// A call by its facts, in the order of visit_facts().
+Problem problem_from(const double* facts) {
   Problem p;
-  p.B = f[0], p.Hq = f[1], p.Hkv = f[2], p.Sq = f[3], p.Sk = f[4], p.D = f[5], p.Dv = f[6];
-  for (int i = 0; i < kNumOperands; ++i) {
-    p.dtype[i] = static_cast<DType>(f[7 + i]);
-    p.layout[i].last_stride = f[10 + i];
-    p.layout[i].align_bytes = static_cast<int>(f[13 + i]);
-  }
-  p.causal = static_cast<Causal>(f[16]);
-  p.has_mask = f[17] != 0, p.on_cuda = f[18] != 0, p.grad = f[19] != 0, p.deterministic = f[20] != 0;
-  p.scale = static_cast<Scale>(f[21]);
-  for (int i = 0; i < kNumOperands; ++i) {
-    p.layout[i].odd_base = f[22 + i] != 0;
-    p.layout[i].odd_ones = f[25 + i] != 0;
-    p.layout[i].broadcast = f[28 + i] != 0;
-  }
-  p.dropout_p = dropout_p;
+  visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
+  p.needs |= needs_of(Causal::kNone, false, p.dropout_p);
   return p;
 }
 
+void copy_facts(Problem p, double* out) {
+  visit_facts(p, [&out](const char*, const auto& fact) { *out++ = static_cast<double>(fact); });
+}
+
+// What a call is where nothing is said: bf16 and packed, on a GPU. Its sizes, which have to be said, are negative.
+Problem plain_call() {
+  Problem p;
+  p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
+  std::fill_n(p.dtype, kNumOperands, DType::kBf16);
+  p.on_cuda = true;
+  return p;
+}
+
+// Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
-}
-
-// Plans that threads remember are of another version from here on.
-Tables& changing_tables() {
-  Tables& t = tables();
-  ++t.version;
-  return t;
 }
 
 }  // namespace
@@ -92,6 +103,10 @@ FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(s
 FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
   return copy_text(id >= 0 && id < kNumBackends ? kBackendNames[id] : "", out, capacity);
 }
+FLASHPLUG_EXPORT int flashplug_feature_name(int bit, char* out, int capacity) {
+  return copy_text(bit >= 0 && bit < static_cast<int>(std::size(kFeatureNames)) ? kFeatureNames[bit] : "", out,
+                   capacity);
+}
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
   const DeviceFacts facts = device_facts(device_index);
@@ -104,96 +119,92 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
+// Rows of src/tables.h as rows.py mirrors them, whose sizes must say so. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
-  t.num_kernels = t.num_choices = 0;
-  t.rescues.clear();
+  const uint64_t version = t.version;
+  t = Tables{};
+  t.version = version;
   forget_kernels();
 }
-// `names`: of the row's kernels, in the order of DType.
-FLASHPLUG_EXPORT int flashplug_add_kernel_row(const int64_t* f, const char* const* names) {
-  Tables& t = changing_tables();
-  if (t.num_kernels == kMaxRows) return 1;
-  KernelRow& row = t.kernels[t.num_kernels++];
-  row = KernelRow{static_cast<int>(f[0]),
-                  static_cast<int>(f[1]),
-                  f[2],
-                  f[3],
-                  static_cast<MaskKind>(f[4]),
-                  static_cast<int>(f[5]),
-                  static_cast<int>(f[6]),
-                  static_cast<int>(f[7]),
-                  static_cast<int>(f[8]),
-                  f[9] != 0,
-                  static_cast<int>(f[10])};
-  std::copy_n(names, kNumHalves, row.name);
-  return 0;
+FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const KernelRow& kernel) {
+    t.add(kernel);
+    expect_kernels(t.kernels.size());
+  });
 }
-FLASHPLUG_EXPORT int flashplug_add_choice_row(const int64_t* f, double ratio, const char* measured) {
-  Tables& t = changing_tables();
-  if (t.num_choices == kMaxRows) return 1;
-  ChoiceRow row{static_cast<int>(f[0]),
-                static_cast<int>(f[1]),
-                f[2] != 0,
-                static_cast<MaskKind>(f[3]),
-                f[4],
-                f[5],
-                f[6],
-                f[7],
-                f[8],
-                f[9],
-                f[10],
-                static_cast<int>(f[11]),
-                f[12],
-                f[13],
-                f[14] != 0,
-                ratio,
-                ""};
-  copy_text(measured, row.measured, sizeof row.measured);
-  t.choices[t.num_choices++] = row;
-  return 0;
+FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const ArgumentRow& argument) { t.add(argument); });
 }
-FLASHPLUG_EXPORT void flashplug_add_rescue(int64_t facts, const char* stock, const char* evidence) {
-  changing_tables().rescues.push_back(RescueRow{facts, stock, evidence});
+FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
+    choice.measured = t.keep(choice.measured);
+    t.choices.push_back(choice);
+  });
 }
-FLASHPLUG_EXPORT void flashplug_set_gate(int64_t decode_rows, int64_t wide_rows, int64_t cluster, double wide_ns,
-                                         double decode_occupancy, double cluster_ns, double cluster_rate,
-                                         double combine_ns, double combine_rate, double read_share) {
-  Tables& t = changing_tables();
-  t.decode_rows = decode_rows;
-  t.wide_rows = wide_rows;
-  t.wide_ns = wide_ns;
-  t.cluster = cluster;
-  t.decode_occupancy = decode_occupancy;
-  t.cluster_ns = cluster_ns;
-  t.cluster_rate = cluster_rate;
-  t.combine_ns = combine_ns;
-  t.combine_rate = combine_rate;
-  t.read_share = read_share;
+FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const RescueRow& rescue) {
+    t.rescues.push_back(RescueRow{t.keep(rescue.stock), t.keep(rescue.evidence), rescue.facts});
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
+    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
 }
 
+// The name of a fact of a call, and what it is where it is not said; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
+  std::string found;
+  Problem p = plain_call();
+  visit_facts(p, [&](const char* name, const auto& fact) {
+    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+  });
+  return copy_text(found, out, capacity);
+}
+// Sizes and layouts of a call whose operands Python holds: of each four sizes, four strides, an address in bytes, and
+// the bytes of an element.
+FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
+                                              const int64_t* element_bytes, double* problem) {
+  Problem p = problem_from(problem);
+  const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
+  fill_shapes(shapes, &p);
+  for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
+  copy_facts(p, problem);
+}
+FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
+  const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
+  return shapes_fit(shapes, enable_gqa != 0);
+}
+FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
+
 // `remembered`: from this thread's memory of plans, as calls get theirs.
-FLASHPLUG_EXPORT int flashplug_plan_text(const int64_t* problem, double dropout_p, const int64_t* facts, int64_t mode,
-                                         int remembered, char* out, int capacity) {
-  const Problem p = problem_from(problem, dropout_p);
+FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
+                                         char* out, int capacity) {
+  const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
+// Whether this thread's memory holds the plan of exactly this call.
+FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_t* facts, int64_t mode) {
+  return is_remembered(problem_from(problem), facts_from(facts), Mode{mode}, tables());
+}
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // 1: the plan is ours, but its kernel was looked for in vain.
-FLASHPLUG_EXPORT int flashplug_kernel_missing(const int64_t* problem, double dropout_p, const int64_t* facts,
-                                              int64_t mode) {
-  const Problem p = problem_from(problem, dropout_p);
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
+  const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
-  return plan.ours() && kernel_missing(plan.kernel_row, p.dtype[0], device);
+  return plan.ours() && kernel_missing(plan.kernel_row, device);
 }
-FLASHPLUG_EXPORT int flashplug_forced_error(const int64_t* problem, double dropout_p, const int64_t* facts,
-                                            int64_t mode, char* out, int capacity) {
-  return copy_text(forced_error(problem_from(problem, dropout_p), facts_from(facts), Mode{mode}, tables()), out,
-                   capacity);
+FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
+                                            int capacity) {
+  return copy_text(forced_error(problem_from(problem), facts_from(facts), Mode{mode}, tables()), out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

@@ -10,7 +10,6 @@
 #include <mutex>
 
 #include "flashplug.h"
-#include "tensor_facts.h"
 #include "torch_symbols.h"
 
 namespace flashplug {
@@ -19,33 +18,29 @@ namespace {
 
 // SDPBackend
 constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3, kChoiceOverrideable = 4;
-constexpr int kNumSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
+constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kNumSlots];            // what the slot held; uninstall() puts exactly this back
-std::atomic<void*> stock_functions[kNumSlots];  // what to call for stock's answer: the same, or the CPU default where
+std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
+std::atomic<void*> stock_functions[kStubSlots];  // what to call for stock's answer: the same, or the CPU default where
                                                 // the slot was still unresolved
 std::mutex install_mutex;
 
-struct Call {
-  AtenTensorHandle q, k, v, mask;  // mask may be null
-  bool is_causal, enable_gqa;
-  double dropout_p;
-  std::optional<double> scale;
+struct Call : Attention {
+  bool enable_gqa;
 };
 
 enum class Verdict { kStock, kOurs };
 
-// Shapes that stock would reject or broadcast: it keeps them, and raises its own errors.
-bool shapes_regular(const Shape& q, const Shape& k, const Shape& v, bool enable_gqa) {
-  const bool heads =
-      k.size[1] == v.size[1] && (q.size[1] == k.size[1] || (enable_gqa && k.size[1] > 0 && q.size[1] % k.size[1] == 0));
-  return heads && q.size[0] == k.size[0] && q.size[0] == v.size[0] && k.size[2] == v.size[2] && q.size[3] == k.size[3];
-}
-
 // Python knows what C++ cannot ask of its subclasses: whether they are only traced, and hints of their symbolic sizes.
+// Where those depend on data the op decides at run time.
 bool python_agrees(const Call& call) {
   const TraceCallback ask = trace_callback();
-  return ask == nullptr || ask(call.q, call.k, call.v, call.enable_gqa) != 0;
+  if (ask == nullptr) return true;
+  int64_t sizes[kNumOperands * 4];
+  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, sizes));
+  if (answer != Traced::kSized) return answer == Traced::kSizesLater;
+  const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
+  return shapes_fit(shapes, call.enable_gqa);
 }
 
 bool traced(const Call& call) {
@@ -60,46 +55,15 @@ bool wrapped(const Call& call) {
          (call.mask != nullptr && torch.wrapped(call.mask));
 }
 
-// What tells alignment: the address; of a tensor that is only traced, where it will lie in a storage, which the
-// allocator aligns.
-int64_t address_of(AtenTensorHandle tensor, bool traced) {
-  const void* data = nullptr;
-  if (!traced && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
-  int64_t offset = 0;
-  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * kElementBytes : 0;
-}
-
-// Sizes and layouts of the operands; false where there are none, or symbolic ones.
-bool read_operands(const Call& call, bool traced, Shape shapes[kNumOperands], Problem* p) {
-  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
-  for (int i = 0; i < kNumOperands; ++i) {
-    if (!read_shape(operands[i], &shapes[i])) return false;
-  }
-  fill_shapes(shapes[0], shapes[1], shapes[2], p);
-  for (int i = 0; i < kNumOperands; ++i) p->layout[i] = layout_of(shapes[i], address_of(operands[i], traced));
-  return true;
-}
+Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
 
 Verdict judge(const Call& call, Mode mode) {
   const TorchSymbols& torch = torch_symbols();
-  TensorClass q, k, v;
-  if (!read_class(call.q, &q) || !read_class(call.k, &k) || !read_class(call.v, &v)) return Verdict::kStock;
-  if (q.dim != 4 || k.dim != 4 || v.dim != 4) return Verdict::kStock;
-  if (!eligible_device(q.device_type) || q.device_type != k.device_type || q.device_type != v.device_type ||
-      q.device_index != k.device_index || q.device_index != v.device_index) {
-    return Verdict::kStock;
-  }
+  Facts facts;
+  Problem& p = facts.problem;
+  if (!read_class(call, &facts) || !four_dims(facts) || !p.on_cuda) return Verdict::kStock;
   const bool forced = mode.forces_kernels();
-  const DeviceFacts device = device_facts(q.device_index);
-  Problem p;
-  p.on_cuda = true;
-  p.dtype[0] = q.dtype;
-  p.dtype[1] = k.dtype;
-  p.dtype[2] = v.dtype;
-  p.has_mask = call.mask != nullptr;
-  p.causal = call.is_causal ? Causal::kTopLeft : Causal::kNone;
-  p.dropout_p = call.dropout_p;
-  p.scale = scale_of(call.scale);
+  const DeviceFacts device = device_facts(facts.operand[0].device_index);
   p.grad = wants_grad(call.q, call.k, call.v);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
@@ -110,17 +74,16 @@ Verdict judge(const Call& call, Mode mode) {
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
-  Shape shapes[kNumOperands];
-  if (!read_operands(call, only_traced, shapes, &p)) {
+  if (!read_shapes(call, memory_of(only_traced), &facts)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
     // ours.
     return only_traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
   }
-  if (!shapes_regular(shapes[0], shapes[1], shapes[2], call.enable_gqa)) return Verdict::kStock;
+  if (!shapes_fit(facts.shape, call.enable_gqa)) return Verdict::kStock;
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
-  return plan.ours() && !kernel_missing(plan.kernel_row, p.dtype[0], device) ? Verdict::kOurs : Verdict::kStock;
+  return plan.ours() && !kernel_missing(plan.kernel_row, device) ? Verdict::kOurs : Verdict::kStock;
 }
 
 // Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads, and
@@ -132,11 +95,12 @@ bool efficient_reads(const Call& call) {
   std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
   const bool only_traced = traced(call);
   if (only_traced || wrapped(call)) quiet.emplace();
-  Shape shapes[kNumOperands], mask;
-  Problem p;
-  if (!read_operands(call, only_traced, shapes, &p)) return false;
+  Facts facts;
+  const Problem& p = facts.problem;
+  if (!read_shapes(call, memory_of(only_traced), &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
+    Shape mask;
     if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
     int32_t mask_dtype = -1, query_dtype = -1;
     if (aoti_torch_get_dtype(call.mask, &mask_dtype) != 0 || aoti_torch_get_dtype(call.q, &query_dtype) != 0)
@@ -163,7 +127,8 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Backend wanted = mode.backend();
   // An optional holds its tensor at its own address.
   const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
-  const Call call{q, k, v, mask->has_value() ? mask_handle : nullptr, is_causal, enable_gqa, dropout_p, scale};
+  const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
+  const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
   bool ours = false, asked = false;
   if (enabled()) {
     if (process_backend() == Backend::kMath) return kChoiceMath;
@@ -200,7 +165,7 @@ int fail(int code, const char* text) {
 }  // namespace
 
 bool installed(int slot) {
-  return slot >= 0 && slot < kNumSlots && torch_symbols().stub != nullptr &&
+  return slot >= 0 && slot < kStubSlots && torch_symbols().stub != nullptr &&
          slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
 }
 
@@ -213,7 +178,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (slot < 0 || slot >= kNumSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
+  if (slot < 0 || slot >= kStubSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
   if (!torch.complete())
     return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");

@@ -27,48 +27,21 @@ constexpr int64_t kChoiceCudnn = 3;  // SDPBackend.CUDNN_ATTENTION
 
 using torch::stable::detail::StableLibrary;
 
-struct Facts {
-  Problem problem;
-  TensorClass query;
-  Shape q, k, v;
-};
-
 Facts read_facts(const ForwardCall& call) {
   Facts facts;
-  TensorClass k, v;
-  if (!read_class(call.q, &facts.query) || !read_class(call.k, &k) || !read_class(call.v, &v) || facts.query.dim != 4 ||
-      k.dim != 4 || v.dim != 4) {
+  const Problem& p = facts.problem;
+  if (!read_class(call, &facts) || !four_dims(facts)) {
     throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D]; got " +
-                             std::to_string(facts.query.dim) + "-D, " + std::to_string(k.dim) + "-D and " +
-                             std::to_string(v.dim) + "-D");
+                             std::to_string(facts.operand[0].dim) + "-D, " + std::to_string(facts.operand[1].dim) +
+                             "-D and " + std::to_string(facts.operand[2].dim) + "-D");
   }
-  if (!read_shape(call.q, &facts.q) || !read_shape(call.k, &facts.k) || !read_shape(call.v, &facts.v)) {
+  if (!read_shapes(call, Memory::kReal, &facts))
     throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
-  }
-  Problem& p = facts.problem;
-  fill_shapes(facts.q, facts.k, facts.v, &p);
-  if (facts.k.size[0] != p.B || facts.v.size[0] != p.B || facts.k.size[3] != p.D || facts.v.size[1] != p.Hkv ||
-      facts.v.size[2] != p.Sk || (p.Hkv == 0 ? p.Hq != 0 : p.Hq % p.Hkv != 0)) {
+  if (!shapes_fit(facts.shape, true)) {
     throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " +
                              std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " + std::to_string(p.D) +
                              "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
   }
-  p.on_cuda = eligible_device(facts.query.device_type) && facts.query.device_type == k.device_type &&
-              k.device_type == v.device_type && facts.query.device_index == k.device_index &&
-              k.device_index == v.device_index;
-  p.dtype[0] = facts.query.dtype;
-  p.dtype[1] = k.dtype;
-  p.dtype[2] = v.dtype;
-  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
-  const Shape* shapes[kNumOperands] = {&facts.q, &facts.k, &facts.v};
-  for (int i = 0; i < kNumOperands; ++i) {
-    p.layout[i] = layout_in_memory(operands[i], *shapes[i]);
-  }
-  p.causal = call.causal;
-  bool has_mask = false;
-  p.has_mask = call.mask != nullptr && aoti_torch_is_defined(call.mask, &has_mask) == 0 && has_mask;
-  p.dropout_p = call.dropout_p;
-  p.scale = scale_of(call.scale);
   return facts;
 }
 
@@ -83,12 +56,12 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, p.dtype[0], facts.query.device_index, call.mode.forces_kernels());
+  Kernel* kernel = find_kernel(plan.kernel_row, facts.operand[0].device_index, call.mode.forces_kernels());
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   int64_t out_stride[4];
-  output_strides(facts.q, out_size, out_stride);
+  output_strides(facts.shape[0], out_size, out_stride);
   const KernelRow& row = tables().kernels[plan.kernel_row];
   // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where only single elements can be
   // written.
@@ -96,18 +69,19 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   if (!writable) pack_strides(out_size, out_stride);
   static const int32_t fp32 = aoti_torch_dtype_float32();
   result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
-  result->lse = empty_strided(3, lse_size, lse_stride, fp32, facts.query.device_type, facts.query.device_index);
+  result->lse =
+      empty_strided(3, lse_size, lse_stride, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
   const SignedScale positive = with_positive_scale(call, p);
   const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
-  if (row.kind == kKindDecode) {
+  if (row.kind == kDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-      partials = empty_strided(1, &floats, &one, fp32, facts.query.device_type, facts.query.device_index);
+      partials = empty_strided(1, &floats, &one, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
     }
-    launch_decode(*kernel, p, tensors, partials.get(), plan.splits, positive.scale, facts.query.device_index);
+    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, facts.operand[0].device_index);
   } else {
-    launch_forward(*kernel, p, tensors, positive.scale, facts.query.device_index);
+    launch_forward(*kernel, row, tensors, positive.scale, facts.operand[0].device_index);
   }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
@@ -124,10 +98,9 @@ ForwardResult counted_math(const ForwardCall& call) {
 ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
   const Problem& p = facts.problem;
   ForwardResult result;
-  if (standin() == Standin::kOff && p.on_cuda && !p.has_mask && p.dropout_p == 0.0 &&
-      p.causal != Causal::kBottomRight && p.scale == Scale::kPositive) {
+  if (standin() == Standin::kOff && p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive) {
     const int64_t choice =
-        stock_choice(call.q, call.k, call.v, 0.0, p.causal == Causal::kTopLeft, call.scale, p.Hq != p.Hkv);
+        stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if (choice == kChoiceFlash || !efficient_can_run(p)) {
@@ -141,7 +114,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 ForwardResult forward(const ForwardCall& call) {
   Facts facts = read_facts(call);
   Problem& p = facts.problem;
-  const DeviceFacts device = device_facts(facts.query.device_index);
+  const DeviceFacts device = device_facts(facts.operand[0].device_index);
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
     p.deterministic = grad && torch_symbols().deterministic();
@@ -163,14 +136,14 @@ BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
-  const DeviceFacts device = device_facts(facts.query.device_index);
+  const DeviceFacts device = device_facts(facts.operand[0].device_index);
   BackwardResult result;
   const bool fused = efficient_can_run(p);
   Mode mode = call.forward.mode;
   // No measured row is asked where the choice is between ours and math.
   if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
   const bool math = mode.backend() == Backend::kMath;
-  if (math || !our_backward(call, p, device, facts.query.device_index, mode, &result))
+  if (math || !our_backward(call, p, device, facts.operand[0].device_index, mode, &result))
     result = math || !fused ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();
@@ -190,15 +163,11 @@ Mode own_op_mode(int64_t baked) {
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
               mask = box::to_optional_tensor(stack[3]);
-  const ForwardCall call{q.get(),
-                         k.get(),
-                         v.get(),
-                         mask.get(),
-                         box::to<double>(stack[4]),
-                         box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone,
-                         box::to_optional_double(stack[7]),
-                         effective_mode(),
-                         wants_grad(q.get(), k.get(), v.get())};
+  const Causal causal = box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone;
+  const ForwardCall call{
+      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[7])},
+      effective_mode(),
+      wants_grad(q.get(), k.get(), v.get())};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -227,8 +196,9 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Mode mode{(box::to<int64_t>(stack[10]) >> kModeShift) & kModeMask};
   const bool has_mask = mask.defined();
   BackwardCall call{grad.get(),
-                    {q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr, box::to<double>(stack[12]),
-                     box::to<bool>(stack[13]) ? Causal::kTopLeft : Causal::kNone, scale, mode},
+                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr, box::to<double>(stack[12]),
+                      box::to<bool>(stack[13]) ? Causal::kTopLeft : Causal::kNone, scale},
+                     mode},
                     out.get(),
                     lse.get(),
                     seed.get(),
@@ -252,14 +222,10 @@ Owned placeholder(const ForwardCall& call, int32_t dtype) {
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
               mask = box::to_optional_tensor(stack[3]);
-  const ForwardCall call{q.get(),
-                         k.get(),
-                         v.get(),
-                         mask.get(),
-                         box::to<double>(stack[4]),
-                         static_cast<Causal>(box::to<int64_t>(stack[5])),
-                         box::to_optional_double(stack[6]),
-                         own_op_mode(box::to<int64_t>(stack[7]))};
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[5]));
+  const ForwardCall call{
+      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[6])},
+      own_op_mode(box::to<int64_t>(stack[7]))};
   ForwardResult result = forward(call);
   if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
@@ -278,14 +244,10 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
               v = box::to_tensor(stack[3]);
   const Owned mask = box::to_optional_tensor(stack[4]), out = box::to_tensor(stack[5]), lse = box::to_tensor(stack[6]);
   const Owned seed = box::to_tensor(stack[7]), offset = box::to_tensor(stack[8]);
-  const ForwardCall forward_call{q.get(),
-                                 k.get(),
-                                 v.get(),
-                                 mask.get(),
-                                 box::to<double>(stack[9]),
-                                 static_cast<Causal>(box::to<int64_t>(stack[10])),
-                                 box::to_optional_double(stack[11]),
-                                 own_op_mode(box::to<int64_t>(stack[12]))};
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[10]));
+  const ForwardCall forward_call{
+      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[9]), causal, box::to_optional_double(stack[11])},
+      own_op_mode(box::to<int64_t>(stack[12]))};
   const bool bias_grad = box::to<bool>(stack[13]) && mask.defined();
   BackwardCall call{
       grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};

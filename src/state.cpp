@@ -2,8 +2,12 @@
 // calls are in native.cpp.
 #include "flashplug.h"
 
+#include <algorithm>
 #include <array>
+#include <cstring>
+#include <iterator>
 #include <mutex>
+#include <stdexcept>
 
 #include "state.h"
 #include "torch_symbols.h"
@@ -28,6 +32,24 @@ int64_t exchange_thread_mode(int64_t word) {
 }
 
 int64_t current_thread_mode() { return thread_mode; }
+
+void Tables::add(KernelRow row) {
+  row.name = keep(row.name);
+  const bool hopper = row.arch == kHopper;
+  groups[row.kind][hopper][static_cast<int>(row.element)].push_back(static_cast<int>(kernels.size()));
+  taken[hopper] = std::max<int64_t>(taken[hopper], 0) | row.takes;
+  elements |= int64_t{1} << static_cast<int>(row.element);
+  kernels.push_back(row);
+}
+
+void Tables::add(const ArgumentRow& row) {
+  const auto name = std::find_if(std::begin(kSlotNames), std::end(kSlotNames),
+                                 [&row](const char* known) { return std::strcmp(known, row.name) == 0; });
+  if (name == std::end(kSlotNames))
+    throw std::runtime_error(std::string("torch_flashplug: launch.cpp has no argument named ") + row.name);
+  const auto slot = static_cast<Slot>(name - kSlotNames);
+  parameters[row.kind].push_back(Parameter{slot, row.rank, row.type, row.optional != 0});
+}
 
 Tables& tables() { return state().tables; }
 bool enabled() { return state().enabled.load(std::memory_order_relaxed); }
@@ -63,7 +85,7 @@ void note_plan(const char* where, const Problem& p, const DeviceFacts& device, M
   LogCallback callback = s.log_callback.load(std::memory_order_acquire);
   if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
   const std::string text =
-      std::string(where) + ": " + call_text(p) + " -> " + plan_json(plan, p, device, mode, s.tables);
+      std::string(where) + ": " + call_text(p, s.tables) + " -> " + plan_json(plan, p, device, mode, s.tables);
   {
     std::lock_guard<std::mutex> lock(s.told_mutex);
     if (s.told.size() >= kMostTold) s.told.clear();

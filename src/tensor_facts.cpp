@@ -1,11 +1,6 @@
 // Tensor facts through the stable C shims. Nothing here decides anything.
 #include "tensor_facts.h"
 
-#include "torch_symbols.h"
-
-#include <cmath>
-#include <limits>
-
 namespace flashplug {
 
 namespace {
@@ -15,6 +10,7 @@ DType to_dtype(int32_t shim) {
                        fp32 = aoti_torch_dtype_float32();
   return shim == bf16 ? DType::kBf16 : shim == fp16 ? DType::kFp16 : shim == fp32 ? DType::kFp32 : DType::kOther;
 }
+
 }  // namespace
 
 bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
@@ -40,12 +36,12 @@ bool read_shape(AtenTensorHandle tensor, Shape* shape) {
   return true;
 }
 
-Layout layout_of(const Shape& shape, int64_t address_bytes) {
+Layout layout_of(const Shape& shape, int64_t address_bytes, int64_t element_bytes) {
   uint64_t bits = static_cast<uint64_t>(address_bytes) | kUnitBytes;
   Layout layout;
   layout.odd_base = address_bytes % kUnitBytes != 0;
   for (int i = 0; i < 3; ++i) {
-    const int64_t bytes = shape.stride[i] * kElementBytes;
+    const int64_t bytes = shape.stride[i] * element_bytes;
     if (shape.size[i] > 1) bits |= static_cast<uint64_t>(bytes);
     layout.odd_ones |= shape.size[i] == 1 && bytes % kUnitBytes != 0;
     layout.broadcast |= shape.size[i] > 1 && bytes == 0;
@@ -53,34 +49,6 @@ Layout layout_of(const Shape& shape, int64_t address_bytes) {
   layout.align_bytes = static_cast<int>(bits & (~bits + 1));  // lowest set bit
   layout.last_stride = shape.size[3] > 1 ? shape.stride[3] : 1;
   return layout;
-}
-
-Scale scale_of(std::optional<double> scale) {
-  if (!scale) return Scale::kPositive;
-  constexpr double smallest = std::numeric_limits<float>::min(), largest = std::numeric_limits<float>::max();
-  if (!(std::abs(*scale) <= largest)) return Scale::kNotFinite;
-  return *scale >= smallest ? Scale::kPositive : *scale <= -smallest ? Scale::kNegative : Scale::kZero;
-}
-
-bool eligible_device(int32_t device_type) {
-  static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
-  return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
-}
-
-bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
-  const TorchSymbols& torch = torch_symbols();
-  return aoti_torch_grad_mode_is_enabled() &&
-         (torch.requires_grad(q) || torch.requires_grad(k) || torch.requires_grad(v));
-}
-
-void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p) {
-  p->B = q.size[0];
-  p->Hq = q.size[1];
-  p->Sq = q.size[2];
-  p->D = q.size[3];
-  p->Hkv = k.size[1];
-  p->Sk = k.size[2];
-  p->Dv = v.size[3];
 }
 
 }  // namespace flashplug

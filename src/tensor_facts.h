@@ -1,9 +1,30 @@
-// Reading a tensor's facts through the stable C shims: shared by the router and the ops.
+// Reading one tensor's facts through the stable C shims.
 #pragma once
 
-#include "flashplug.h"
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstdint>
 
 namespace flashplug {
+
+enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
+constexpr int kNumDTypes = 4;
+
+constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
+constexpr int64_t kElementBytes = 2;  // of the element types of kernels
+constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
+
+// How one operand lies in memory, as far as the kernels care, and stock's, whose faults some of this is (rescues).
+struct Layout {
+  int64_t last_stride = 1;
+  int align_bytes = 16;    // what the base address and every outer stride are multiples of, capped at 16
+  bool odd_base = false;   // the base address is no multiple of 16 bytes
+  bool odd_ones = false;   // the stride of a dim of size 1 is none: torch leaves any number there
+  bool broadcast = false;  // a dim of several entries has stride 0
+  bool operator==(const Layout&) const = default;
+};
+// Whether TMA and vectors can read it: rows of consecutive elements, all else on multiples of 16 bytes.
+inline bool whole_units(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
 
 // Facts that are safe to ask of any tensor, traced or not.
 struct TensorClass {
@@ -22,17 +43,7 @@ struct Shape {
 };
 bool read_shape(AtenTensorHandle tensor, Shape* shape);
 
-// Alignment of outer strides and of `address` or storage offset (both in bytes), for 16-bit elements; dims of size 1 do
-// not count.
-Layout layout_of(const Shape& shape, int64_t address_bytes);
-
-// As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
-Scale scale_of(std::optional<double> scale);
-
-bool eligible_device(int32_t device_type);
-bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v);  // with them, here and now
-
-// Fills sizes and layouts from three 4-D shapes; no checks.
-void fill_shapes(const Shape& q, const Shape& k, const Shape& v, Problem* p);
+// Alignment of outer strides and of `address` or storage offset (both in bytes); dims of size 1 do not count.
+Layout layout_of(const Shape& shape, int64_t address_bytes, int64_t element_bytes = kElementBytes);
 
 }  // namespace flashplug

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import native, rows, sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.testing import Case
 
@@ -18,6 +18,6 @@ def forced(num_splits: int, backend: str = "fa3") -> int:
 def planned(
     case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
 ) -> dict:
-    """The plan of a forced call; facts: of its operands (native.PROBLEM_FIELDS)."""
-    dtypes = {f"dtype_{operand}": native.DTYPE_IDS[case.dtype] for operand in "qkv"}
+    """The plan of a forced call; facts: of its operands (native.problem_facts())."""
+    dtypes = {f"dtype_{operand}": rows.DTYPE_IDS[case.dtype] for operand in "qkv"}
     return native.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

@@ -189,11 +189,12 @@ def print_rows(family: Family, trials: list[Trial], device: str) -> None:
     for trial in trials:
         lead = max(min(t.ms[s] for t in trials) / trial.ms[s] for s in trial.ms)
         if lead < CLOSE or COST_LENGTH not in trial.ms or family.mask != "full":
-            continue  # a cost is taken without a mask; the causal row has the same one
+            continue  # a cost is taken without a mask; causal has the same one
         m, n = trial.spec.tile_m, trial.spec.tile_n
         waves, blocks = -(-case.B * case.Hq * -(-case.Sq // m) // sms), -(-case.Sk // n)
         cost = round(trial.ms[COST_LENGTH] * 1e6 / (waves * (blocks + 1)))
-        row = f'KernelRow("fwd", 90, {family.d}, {family.dv}, "{family.mask}", {m}, {n}, {trial.spec.stages}, {cost}),'
+        tile = f"{m}, {n}, {trial.spec.stages}, {cost}" + (", last_tile=THIRDS" if m == 192 else "")
+        row = f'KernelRow("fwd", 90, {family.d}, {family.dv}, BOTH, {tile}),'
         print(f"    {row}  # {date.today()}, {device}, {trial.pack}: {lead:.3f} of the best tile at its best length")
 
 

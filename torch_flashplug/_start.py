@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from . import choices, configs, env, integrations, native, problem, rescues, tracing, up_calls
+from . import choices, configs, env, integrations, library, native, problem, rescues, tracing, up_calls
 from .spec import BACKENDS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -37,9 +37,9 @@ def _load_core() -> None:
     push_tables()
     native.set_process_backend(_process_backend())
     for pack in configs.PACKS:
-        native.load_pack(native.find_built(pack.file), pack.target)
+        native.load_pack(library.find_built(pack.file), pack.target)
     up_calls.set_compile(provide)
-    up_calls.set_trace(problem.may_be_ours)
+    up_calls.set_trace(problem.sizes_of_traced)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     up_calls.set_log(_plan_log.log, plans=plans)
 

@@ -1,4 +1,4 @@
-"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan.cpp); this file switches
+"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan/); this file switches
 them and words them.
 """
 

@@ -1,4 +1,4 @@
-"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan.cpp) reads these rows. The first match
+"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan/) reads these rows. The first match
 wins. A new measurement is a change of rows with its date, machine and ratio; no kernel is compiled for it.
 """
 
@@ -6,16 +6,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .spec import CLUSTER, KINDS
+from .spec import CLUSTER
 
-CHOICE_KINDS = (*KINDS, "grad", "mixgrad", "mixdecode", "odddims", "unaligned", "columns")
+# What operands look like to the kernel that takes them: D == Dv or not; or, to element-wise ones, by what no vector
+# fits: head dims that are no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are
+# apart. "vectors" in a row stands for the first two.
+OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
+# In which rows with gradients count tiles: the backward's, which has fewer where few query rows meet many keys.
+KEYS_OF_TILE = 128
 ANY = 1 << 40  # upper end of an open range
 SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of calls of few query rows (src/decode.cpp)."""
+    """What is asked of calls of few query rows (src/plan/decode.cpp)."""
 
     rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile;
     wide_rows: int  # up to here, where packing and splitting should take less time than the forward,
@@ -27,21 +32,25 @@ class Gate:
     combine_rate: float  # and partial results, written to memory and read: bytes per ns
     read_share: float  # of the memory's rate, which reading K and V comes to
     cluster: int = CLUSTER  # CTAs of one cluster at most
+    # Of the SMs, which clusters of so many CTAs may fill; 0: any number. Those above a pair are put beside each other
+    # on some SMs while others idle: threes keep three quarters of the SMs evenly busy, larger ones half.
+    cluster_share: tuple[float, ...] = (0, 0, 0, 0.75, *[0.5] * (CLUSTER - 3))
+    unknown_rate: float = 3352  # of a device that does not tell its memory's: an H100's, bytes per ns
+    measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
-    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). Of kind
-    "partbwd", and in every mode: in parts where ratio, fused time / time in parts, reaches that.
-    "grad": forward and backward together, both ours; "mixgrad", "mixdecode": that and decode where D != Dv. "odddims",
-    "unaligned", "columns": element-wise kernels, with the backward's where gradients are wanted, for head dims that are
-    no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are apart.
+    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). With
+    gradients: forward and backward together, both ours. Of kind "partbwd", and in every mode: in parts where ratio,
+    fused time / time in parts, reaches that.
     """
 
-    kind: str  # one of CHOICE_KINDS
+    kind: str  # of the kernel: "fwd" or "decode"; "partbwd"
+    operands: str  # one of OPERANDS, or "vectors"
     arch: int
     grad: bool
-    mask: str
+    mask: str  # exactly what its calls need: the tag of a set of features.py
     d_min: int
     d_max: int
     min_sq: int
@@ -58,6 +67,11 @@ class ChoiceRow:
     @property
     def serve(self) -> bool:
         return self.ratio >= SERVE_RATIO
+
+    @property
+    def keys_of_tile(self) -> int:
+        """0: tiles are the forward's."""
+        return KEYS_OF_TILE if self.grad and self.kind == "fwd" and self.operands in {"square", "mixed"} else 0
 
 
 # 2026-11-22, H100 and H200: fitted, with cost of the decode kernels' rows, to 1443 times of 101 calls on each
@@ -79,138 +93,138 @@ _MIN_SQ = 16
 # ratio is the lowest that the suite saw in the class (642 shapes in all without gradients).
 # fmt: off
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
-    #         kind  arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
-    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),
-    ChoiceRow("fwd", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _NO_GRAD),
-    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, tile_m=128),
-    ChoiceRow("fwd", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.049, _NO_GRAD),
-    ChoiceRow("fwd", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.000, _NO_GRAD),
-    ChoiceRow("fwd", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.030, _NO_GRAD),
-    ChoiceRow("fwd", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
-    ChoiceRow("fwd", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # bound by memory
-    ChoiceRow("fwd", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
+    #         kind  operands arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
+    ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),
+    ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _NO_GRAD),
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, tile_m=128),
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.049, _NO_GRAD),
+    ChoiceRow("fwd", "vectors", 90, False, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.000, _NO_GRAD),
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.030, _NO_GRAD),
+    ChoiceRow("fwd", "vectors", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # by memory
+    ChoiceRow("fwd", "vectors", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
     # Few query rows: 469 cells, groups of 1, 4, 16, 32, 64, and 98 of more than 64 rows that are packed. Ratios are
     # of K and V from memory, as between the layers of a model. Kernels of larger head dims fill up with zeros: where
     # keys are few, that is not what takes the time.
-    ChoiceRow("decode", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
-    ChoiceRow("mixdecode", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
-    ChoiceRow("decode", 90, False, "full", 33, 56, 1, ANY, 1, 1024, 0, 1.041, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.873, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.030, _DECODE),
-    ChoiceRow("decode", 90, False, "full", 65, 120, 1, ANY, 1, 1024, 0, 1.108, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 65, 120, 1, ANY, 1, ANY, 0, 0.902, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.995, _DECODE),
-    ChoiceRow("decode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.048, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 193, 248, 1, ANY, 1, 1024, 0, 1.193, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
-    ChoiceRow("decode", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
+    ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
+    ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
+    ChoiceRow("decode", "square", 90, False, "full", 33, 56, 1, ANY, 1, 1024, 0, 1.041, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.873, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.030, _DECODE),
+    ChoiceRow("decode", "square", 90, False, "full", 65, 120, 1, ANY, 1, 1024, 0, 1.108, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 65, 120, 1, ANY, 1, ANY, 0, 0.902, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.995, _DECODE),
+    ChoiceRow("decode", "square", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.048, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, 1024, 0, 1.193, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
     # D != Dv: (64, 128), (128, 64), (192, 128).
-    ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
-    ChoiceRow("mixdecode", 90, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.929, _DECODE, max_packed=16),
-    ChoiceRow("mixdecode", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
+    ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
+    ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 0.929, _DECODE, max_packed=16),
+    ChoiceRow("decode", "mixed", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     # Where Hopper's are slower than stock, on those for every GPU: cp.async reads what a row has, TMA whole boxes. Also
     # on an H200, whose ratio D 120 has here (H100 1.083), and where D 112 is not among them (0.897).
-    ChoiceRow("decode", 80, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 1.009, _DECODE, max_packed=16),
-    ChoiceRow("decode", 80, False, "full", 113, 120, 1, ANY, 1025, ANY, 0, 1.025, _DECODE, max_packed=16),
-    ChoiceRow("decode", 80, False, "full", 193, 248, 1, ANY, 1025, ANY, 0, 1.110, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 80, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 1.009, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 80, False, "full", 113, 120, 1, ANY, 1025, ANY, 0, 1.025, _DECODE, max_packed=16),
+    ChoiceRow("decode", "square", 80, False, "full", 193, 248, 1, ANY, 1025, ANY, 0, 1.110, _DECODE, max_packed=16),
     # What Hopper's kernels cannot read, on those for every GPU, element by element (396 cells, square): short ones,
     # where stock copies first, and all whose rows' elements are apart, where it goes to math.
-    ChoiceRow("columns", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
-    ChoiceRow("columns", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
-    ChoiceRow("columns", 80, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.23, _ODD),
-    ChoiceRow("columns", 80, False, "causal", 65, 128, 1, ANY, 1, ANY, 0, 2.70, _ODD),
-    ChoiceRow("columns", 80, False, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.66, _ODD),
-    ChoiceRow("columns", 80, False, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.96, _ODD),
-    ChoiceRow("columns", 80, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.77, _ODD),
-    ChoiceRow("columns", 80, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 3.97, _ODD),
-    ChoiceRow("columns", 80, True, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.14, _ODD),
-    ChoiceRow("columns", 80, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 3.16, _ODD),
-    ChoiceRow("columns", 80, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.57, _ODD),
-    ChoiceRow("columns", 80, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 2.02, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 1.16, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.34, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.36, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.57, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.69, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.08, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 3.96, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 129, 0.73, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 0, 2.80, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 65, 128, 1, 256, 1, 256, 0, 1.32, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 64, 1, 64, 0, 1.58, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 129, 0.63, _ODD),
-    ChoiceRow("odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 0, 1.07, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 64, 1, 64, 0, 1.57, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 129, 0.95, _ODD),
-    ChoiceRow("odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 0, 1.20, _ODD),
-    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 64, 1, 64, 0, 1.47, _ODD),
-    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 129, 0.22, _ODD),
-    ChoiceRow("unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 0.99, _ODD),
-    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 64, 1, 64, 0, 1.71, _ODD),
-    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 129, 0.56, _ODD),
-    ChoiceRow("unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.49, _ODD),
-    ChoiceRow("unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 129, 0.86, _ODD),
-    ChoiceRow("unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 1.43, _ODD),
-    ChoiceRow("unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 129, 0.92, _ODD),
-    ChoiceRow("unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 0, 1.42, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.23, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "causal", 65, 128, 1, ANY, 1, ANY, 0, 2.70, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.66, _ODD),
+    ChoiceRow("fwd", "columns", 80, False, "causal", 129, 256, 1, ANY, 1, ANY, 0, 1.96, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.77, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "causal", 1, 64, 1, ANY, 1, ANY, 0, 3.97, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.14, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "causal", 65, 128, 1, ANY, 1, ANY, 0, 3.16, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "full", 129, 256, 1, ANY, 1, ANY, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "columns", 80, True, "causal", 129, 256, 1, ANY, 1, ANY, 0, 2.02, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 1.16, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.34, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.36, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.69, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.08, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 3.96, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 129, 0.73, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 65, 128, 1, 256, 1, 256, 0, 2.80, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 65, 128, 1, 256, 1, 256, 0, 1.32, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 64, 1, 64, 0, 1.58, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 129, 0.63, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "full", 129, 256, 1, 256, 1, 256, 0, 1.07, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 64, 1, 64, 0, 1.57, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 129, 0.95, _ODD),
+    ChoiceRow("fwd", "odddims", 80, False, "causal", 129, 256, 1, 256, 1, 256, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 64, 1, 64, 0, 1.47, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 129, 0.22, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "full", 1, 64, 1, 256, 1, 256, 0, 0.99, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "causal", 1, 64, 1, 64, 1, 64, 0, 1.71, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 129, 0.56, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "causal", 1, 64, 1, 256, 1, 256, 0, 1.49, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 129, 0.86, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 1.43, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 129, 0.92, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 0, 1.42, _ODD),
     # The same with both directions ours.
-    ChoiceRow("odddims", 80, True, "full", 1, 64, 1, 256, 1, 256, 0, 2.72, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 513, 0.51, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.60, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 2.57, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.72, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.55, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.20, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 513, 0.62, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.00, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.60, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 513, 0.82, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 0, 1.06, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 129, 256, 1, 64, 1, 64, 0, 1.19, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 129, 0.44, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 129, 256, 1, 256, 1, 256, 0, 1.84, _ODD),
-    ChoiceRow("odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 0, 1.29, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 129, 256, 1, 64, 1, 64, 0, 1.79, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 129, 0.53, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 129, 256, 1, 256, 1, 256, 0, 2.74, _ODD),
-    ChoiceRow("odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 0, 1.19, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 1, 64, 1, 64, 1, 64, 0, 1.20, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.31, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.20, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.15, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 129, 0.39, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.22, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 65, 128, 1, 64, 1, 64, 0, 1.26, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 129, 0.24, _ODD),
-    ChoiceRow("unaligned", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.08, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 64, 1, 64, 0, 1.18, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 129, 0.53, _ODD),
-    ChoiceRow("unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.25, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 256, 1, 256, 0, 2.72, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 513, 0.51, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.60, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 2.57, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 513, 0.72, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.55, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 513, 0.62, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.00, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.60, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 513, 0.82, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 65, 128, 1, 1024, 1, 1024, 0, 1.06, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 64, 1, 64, 0, 1.19, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 129, 0.44, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 256, 1, 256, 0, 1.84, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "full", 129, 256, 1, 1024, 1, 1024, 0, 1.29, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 64, 1, 64, 0, 1.79, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 129, 0.53, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 256, 1, 256, 0, 2.74, _ODD),
+    ChoiceRow("fwd", "odddims", 80, True, "causal", 129, 256, 1, 1024, 1, 1024, 0, 1.19, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 64, 1, 64, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 129, 0.31, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.20, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.15, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 129, 0.39, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 1, 64, 1, 1024, 1, 1024, 0, 1.22, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 65, 128, 1, 64, 1, 64, 0, 1.26, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 129, 0.24, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 1.08, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 64, 1, 64, 0, 1.18, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 129, 0.53, _ODD),
+    ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.25, _ODD),
     # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
-    ChoiceRow("partbwd", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
-    ChoiceRow("partbwd", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
-    ChoiceRow("partbwd", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
+    ChoiceRow("partbwd", "vectors", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
+    ChoiceRow("partbwd", "vectors", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
+    ChoiceRow("partbwd", "vectors", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
     # Gradients: forward and backward, both ours: 280 shapes up to 128, 168 of head dims without a kernel of their own
     # (but for one disturbed cell, tools/results/LOG.md), 278 above and with D != Dv. Tiles are blocks of 128 keys. Few
     # steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
-    ChoiceRow("grad", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
-    ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
-    ChoiceRow("grad", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
-    ChoiceRow("grad", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
-    ChoiceRow("grad", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
-    ChoiceRow("grad", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
-    ChoiceRow("grad", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
-    ChoiceRow("grad", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
-    ChoiceRow("grad", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
-    ChoiceRow("grad", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
-    ChoiceRow("grad", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
-    ChoiceRow("grad", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
+    ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
+    ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
-    ChoiceRow("mixgrad", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
-    ChoiceRow("mixgrad", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
-    ChoiceRow("mixgrad", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
-    ChoiceRow("mixgrad", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
-    ChoiceRow("mixgrad", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
-    ChoiceRow("mixgrad", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
+    ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
 )
 # fmt: on

@@ -1,4 +1,4 @@
-"""The table of kernels. Data only; the dispatcher (src/plan.cpp) reads these rows, and adds its estimate of a launch's
+"""The table of kernels. Data only; the dispatcher (src/plan/) reads these rows, and adds its estimate of a launch's
 time. Which calls auto mode gives to them is in choices.py.
 
 The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). A retune
@@ -10,27 +10,78 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .spec import DTYPES, TARGETS, KernelSpec
+from .spec import CLUSTER, DTYPES, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, TARGETS, KernelSpec
+
+FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
+BOTH = FULL + CAUSAL
+# Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
+# themselves (by the costs of 64, 128 and 192 rows).
+THIRDS = 0.35
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """A kernel in every dtype, and the calls whose shapes it fits."""
+    """A kernel in every dtype and with each of these sets of features, and the calls whose shapes it fits. What else
+    C++ asks of a row (struct KernelRow in src/tables.h) are properties.
+    """
 
     kind: str
     arch: int
     d_max: int
     dv_max: int
-    mask: str
+    features: tuple[str, ...]
     tile_m: int
     tile_n: int
     stages: int
     cost: int = 1000  # ns of one KV block of one tile on one SM
     elementwise: bool = False
+    last_tile: float = 1.0  # what the least of a head's last tiles costs, of a full one's time
+    dkdv_alone: bool = True  # in parts: dK and dV alone take less time than the fused kernel
 
-    def spec(self, dtype: str) -> KernelSpec:
-        head = (self.d_max, self.dv_max, self.mask)
-        return KernelSpec(self.kind, self.arch, dtype, *head, self.tile_m, self.tile_n, self.stages, self.elementwise)
+    def specs(self) -> list[KernelSpec]:
+        head, tile = (self.d_max, self.dv_max), (self.tile_m, self.tile_n, self.stages)
+        return [
+            KernelSpec(self.kind, self.arch, dtype, *head, tag, *tile, self.elementwise)
+            for tag in self.features
+            for dtype in DTYPES
+        ]
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.arch == 90
+
+    @property
+    def sector_columns(self) -> int:
+        """32 bytes, which L2 hands out at once: where rows start inside a sector, every box that TMA fetches touches
+        one more. 1: no boxes.
+        """
+        return 16 if self.is_hopper else 1
+
+    @property
+    def whole_sectors(self) -> bool:
+        """TMA fetches a tile in boxes of 128, 64 or 32 bytes a row, whichever divides its head dim; narrow ones are for
+        rows that start with a sector: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in tiles of 128. Boxes of 64
+        bytes do no harm where 192 query rows share the keys.
+        """
+        shared = self.d_max % 32 == 0 and self.tile_m == 3 * ROWS_PER_WARPGROUP
+        return self.is_hopper and self.d_max % 64 != 0 and not shared
+
+    @property
+    def group_rows(self) -> int:
+        return ROWS_PER_WARPGROUP
+
+    @property
+    def max_cluster(self) -> int:
+        return CLUSTER if self.is_hopper else 1
+
+    @property
+    def peers_at_once(self) -> int:
+        return PEERS_AT_ONCE
+
+    @property
+    def counters(self) -> int:
+        """Of a block of rows of a backward's scratch; 0: none is needed."""
+        return SCRATCH_UNITS if self.kind in {"bwd", "detbwd"} else 0
 
 
 # Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
@@ -43,147 +94,86 @@ class KernelRow:
 # few calls. Two CTAs an SM hide more than a deeper ring of one: of 22 tiles these were the fastest from memory.
 # fmt: off
 KERNEL_ROWS = (
-    #         kind  arch d_max dv_max mask tile_m tile_n stages cost
-    KernelRow("fwd", 90, 64, 64, "full", 192, 128, 2, 1532),
-    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2, 1220),
-    KernelRow("fwd", 90, 64, 64, "full", 64, 128, 2, 811),
-    KernelRow("fwd", 90, 64, 64, "causal", 192, 128, 2, 1532),
-    KernelRow("fwd", 90, 64, 64, "causal", 128, 128, 2, 1220),
-    KernelRow("fwd", 90, 64, 64, "causal", 64, 128, 2, 811),
-    KernelRow("fwd", 90, 80, 80, "full", 192, 112, 2, 1583),
-    KernelRow("fwd", 90, 80, 80, "full", 128, 128, 2, 1351),
-    KernelRow("fwd", 90, 80, 80, "full", 64, 128, 2, 985),
-    KernelRow("fwd", 90, 80, 80, "causal", 192, 112, 2, 1583),
-    KernelRow("fwd", 90, 80, 80, "causal", 128, 128, 2, 1351),
-    KernelRow("fwd", 90, 80, 80, "causal", 64, 128, 2, 985),
-    KernelRow("fwd", 90, 96, 96, "full", 192, 112, 2, 1753),
-    KernelRow("fwd", 90, 96, 96, "full", 128, 128, 2, 1459),
-    KernelRow("fwd", 90, 96, 96, "full", 64, 128, 2, 1093),
-    KernelRow("fwd", 90, 96, 96, "causal", 192, 112, 2, 1753),
-    KernelRow("fwd", 90, 96, 96, "causal", 128, 128, 2, 1459),
-    KernelRow("fwd", 90, 96, 96, "causal", 64, 128, 2, 1093),
-    KernelRow("fwd", 90, 128, 64, "full", 128, 128, 2, 1450),
-    KernelRow("fwd", 90, 128, 64, "full", 64, 128, 2, 1090),
-    KernelRow("fwd", 90, 128, 64, "causal", 128, 128, 2, 1450),
-    KernelRow("fwd", 90, 128, 64, "causal", 64, 128, 2, 1090),
-    KernelRow("fwd", 90, 64, 128, "full", 128, 128, 2, 1450),
-    KernelRow("fwd", 90, 64, 128, "full", 64, 128, 2, 1090),
-    KernelRow("fwd", 90, 64, 128, "causal", 128, 128, 2, 1450),
-    KernelRow("fwd", 90, 64, 128, "causal", 64, 128, 2, 1090),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2, 1656),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 176, 2, 2190),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 160, 2, 2018),
-    KernelRow("fwd", 90, 128, 128, "full", 64, 128, 2, 1249),
-    KernelRow("fwd", 90, 128, 128, "causal", 128, 128, 2, 1656),
-    KernelRow("fwd", 90, 128, 128, "causal", 128, 160, 2, 1997),
-    KernelRow("fwd", 90, 128, 128, "causal", 64, 128, 2, 1249),
-    KernelRow("fwd", 90, 160, 160, "full", 128, 128, 2, 1968),
-    KernelRow("fwd", 90, 160, 160, "full", 64, 112, 2, 1300),
-    KernelRow("fwd", 90, 160, 160, "causal", 128, 128, 2, 1968),
-    KernelRow("fwd", 90, 160, 160, "causal", 64, 112, 2, 1300),
-    KernelRow("fwd", 90, 192, 128, "full", 128, 128, 2, 1890),
-    KernelRow("fwd", 90, 192, 128, "full", 64, 112, 2, 1300),
-    KernelRow("fwd", 90, 192, 128, "causal", 128, 128, 2, 1890),
-    KernelRow("fwd", 90, 192, 128, "causal", 64, 112, 2, 1300),
-    KernelRow("fwd", 90, 192, 192, "full", 128, 112, 2, 1953),
-    KernelRow("fwd", 90, 192, 192, "full", 128, 80, 2, 1467),
-    KernelRow("fwd", 90, 192, 192, "full", 64, 96, 2, 1270),
-    KernelRow("fwd", 90, 192, 192, "causal", 128, 112, 2, 1953),
-    KernelRow("fwd", 90, 192, 192, "causal", 128, 80, 2, 1467),
-    KernelRow("fwd", 90, 192, 192, "causal", 64, 96, 2, 1270),
-    KernelRow("fwd", 90, 256, 256, "full", 128, 80, 2, 1836),
-    KernelRow("fwd", 90, 256, 256, "full", 128, 64, 2, 1540),
-    KernelRow("fwd", 90, 256, 256, "full", 64, 80, 2, 1280),
-    KernelRow("fwd", 90, 256, 256, "causal", 128, 80, 2, 1836),
-    KernelRow("fwd", 90, 256, 256, "causal", 128, 64, 2, 1540),
-    KernelRow("fwd", 90, 256, 256, "causal", 64, 80, 2, 1280),
-    KernelRow("bwd", 90, 64, 64, "full", 64, 128, 4),
-    KernelRow("bwd", 90, 64, 64, "causal", 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, "full", 64, 128, 2),
-    KernelRow("bwd", 90, 128, 128, "causal", 64, 128, 2),
-    KernelRow("detbwd", 90, 64, 64, "full", 64, 128, 4),
-    KernelRow("detbwd", 90, 64, 64, "causal", 64, 128, 4),
-    KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
-    KernelRow("detbwd", 90, 128, 128, "causal", 64, 128, 2),
-    KernelRow("decode", 90, 64, 64, "full", 64, 64, 4, 300),
-    KernelRow("decode", 90, 64, 64, "full", 128, 128, 4, 400),
-    KernelRow("decode", 90, 128, 128, "full", 64, 64, 3, 500),
-    KernelRow("decode", 90, 128, 128, "full", 128, 96, 4, 1250),
-    KernelRow("decode", 90, 192, 128, "full", 64, 64, 4, 1500),
-    KernelRow("decode", 90, 192, 192, "full", 64, 64, 4, 1500),
-    KernelRow("decode", 90, 256, 256, "full", 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, "full", 64, 64, 4),
-    KernelRow("partbwd", 90, 64, 64, "causal", 64, 64, 4),
-    KernelRow("partbwd", 90, 128, 128, "full", 64, 64, 2),
-    KernelRow("partbwd", 90, 128, 128, "causal", 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 128, "full", 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 128, "causal", 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 192, "full", 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 192, "causal", 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, "full", 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, "causal", 64, 64, 2),
-    KernelRow("decode", 80, 64, 64, "full", 16, 64, 3, 280),
-    KernelRow("decode", 80, 64, 64, "full", 64, 128, 2, 920),
-    KernelRow("decode", 80, 128, 128, "full", 16, 128, 1, 850),
-    KernelRow("decode", 80, 128, 128, "full", 64, 64, 2, 800),
-    KernelRow("decode", 80, 256, 256, "full", 16, 64, 1, 1450),
-    KernelRow("decode", 80, 256, 256, "full", 64, 64, 1, 1500),
-    KernelRow("fwd", 80, 32, 32, "full", 64, 128, 1, 390),
-    KernelRow("fwd", 80, 32, 32, "causal", 64, 128, 1, 390),
-    KernelRow("fwd", 80, 64, 64, "full", 128, 96, 1, 1268),
-    KernelRow("fwd", 80, 64, 64, "full", 128, 112, 1, 1475),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 96, 1, 690),
-    KernelRow("fwd", 80, 64, 64, "causal", 128, 96, 1, 1268),
-    KernelRow("fwd", 80, 64, 64, "causal", 128, 64, 1, 889),
-    KernelRow("fwd", 80, 64, 64, "causal", 64, 96, 1, 690),
-    KernelRow("fwd", 80, 96, 96, "full", 128, 64, 1, 1192),
-    KernelRow("fwd", 80, 96, 96, "full", 64, 64, 1, 696),
-    KernelRow("fwd", 80, 96, 96, "causal", 128, 64, 1, 1192),
-    KernelRow("fwd", 80, 96, 96, "causal", 64, 64, 1, 696),
-    KernelRow("fwd", 80, 128, 128, "full", 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, "full", 64, 64, 1, 841),
-    KernelRow("fwd", 80, 128, 128, "causal", 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, "causal", 64, 64, 1, 841),
-    KernelRow("fwd", 80, 192, 128, "full", 64, 64, 1, 990),
-    KernelRow("fwd", 80, 192, 128, "causal", 64, 64, 1, 990),
-    KernelRow("fwd", 80, 192, 192, "full", 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 192, 192, "causal", 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, "full", 64, 64, 1, 1670),
-    KernelRow("fwd", 80, 256, 256, "causal", 64, 64, 1, 1670),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
-    KernelRow("fwd", 80, 64, 64, "causal", 64, 64, 1, elementwise=True),
-    KernelRow("fwd", 80, 128, 128, "full", 64, 64, 1, elementwise=True),
-    KernelRow("fwd", 80, 128, 128, "causal", 64, 64, 1, elementwise=True),
-    KernelRow("fwd", 80, 256, 256, "full", 64, 64, 1, elementwise=True),
-    KernelRow("fwd", 80, 256, 256, "causal", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 64, 64, "full", 64, 128, 2),
-    KernelRow("bwd", 80, 64, 64, "causal", 64, 128, 2),
-    KernelRow("bwd", 80, 96, 96, "full", 64, 128, 2),
-    KernelRow("bwd", 80, 96, 96, "causal", 64, 128, 2),
-    KernelRow("bwd", 80, 128, 128, "full", 64, 128, 2),
-    KernelRow("bwd", 80, 128, 128, "causal", 64, 128, 2),
-    KernelRow("bwd", 80, 192, 128, "full", 64, 64, 1),
-    KernelRow("bwd", 80, 192, 128, "causal", 64, 64, 1),
-    KernelRow("bwd", 80, 192, 192, "full", 64, 64, 1),
-    KernelRow("bwd", 80, 192, 192, "causal", 64, 64, 1),
-    KernelRow("bwd", 80, 256, 256, "full", 64, 64, 1),
-    KernelRow("bwd", 80, 256, 256, "causal", 64, 64, 1),
-    KernelRow("detbwd", 80, 64, 64, "full", 64, 128, 2),
-    KernelRow("detbwd", 80, 64, 64, "causal", 64, 128, 2),
-    KernelRow("detbwd", 80, 128, 128, "full", 64, 128, 2),
-    KernelRow("detbwd", 80, 128, 128, "causal", 64, 128, 2),
-    KernelRow("detbwd", 80, 192, 128, "full", 64, 64, 1),
-    KernelRow("detbwd", 80, 192, 128, "causal", 64, 64, 1),
-    KernelRow("detbwd", 80, 192, 192, "full", 64, 64, 1),
-    KernelRow("detbwd", 80, 192, 192, "causal", 64, 64, 1),
-    KernelRow("detbwd", 80, 256, 256, "full", 64, 64, 1),
-    KernelRow("detbwd", 80, 256, 256, "causal", 64, 64, 1),
-    KernelRow("bwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 64, 64, "causal", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 128, 128, "full", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 128, 128, "causal", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 256, 256, "full", 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 256, 256, "causal", 64, 64, 1, elementwise=True),
+    #         kind  arch d_max dv_max features tile_m tile_n stages cost
+    KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=THIRDS),
+    KernelRow("fwd", 90, 64, 64, BOTH, 128, 128, 2, 1220),
+    KernelRow("fwd", 90, 64, 64, BOTH, 64, 128, 2, 811),
+    KernelRow("fwd", 90, 80, 80, BOTH, 192, 112, 2, 1583, last_tile=THIRDS),
+    KernelRow("fwd", 90, 80, 80, BOTH, 128, 128, 2, 1351),
+    KernelRow("fwd", 90, 80, 80, BOTH, 64, 128, 2, 985),
+    KernelRow("fwd", 90, 96, 96, BOTH, 192, 112, 2, 1753, last_tile=THIRDS),
+    KernelRow("fwd", 90, 96, 96, BOTH, 128, 128, 2, 1459),
+    KernelRow("fwd", 90, 96, 96, BOTH, 64, 128, 2, 1093),
+    KernelRow("fwd", 90, 128, 64, BOTH, 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 128, 64, BOTH, 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 64, 128, BOTH, 128, 128, 2, 1450),
+    KernelRow("fwd", 90, 64, 128, BOTH, 64, 128, 2, 1090),
+    KernelRow("fwd", 90, 128, 128, BOTH, 128, 128, 2, 1656),
+    KernelRow("fwd", 90, 128, 128, FULL, 128, 176, 2, 2190),
+    KernelRow("fwd", 90, 128, 128, FULL, 128, 160, 2, 2018),
+    KernelRow("fwd", 90, 128, 128, CAUSAL, 128, 160, 2, 1997),
+    KernelRow("fwd", 90, 128, 128, BOTH, 64, 128, 2, 1249),
+    KernelRow("fwd", 90, 160, 160, BOTH, 128, 128, 2, 1968),
+    KernelRow("fwd", 90, 160, 160, BOTH, 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 192, 128, BOTH, 128, 128, 2, 1890),
+    KernelRow("fwd", 90, 192, 128, BOTH, 64, 112, 2, 1300),
+    KernelRow("fwd", 90, 192, 192, BOTH, 128, 112, 2, 1953),
+    KernelRow("fwd", 90, 192, 192, BOTH, 128, 80, 2, 1467),
+    KernelRow("fwd", 90, 192, 192, BOTH, 64, 96, 2, 1270),
+    KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
+    KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
+    KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
+    KernelRow("bwd", 90, 64, 64, BOTH, 64, 128, 4),
+    KernelRow("bwd", 90, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("detbwd", 90, 64, 64, BOTH, 64, 128, 4),
+    KernelRow("detbwd", 90, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("decode", 90, 64, 64, FULL, 64, 64, 4, 300),
+    KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
+    KernelRow("decode", 90, 128, 128, FULL, 64, 64, 3, 500),
+    KernelRow("decode", 90, 128, 128, FULL, 128, 96, 4, 1250),
+    KernelRow("decode", 90, 192, 128, FULL, 64, 64, 4, 1500),
+    KernelRow("decode", 90, 192, 192, FULL, 64, 64, 4, 1500),
+    KernelRow("decode", 90, 256, 256, FULL, 64, 64, 3, 1250),
+    KernelRow("partbwd", 90, 64, 64, BOTH, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 128, 128, BOTH, 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH, 64, 64, 2),
+    KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),
+    KernelRow("decode", 80, 64, 64, FULL, 64, 128, 2, 920),
+    KernelRow("decode", 80, 128, 128, FULL, 16, 128, 1, 850),
+    KernelRow("decode", 80, 128, 128, FULL, 64, 64, 2, 800),
+    KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
+    KernelRow("decode", 80, 256, 256, FULL, 64, 64, 1, 1500),
+    KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
+    KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
+    KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
+    KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
+    KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
+    KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
+    KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
+    KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
+    KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
+    KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
+    KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
+    KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
+    KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),
+    KernelRow("detbwd", 80, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("detbwd", 80, 192, 128, BOTH, 64, 64, 1),
+    KernelRow("detbwd", 80, 192, 192, BOTH, 64, 64, 1),
+    KernelRow("detbwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
 )
 
 # fmt: on
@@ -221,4 +211,4 @@ PACKS = (
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:
     """Every kernel that is written for one architecture, or of these kinds alone."""
     rows = [row for row in KERNEL_ROWS if row.arch == arch and (not kinds or row.kind in kinds)]
-    return list(dict.fromkeys(row.spec(dtype) for row in rows for dtype in DTYPES))
+    return list(dict.fromkeys(spec for row in rows for spec in row.specs()))

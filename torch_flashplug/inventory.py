@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, cache, env, native
+from . import __version__, cache, env, library, native
 
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "cuda-bindings")
 _KERNEL_SYMBOL = re.compile(rb"__tvm_ffi_([a-z]+_sm\d+_\w+)\x00")
@@ -70,8 +70,8 @@ def _devices() -> list[dict[str, object]]:
 def _packs() -> list[dict[str, object]]:
     """Each kernel pack in force, with the kernels whose symbols it holds."""
     packs = []
-    names = {path.name for place in native.built_files() for path in place.glob("flashplug_sm*.so")}
-    for path in filter(None, map(native.find_built, sorted(names))):
+    names = {path.name for place in library.built_files() for path in place.glob("flashplug_sm*.so")}
+    for path in filter(None, map(library.find_built, sorted(names))):
         kernels = sorted({match.decode() for match in _KERNEL_SYMBOL.findall(path.read_bytes())})
         packs.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
     return packs

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import native
+
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
 _SETTINGS = "float dropout_p, int causal_mode, float? scale, int mode"
@@ -153,14 +155,10 @@ def check_arguments(a: ForwardArgs) -> None:
     )
     torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
     torch._check(
-        k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
-        lambda: f"shapes do not fit: query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}",
-    )
-    heads, kv_heads = q.shape[1], k.shape[1]
-    torch._check(
-        heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
+        native.shapes_fit((q.shape, k.shape, v.shape), enable_gqa=True),
         lambda: (
-            f"Number of heads in key and value must divide the number of heads in query; got {kv_heads} and {heads}"
+            f"shapes do not fit: query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}; heads of "
+            "key and value must divide those of query, all else be the same"
         ),
     )
     torch._check(

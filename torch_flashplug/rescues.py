@@ -1,5 +1,5 @@
 """Calls that stock torch is known to crash on, refuse or get wrong, as data with the evidence: auto mode takes them
-wherever our kernels can run, whatever the speed. The dispatcher (src/plan.cpp) asks these rows before any choice row.
+wherever our kernels can run, whatever the speed. The dispatcher (src/plan/) asks these rows before any choice row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one compiled kernel is, and whether the hardware can hold it.
 
-Owns the vocabulary (backends, dtypes, masks), the name that identifies a kernel everywhere (pack symbol, cache key,
-log line) and the budgets that make a tile legal. Imports nothing but the standard library: the dispatcher's table, the
+Owns the vocabulary (backends, kinds, dtypes), the name that identifies a kernel everywhere (pack symbol, cache key,
+log line) and the budgets that make a tile legal. Imports only features.py: the dispatcher's table, the
 compiler, the tuner and the tests all build on it.
 """
 
@@ -10,13 +10,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from . import features
+
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
-DTYPES = ("bf16", "fp16")
-MASKS = ("full", "causal")
+MASKS = tuple(features.TAGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """What kernels are made of."""
+
+    bytes: int
+    dlpack: int  # DLDataTypeCode
+
+
+ELEMENTS = {"bf16": Element(2, dlpack=4), "fp16": Element(2, dlpack=2)}
+DTYPES = tuple(ELEMENTS)
 
 # What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
 # every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
@@ -28,6 +41,8 @@ SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by arc
 SMEM_RESERVED = 1024  # of every CTA beside that
 L2_BYTES = {90: 50 << 20}
 MAX_REGISTERS = 255  # of a thread
+SCRATCH_UNITS = 8  # of a block of rows of a backward's scratch (UNITS of kernels/parts/scratch.py)
+PEERS_AT_ONCE = 4  # of a cluster, whose results a decode reads at the same time (AT_ONCE of kernels/parts/combine.py)
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
@@ -67,7 +82,7 @@ class KernelSpec:
     dtype: str  # one of DTYPES
     d: int  # head dim of Q and K that the tile holds; smaller ones are filled up with zeros
     dv: int  # head dim of V and O, likewise
-    mask: str  # one of MASKS
+    mask: str  # one of MASKS: the tag of its features
     tile_m: int  # query rows: of a CTA (fwd), of one step (bwd)
     tile_n: int  # keys: of one step (fwd), of a CTA (bwd)
     stages: int  # steps in flight in shared memory
@@ -95,6 +110,10 @@ class KernelSpec:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
         kind, arch, dtype, d, dv, mask, *tile, elements = match.groups()
         return KernelSpec(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
+
+    @property
+    def features(self) -> features.Features:
+        return features.TAGS[self.mask]
 
     @property
     def is_backward(self) -> bool:
@@ -338,6 +357,5 @@ class AmpereSpec(KernelSpec):
 
 
 _FAMILIES = {80: AmpereSpec, 90: HopperSpec}
-_NAME = re.compile(
-    rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({'|'.join(MASKS)})_m(\d+)n(\d+)s(\d+)(e?)"
-)
+_TAGS = "|".join(map(re.escape, MASKS))
+_NAME = re.compile(rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({_TAGS})_m(\d+)n(\d+)s(\d+)(e?)")

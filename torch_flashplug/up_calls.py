@@ -6,16 +6,16 @@ No exception may cross C: each up-call turns it into an answer.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from . import native
+from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
-_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.c_int)
+_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.POINTER(ctypes.c_int64 * 12))
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
 _keep: dict[str, object] = {}  # callbacks that C holds
@@ -28,7 +28,7 @@ def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
     text that says why not; what it raises becomes such a text.
     """
     if provide is None:
-        native.lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
+        lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
         return
 
     def up_call(name: bytes, cc: int, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
@@ -44,32 +44,43 @@ def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
         return 1
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
-    native.lib().flashplug_set_compile_callback(_keep["compile"])
+    lib().flashplug_set_compile_callback(_keep["compile"])
 
 
-def set_trace(agrees: Callable[[object, object, object, bool], bool]) -> None:
-    """The up-call for operands that Python dispatches: agrees(query, key, value, enable_gqa) says whether the call may
-    be ours. Stock serves it where it raises. Without effect where this torch lacks the symbol that finds the objects.
+_STOCKS, _SIZED, _SIZES_LATER = range(3)  # enum class Traced of src/flashplug.h
+
+
+def set_trace(sizes_of: Callable[[object, object, object], Sequence[Sequence[int | None]] | None]) -> None:
+    """The up-call for operands that Python dispatches: sizes_of(query, key, value) says their sizes, as far as they are
+    known, or None: stock serves the call, as where it raises. Without effect where this torch lacks the symbol that
+    finds the objects.
     """
-    address = native.lib().flashplug_wrap_function()
+    address = lib().flashplug_wrap_function()
     if not address:
         return
     wrap = _WRAP_TYPE(address)
 
-    def up_call(q: int, k: int, v: int, enable_gqa: int) -> int:
+    def up_call(q: int, k: int, v: int, out: ctypes._Pointer) -> int:
         try:
-            return int(agrees(wrap(q), wrap(k), wrap(v), bool(enable_gqa)))
+            sizes = sizes_of(wrap(q), wrap(k), wrap(v))
         except Exception:
-            return 0
+            return _STOCKS
+        if sizes is None:
+            return _STOCKS
+        flat = [size for operand in sizes for size in operand]
+        if None in flat:
+            return _SIZES_LATER
+        out.contents[:] = flat
+        return _SIZED
 
     _keep["trace"] = _TRACE_TYPE(up_call)
-    native.lib().flashplug_set_trace_callback(_keep["trace"])
+    lib().flashplug_set_trace_callback(_keep["trace"])
 
 
 def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
     """write(level, text) for warnings and, with plans, once for each new decision (debug)."""
     if write is None:
-        native.lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)
+        lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)
         return
 
     def up_call(level: int, text: bytes) -> None:
@@ -79,4 +90,4 @@ def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> No
             return
 
     _keep["log"] = _LOG_TYPE(up_call)
-    native.lib().flashplug_set_log_callback(_keep["log"], int(plans))
+    lib().flashplug_set_log_callback(_keep["log"], int(plans))

@@ -18,7 +18,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
+from torch_flashplug import configs, library, native
 from torch_flashplug.spec import BACKENDS, DTYPES, KernelSpec
 from torch_flashplug.testing import (
     CASES,
@@ -114,7 +114,7 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("spec", configs.specs(90, "fwd") + configs.specs(80, "fwd"), ids=lambda spec: spec.name())
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
-    pack = native.find_built(next(p.file for p in configs.PACKS if p.target == "sm_90a" and spec in p.specs()))
+    pack = library.find_built(next(p.file for p in configs.PACKS if p.target == "sm_90a" and spec in p.specs()))
     for (sq, sk), less in itertools.product(tile_edges(spec), (0, 5 if spec.elementwise else 8)):
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
         case = new_case(f"{spec.name()} {sq}x{sk}", (2, 4, 2), (sq, sk), dims, spec.mask, dtype=spec.dtype)

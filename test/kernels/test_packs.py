@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import choices, configs, native
+from torch_flashplug import choices, configs, library
 from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def table_of(report: Path) -> dict[str, dict]:
 
 def built(pack: configs.Pack) -> Path:
     """Of this build: packs are not compiled a second time."""
-    path = native.find_built(pack.file)
+    path = library.find_built(pack.file)
     assert path is not None, f"{pack.file} was not built; run ./tools/dev build"
     return path
 

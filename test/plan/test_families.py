@@ -32,27 +32,27 @@ REFUSED = {
     "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
     "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
     "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
-    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5, has_mask=1),
+    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5, mask=1),
 }
 # A table of its own: vectors up to 128 in two sizes, elements up to 64; and all backwards.
 FORWARDS = (
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1),
-    KernelRow("fwd", 80, 128, 128, "full", 128, 64, 1),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, 4000, elementwise=True),
+    KernelRow("fwd", 90, 128, 128, ("full",), 128, 128, 2),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1),
+    KernelRow("fwd", 80, 128, 128, ("full",), 128, 64, 1),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1, 4000, elementwise=True),
 )
 HOPPER_BACKWARDS = (
-    KernelRow("bwd", 90, 128, 128, "full", 64, 128, 2),
-    KernelRow("detbwd", 90, 128, 128, "full", 64, 128, 2),
+    KernelRow("bwd", 90, 128, 128, ("full",), 64, 128, 2),
+    KernelRow("detbwd", 90, 128, 128, ("full",), 64, 128, 2),
 )
 AMPERE_BACKWARDS = (
-    KernelRow("bwd", 80, 128, 128, "full", 64, 64, 1),
-    KernelRow("bwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
+    KernelRow("bwd", 80, 128, 128, ("full",), 64, 64, 1),
+    KernelRow("bwd", 80, 64, 64, ("full",), 64, 64, 1, elementwise=True),
 )
 
 
-def served(kind: str, grad: bool = False) -> ChoiceRow:
-    return ChoiceRow(kind, 80, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
+def served(operands: str, grad: bool = False) -> ChoiceRow:
+    return ChoiceRow("fwd", operands, 80, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
@@ -244,13 +244,13 @@ def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
     push(FORWARDS)
     problem, forced = CALLS["decode_1x8k_d128_gqa4"], FA2 | 4 << SPLITS_SHIFT
     assert "num_splits=4" in native.plan(problem, DEVICES["h100"], forced)["reasons"]["fa2"]
-    decode = KernelRow("decode", 80, 128, 128, "full", 64, 64, 1, 500)
+    decode = KernelRow("decode", 80, 128, 128, ("full",), 64, 64, 1, 500)
     push((*FORWARDS, decode))
     for mode, splits in ((forced, 4), (FA2, 16)):
         plan = native.plan(problem, DEVICES["h100"], mode)
-        assert (plan["backend"], plan["kernel"]) == ("fa2", decode.spec("bf16").name())
+        assert (plan["backend"], plan["kernel"]) == ("fa2", decode.specs()[0].name())
         assert (plan["splits"], plan["cluster"]) == (splits, 1)
-    push((*FORWARDS, KernelRow("decode", 90, 128, 128, "full", 64, 64, 1, 500)))
+    push((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 1, 500)))
     assert native.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
 
 
@@ -259,12 +259,12 @@ def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
 
 def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
     odd, plain = BY_ELEMENT["head_dim_60"], CALLS["encoder_512_d64"]
-    push(FORWARDS, (served("odddims"), served("fwd")))
+    push(FORWARDS, (served("odddims"), served("vectors")))
     plan = native.plan(odd, DEVICES["h100"])
-    assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].spec("bf16").name())
+    assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
     assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 comes first" in plan["reasons"]["stock"]
     assert "choice row 0" in plan["row"]
-    assert native.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].spec("bf16").name()  # no row for fa3
+    assert native.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
     for device in ("a100", "l4", "rtx4090"):
         plan = native.plan(odd, DEVICES[device])
         assert plan["backend"] == "stock" and "TORCH_FLASHPLUG_BACKEND=fa2" in plan["reasons"]["fa2"]
@@ -277,15 +277,15 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
     "name, kind", [("head_dim_60", "odddims"), ("last_stride_2", "columns"), ("misaligned", "unaligned")]
 )
 def test_rows_of_what_no_vector_fits_are_apart(name, kind) -> None:
-    for measured in ("odddims", "columns", "unaligned", "fwd"):
+    for measured in ("odddims", "columns", "unaligned", "vectors"):
         push(configs.KERNEL_ROWS, (served(measured),))
         plan = native.plan(BY_ELEMENT[name], DEVICES["h100"])
         assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
 
 
 def test_fa3_comes_first() -> None:
-    hopper = ChoiceRow("fwd", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
-    push(FORWARDS, (served("fwd"), hopper))
+    hopper = ChoiceRow("fwd", "vectors", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
+    push(FORWARDS, (served("vectors"), hopper))
     plan = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
     assert plan["backend"] == "fa3" and "fa3 comes first" in plan["reasons"]["fa2"]
     forced = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
@@ -299,7 +299,7 @@ def test_a_preference_goes_ahead_of_rows_and_leaves_the_impossible_to_stock() ->
     push(FORWARDS, ())
     for device in ("h100", "a100", "l4"):
         assert native.plan(CALLS["encoder_512_d64"], DEVICES[device], FA2 | native.PREFERENCE)["backend"] == "fa2"
-    masked = CALLS["encoder_512_d64"] | {"has_mask": 1}
+    masked = CALLS["encoder_512_d64"] | {"mask": 1}
     plan = native.plan(masked, DEVICES["a100"], FA2 | native.PREFERENCE)
     assert plan["backend"] == "stock" and "attn_mask is given" in plan["reasons"]["fa2"]
     hopper_alone = native.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA3 | native.PREFERENCE)
@@ -353,13 +353,13 @@ def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> Non
     if kernel is None:
         assert plan["gradients"].startswith("stock's efficient backward, else math's; ours: no kernel row")
     else:
-        assert plan["gradients"] == kernel.spec("bf16").name()
+        assert plan["gradients"] == kernel.specs()[0].name()
 
 
 def test_element_by_element_both_directions_are_measured_together() -> None:
     push(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (served("odddims", grad=True),))
     plan = native.plan(ODD, DEVICES["h100"])
-    assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].spec("bf16").name())
+    assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].specs()[0].name())
     ordered = native.plan(ODD | {"deterministic": 1}, DEVICES["h100"])
     assert ordered["backend"] == "stock" and "deterministic" in ordered["reasons"]["fa2"]
 

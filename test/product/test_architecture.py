@@ -25,24 +25,22 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "compile", "kernels", "cache", "testing"),
-    *("env", "choices", "rescues", "configs", "spec"),
+    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "rows", "compile", "kernels"),
+    *("cache", "testing", "env", "choices", "rescues", "configs", "spec", "features", "arguments"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
+STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "features", "arguments"}
 NO_TORCH = {
-    "env",
-    "spec",
-    "configs",
-    "choices",
-    "rescues",
+    *STDLIB_ONLY,
     "cache",
     "native",
+    "library",
+    "rows",
     "up_calls",
     "compile",
     "kernels",
     "__main__",
 }
-STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues"}
 CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 # Parts that others are made of.
@@ -59,7 +57,7 @@ EXCUSED: dict[str, str] = {
 # Where words of one concern may appear: pattern -> files.
 HOMES = {
     r"_ZN[0-9K]": {"src/torch_symbols.cpp", "src/stock_kernels.cpp"},
-    r"DLTensor|TVMFFIAny": {"src/launch.cpp", "src/pack_error.c"},
+    r"DLTensor|TVMFFIAny": {"src/arguments.h", "src/arguments.cpp", "src/launch.cpp", "src/pack_error.c"},
     r"\bgetenv\b": set(),
 }
 ENVIRON_HOMES = {
@@ -263,6 +261,25 @@ def test_module_says_what_it_owns(path):
 
 
 # ---- words and their homes ----
+
+# What kernels and the host count in alike: file and name there -> its value in spec.py.
+SHARED_NUMBERS = {
+    ("scratch", "UNITS"): "SCRATCH_UNITS",
+    ("combine", "AT_ONCE"): "PEERS_AT_ONCE",
+}
+
+
+@pytest.mark.parametrize("where", SHARED_NUMBERS, ids="-".join)
+def test_numbers_that_kernels_and_host_share(where):
+    from torch_flashplug import spec
+
+    part, name = where
+    values = [
+        node.value.value
+        for node in tree_of(PACKAGE / "kernels" / "parts" / f"{part}.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+    assert values == [getattr(spec, SHARED_NUMBERS[where])]
 
 
 @pytest.mark.parametrize("pattern", HOMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,16 +15,17 @@ import pytest
 import standin
 import torch
 
-from torch_flashplug import _start, choices, native, ops, up_calls
-from torch_flashplug.api import DEVICES
+from torch_flashplug import _start, arguments, choices, native, ops, up_calls
+from torch_flashplug.api import DEVICES, SPLITS_SHIFT
+from torch_flashplug.arguments import DECODE, FORWARD, Argument
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, TARGETS
 
 KERNELS = (
-    KernelRow("fwd", 90, 64, 64, "full", 128, 128, 2),
-    KernelRow("fwd", 90, 128, 128, "full", 128, 128, 2),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1),
-    KernelRow("fwd", 80, 64, 64, "full", 64, 64, 1, elementwise=True),
+    KernelRow("fwd", 90, 64, 64, ("full",), 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, ("full",), 128, 128, 2),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1),
+    KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1, elementwise=True),
 )
 
 
@@ -68,24 +70,29 @@ typedef struct { int32_t type; uint32_t pad; union { int64_t i; double f; void *
 typedef struct { void *data; struct { int32_t type, id; } device; int32_t ndim;
                  struct { uint8_t code, bits; uint16_t lanes; } dtype;
                  int64_t *shape, *strides; uint64_t offset; } Tensor;
-int64_t seen[64]; double scales[2];
+int64_t seen[128], *out; double scales[2];
+static void note(const Any *x) {  // type; of a tensor rank, dtype, strides, of a number its value
+  *out++ = x->type;
+  if (x->type == 1) *out++ = x->v.i;
+  if (x->type != 7) return;
+  const Tensor *t = x->v.p;
+  *out++ = t->ndim; *out++ = t->dtype.code; *out++ = t->dtype.bits;
+  for (int j = 0; j < t->ndim; ++j) *out++ = t->strides[j];
+}
 int __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(void *self, const Any *args, int32_t n, Any *result) {
-  int64_t *out = seen;
+  int reals = 0;
+  out = seen;
   *out++ = n;
-  for (int i = 0; i < 5; ++i) {
-    const Tensor *t = args[i].v.p;
-    *out++ = args[i].type; *out++ = t->ndim; *out++ = t->dtype.code; *out++ = t->dtype.bits;
-    for (int j = 0; j < t->ndim; ++j) *out++ = t->strides[j];
+  for (int i = 0; i < n; ++i) {
+    note(&args[i]);
+    if (args[i].type == 3) scales[reals++ % 2] = args[i].v.f;
   }
-  scales[0] = args[5].v.f; scales[1] = args[6].v.f;
-  const Tensor *counter = args[7].v.p;
-  *out++ = args[7].type; *out++ = counter->ndim; *out++ = *(int32_t *)counter->data;
-  *out++ = args[8].type; *out++ = args[8].v.i; *out++ = args[9].type;
   return 0;
 }
 #define SAME(name) int __tvm_ffi_##name(void *self, const Any *args, int32_t n, Any *result) { \
   return __tvm_ffi_fwd_sm90_bf16_d64_full_m128n128s2(self, args, n, result); }
 SAME(fwd_sm90_bf16_d128_full_m128n128s2)
+SAME(decode_sm90_bf16_d64_full_m64n64s2)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1e)
 """
@@ -114,26 +121,74 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
 
 
 def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:
-    return list((ctypes.c_int64 * 64).in_dll(pack, "seen"))
+    return list((ctypes.c_int64 * 128).in_dll(pack, "seen"))
 
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
 
+NONE, INTEGER, REAL, POINTER, TENSOR = 0, 1, 3, 4, 7  # TVM-FFI's types
+DLPACK = {"element": (4, 16), "fp32": (2, 32), "int32": (0, 32)}  # code and bits, of bf16 kernels
+
+
+def expected(taken: tuple[Argument, ...], strides: dict[str, list[int]], numbers: dict[str, int]) -> list[int]:
+    """What a kernel with these arguments notes; those of which nothing is said are None."""
+    noted = [len(taken) + 1]
+    for one in taken:
+        if one.name in strides:
+            noted += [TENSOR, one.rank, *DLPACK[one.dtype], *strides[one.name]]
+        elif one.scalar:
+            noted += [INTEGER, numbers[one.name]] if one.dtype == "int32" else [REAL]
+        else:
+            noted += [NONE]
+    return [*noted, POINTER]
+
+
+def assert_noted(pack: ctypes.CDLL, noted: list[int]) -> None:
+    assert seen_by_kernel(pack)[: len(noted)] == noted
+
+
 def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
-    """Argument order, types, strides of size-1 dims, both scales."""
+    """The arguments of the table in its order; their types, strides of size-1 dims, both scales."""
     query = torch.zeros(1, 3, 5, 40, dtype=torch.bfloat16).as_strided((1, 3, 5, 40), (7, 200, 40, 1))
     key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
     CARRIER(query, key, key, scale=0.5)
-    seen = seen_by_kernel(fake_pack)
-    dl_tensor, bfloat, real, integer, pointer = 7, 4, 2, 1, 4
-    half, lse = [dl_tensor, 4, bfloat, 16], [dl_tensor, 3, real, 32]
-    q_strides, kv_strides, lse_strides = [40, 200, 40, 1], [40, 0, 40, 1], [8, 5, 1]
-    tensors = [*half, *q_strides, *half, *kv_strides, *half, *kv_strides, *half, *q_strides, *lse, *lse_strides]
-    counter, ctas = [dl_tensor, 1, 0], [integer, DEVICES["h100"]["sm_count"]]
-    expected = [10, *tensors, *counter, *ctas, pointer]
-    assert seen[: len(expected)] == expected
+    q, kv = [40, 200, 40, 1], [40, 0, 40, 1]
+    strides = {"q": q, "k": kv, "v": kv, "o": q, "lse": [8, 5, 1], "counter": [1]}
+    assert_noted(fake_pack, expected(FORWARD, strides, {"num_ctas": DEVICES["h100"]["sm_count"]}))
     assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
+
+
+def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
+    """Partial results in memory, or, where there are none, an address all the same."""
+    query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
+    key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
+    q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [8, 1, 1], "partials": [1]}
+    native.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), choices.GATE)
+    for splits, cluster in ((1, 1), (2, 2), (9, 1)):
+        native.set_mode(FA3 | splits << SPLITS_SHIFT)
+        CARRIER(query, key, key)
+        numbers = {"splits": splits, "cluster": cluster}
+        assert_noted(fake_pack, expected(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
+
+
+def test_what_a_call_does_not_have_is_none(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that a kernel may go without; one that it may not, and one that no launch can have, are errors."""
+    query = torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
+    extra = Argument("partials", 1, "fp32", scalar=False, optional=True, what="")
+
+    def take(argument: Argument) -> None:
+        monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))
+        native.push_rows(KERNELS, (), choices.GATE)
+
+    take(extra)
+    CARRIER(query, query, query)
+    assert seen_by_kernel(fake_pack)[:3] == [len(FORWARD) + 2, NONE, TENSOR]
+    take(dataclasses.replace(extra, optional=False))
+    with pytest.raises(RuntimeError, match="takes partials, which this call does not have"):
+        CARRIER(query, query, query)
+    with pytest.raises(RuntimeError, match="no argument named fnord"):
+        take(dataclasses.replace(extra, name="fnord"))
 
 
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
@@ -297,5 +352,5 @@ with standin.road_to("cpu") as road:
 
 
 def test_switched_off_touches_nothing() -> None:
-    code = "import torch, torch_flashplug\nfrom torch_flashplug import native\nprint(native.lib.cache_info().currsize)"
+    code = "import torch_flashplug\nfrom torch_flashplug import library\nprint(library.lib.cache_info().currsize)"
     assert run_python(code, TORCH_FLASHPLUG="0") == "0"

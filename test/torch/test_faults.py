@@ -15,7 +15,7 @@ from plans import call
 from standin import OPEN_GATE, Road
 
 import torch_flashplug
-from torch_flashplug import configs, native, ops, problem, rescues
+from torch_flashplug import configs, native, ops, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
@@ -60,7 +60,7 @@ def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
 ])  # fmt: skip
 def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -> None:
     """A float of 32 bits."""
-    assert problem.kind_of_scale(scale) == kind
+    assert native.kind_of_scale(scale) == kind
 
 
 def test_every_rescue_is_tried() -> None:
@@ -199,8 +199,8 @@ def test_explain_takes_nested_tensors() -> None:
 def test_the_op_keeps_the_routers_plan(road: Road) -> None:
     """A class that is ours with gradients and stock's without: the op must not think of the other one."""
     rows = [
-        ChoiceRow(kind, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
-        for kind, grad, ratio in (("grad", True, 2.0), ("fwd", False, 0.5))
+        ChoiceRow("fwd", operands, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
+        for operands, grad, ratio in (("square", True, 2.0), ("vectors", False, 0.5))
     ]
     native.push_rows(configs.KERNEL_ROWS, rows, OPEN_GATE)
     for grad in (True, False):

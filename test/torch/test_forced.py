@@ -216,8 +216,8 @@ def test_odd_calls_in_a_graph_of_unknown_shapes_never_meet_math(head_dim: int) -
 def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
     """Where fa3 cannot: the router asks both families, before shapes are read too."""
     served = tuple(
-        ChoiceRow(kind, 80, False, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
-        for kind in ("odddims", "unaligned", "columns")
+        ChoiceRow("fwd", operands, 80, False, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
+        for operands in ("odddims", "unaligned", "columns")
         for mask in ("full", "causal")
     )
     for rows, taken in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):

@@ -1,8 +1,9 @@
-// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in plan_text.cpp.
+// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in text.cpp.
 #include <algorithm>
+#include <bit>
 #include <utility>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 
@@ -27,27 +28,28 @@ struct HeadDims {
 };
 HeadDims largest_head_dims(int arch, bool elementwise, const DeviceFacts& device, const Tables& tables) {
   HeadDims most;
-  for (int i = 0; i < tables.num_kernels; ++i) {
-    const KernelRow& row = tables.kernels[i];
-    if (row.kind != kKindFwd || row.arch != arch || row.elementwise != elementwise || !smem_fits(row, device)) continue;
-    most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+  for (int element = 0; element < kNumDTypes; ++element) {
+    for (int i : tables.of(kFwd, arch, static_cast<DType>(element))) {
+      const KernelRow& row = tables.kernels[i];
+      if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
+      most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+    }
   }
   return most;
 }
 
 // What is known before shapes are.
-void add_class_reasons(const Problem& p, const DeviceFacts& device, int arch, Collector* out) {
+void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Collector* out) {
   if (!p.on_cuda || device.cc == 0)
     out->add(Why::kDevice);
   else if (!runs_on(arch, device))
     out->add(Why::kArch, device.cc, arch);
   if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
     out->add(Why::kMixedDtype);
-  else if (!is_half(p.dtype[0]))
+  else if (!tables.made_of(p.dtype[0]))
     out->add(Why::kDtype);
-  if (p.has_mask) out->add(Why::kMask);
-  if (p.causal == Causal::kBottomRight) out->add(Why::kBottomRight);
-  if (p.dropout_p != 0.0) out->add(Why::kDropout);
+  for (int64_t missing = p.needs & ~tables.takes(arch); missing != 0; missing &= missing - 1)
+    out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(missing)));
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
 }
 
@@ -63,7 +65,9 @@ void add_broken_units(const Problem& p, Collector* out) {
 
 }  // namespace
 
-bool is_half(DType dtype) { return static_cast<int>(dtype) < kNumHalves; }
+bool has_features(const KernelRow& row, int64_t needs) {
+  return (needs & ~row.takes) == 0 && (row.always & ~needs) == 0;
+}
 
 bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
   return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
@@ -100,7 +104,7 @@ int find_rescue(const Problem& p, const Tables& tables) {
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
                 int limit) {
   Collector out{reasons, limit};
-  add_class_reasons(p, device, arch, &out);
+  add_class_reasons(p, device, tables, arch, &out);
   if (out.full()) return out.count;
   if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
     out.add(Why::kEmpty);
@@ -124,11 +128,11 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   Reason why;
   Collector out{&why, 1};
-  add_class_reasons(p, device, mode.backend() == Backend::kFa2 ? kAmpere : kHopper, &out);
+  add_class_reasons(p, device, tables, mode.backend() == Backend::kFa2 ? kAmpere : kHopper, &out);
   if (out.full()) return false;
   if (mode.backend() != Backend::kAuto) return true;
-  return std::any_of(tables.choices, tables.choices + tables.num_choices, [&p](const ChoiceRow& row) {
-    return row.kind != kKindPartBwd && row.serve && row.grad == p.grad && mask_fits(row.mask, p.causal);
+  return std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
+    return row.kind != kPartBwd && row.serve && row.grad == p.grad && row.features == p.needs;
   });
 }
 

@@ -1,6 +1,6 @@
 // Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path
 // of a call that is served.
-#include "flashplug.h"
+#include "../flashplug.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -10,7 +10,7 @@ namespace flashplug {
 namespace {
 
 const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
-const char* const kDtypeNames[] = {"bfloat16", "float16", "float32", "other"};
+const char* const kDtypeNames[kNumDTypes] = {"bfloat16", "float16", "float32", "other"};
 
 std::string number(int64_t value) { return std::to_string(value); }
 
@@ -31,6 +31,25 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
+// What kernels are made of.
+std::string elements_text(const Tables& tables) {
+  std::string out;
+  for (int i = 0; i < kNumDTypes; ++i) {
+    if (tables.made_of(static_cast<DType>(i))) out += (out.empty() ? "" : " and ") + std::string(kDtypeNames[i]);
+  }
+  return out;
+}
+
+// Words with the facts of a call where they say {fact}.
+std::string with_facts(std::string words, Problem p) {
+  visit_facts(p, [&words](const char* name, const auto& fact) {
+    const std::string hole = "{" + std::string(name) + "}";
+    if (const size_t at = words.find(hole); at != std::string::npos)
+      words.replace(at, hole.size(), fixed(static_cast<double>(fact)));
+  });
+  return words;
+}
+
 std::string device_reason(const Reason& reason, const DeviceFacts& device) {
   if (reason.why == Why::kArch) {
     return "compute capability " + capability(reason.given) + ", these kernels need " +
@@ -41,7 +60,7 @@ std::string device_reason(const Reason& reason, const DeviceFacts& device) {
   return "tensors are not all on one CUDA device; move query, key and value to the same GPU";
 }
 
-std::string operand_reason(const Reason& reason, const Problem& p) {
+std::string operand_reason(const Reason& reason, const Problem& p, const Tables& tables) {
   const std::string name = kOperandNames[reason.operand];
   switch (reason.why) {
     case Why::kMixedDtype:
@@ -49,8 +68,8 @@ std::string operand_reason(const Reason& reason, const Problem& p) {
              kDtypeNames[static_cast<int>(p.dtype[1])] + ", " + kDtypeNames[static_cast<int>(p.dtype[2])] +
              "); cast them to one 16-bit dtype";
     case Why::kDtype:
-      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] +
-             ", kernels take bfloat16 and float16; cast, or use torch.autocast";
+      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", kernels take " +
+             elements_text(tables) + "; cast, or use torch.autocast";
     case Why::kHeadDimStep:
       return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) +
              "; pad the head dim";
@@ -103,15 +122,15 @@ std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& de
 std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
-  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.decode_rows);
+  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +
+    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +
            fixed(1e-3 * plan.unpacked_ns) + " not";
-  if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kKindDecode)
+  if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
-  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.decode_rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
-         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.decode_occupancy) + "*" +
+  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
+         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
          (!gate.closed  ? "open"
           : plan.ours() ? "closed, but asked for"
@@ -127,12 +146,7 @@ std::string row_text(int choice_row, const Tables& tables) {
 std::string rescue_text(int rescue_row, const Tables& tables) {
   if (rescue_row < 0) return "";
   const RescueRow& row = tables.rescues[rescue_row];
-  return row.stock + " (" + row.evidence + ")";
-}
-
-// Of a plan that is ours, so a row that has a kernel for the call's element type.
-std::string kernel_name(int kernel_row, const Problem& p, const Tables& tables) {
-  return tables.kernels[kernel_row].name[static_cast<int>(p.dtype[0])];
+  return std::string(row.stock) + " (" + row.evidence + ")";
 }
 
 // Why a backend that was not looked at was not needed.
@@ -151,28 +165,24 @@ std::string family_text(const Family& family, const Plan& plan, const Problem& p
   if (!why) return not_needed(plan, mode);
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
-  std::string text = reason_text(why, p, device);
-  for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device);
+  std::string text = reason_text(why, p, device, tables);
+  for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device, tables);
   return text;
 }
 
 }  // namespace
 
-std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device) {
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   switch (reason.why) {
     case Why::kNone:
       return "";
     case Why::kDevice:
     case Why::kArch:
       return device_reason(reason, device);
-    case Why::kMask:
-      return "attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says";
-    case Why::kBottomRight:
-      return "causal mask aligned to the bottom right, kernels align to the top left; use the math backend";
+    case Why::kFeature:
+      return with_facts(tables.features[reason.given].words, p);
     case Why::kScale:
       return "scale is not finite; stock attention serves this call";
-    case Why::kDropout:
-      return "dropout_p=" + fixed(p.dropout_p) + ", kernels have no dropout; pass dropout_p=0";
     case Why::kEmpty:
       return "a dimension is 0; stock attention handles empty tensors";
     case Why::kNoKernel:
@@ -190,20 +200,20 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kNoBackward:
       return speed_reason(reason, p, device);
     default:
-      return operand_reason(reason, p);
+      return operand_reason(reason, p, tables);
   }
 }
 
 // Which backward follows our forward.
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
-  if (plan.kernel_row >= 0) return kernel_name(plan.kernel_row, p, tables);
-  return "stock's efficient backward, else math's; ours: " + reason_text(plan.why, p, device);
+  if (plan.kernel_row >= 0) return tables.kernels[plan.kernel_row].name;
+  return "stock's efficient backward, else math's; ours: " + reason_text(plan.why, p, device, tables);
 }
 
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
-  out += ", \"kernel\": " + quoted(plan.ours() ? kernel_name(plan.kernel_row, p, tables) : "");
+  out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
@@ -226,14 +236,18 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
   return out;
 }
 
-std::string call_text(const Problem& p) {
+std::string call_text(const Problem& p, const Tables& tables) {
   auto shape = [](int64_t a, int64_t b, int64_t c, int64_t d) {
     return "[" + number(a) + ", " + number(b) + ", " + number(c) + ", " + number(d) + "]";
   };
-  const char* const causal[] = {"", " causal", " causal to the bottom right"};
+  std::string needs;
+  for (size_t i = 0; i < tables.features.size(); ++i) {
+    const char* said = tables.features[i].said;
+    if ((p.needs >> i & 1) != 0 && *said != 0) needs += std::string(" ") + said;
+  }
   return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
-         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + kDtypeNames[static_cast<int>(p.dtype[0])] +
-         causal[static_cast<int>(p.causal)] + (p.has_mask ? " masked" : "") + (p.grad ? " with grad" : "");
+         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + kDtypeNames[static_cast<int>(p.dtype[0])] + needs +
+         (p.grad ? " with grad" : "");
 }
 
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
@@ -242,9 +256,9 @@ std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode,
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
   std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
-                     "' is forced and cannot run this call (" + call_text(p) + "):";
-  if (count == 0) text += "\n  - " + reason_text(plan.*family.why, p, device);
-  for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device);
+                     "' is forced and cannot run this call (" + call_text(p, tables) + "):";
+  if (count == 0) text += "\n  - " + reason_text(plan.*family.why, p, device, tables);
+  for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device, tables);
   return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";
 }
 

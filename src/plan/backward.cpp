@@ -2,24 +2,21 @@
 #include <algorithm>
 #include <limits>
 
-#include "flashplug.h"
+#include "../flashplug.h"
 
 namespace flashplug {
 
 namespace {
 
 constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward's row kernels' grids
-constexpr int64_t kNarrow = 64;      // head dims of which half is a small wgmma
-constexpr int64_t kUnits = 8;        // of a block of rows: UNITS of kernels/parts/scratch.py
 
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
 // bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
 // and dV are four, but narrow ones lose more by their halves of the columns.
 int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, int64_t wanted) {
-  const int parts = find_kernel_row(p, kKindPartBwd, arch, device, tables);
-  const bool narrow = std::max(p.D, p.Dv) <= kNarrow;
-  if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && !narrow))) return parts;
-  const int fused = find_kernel_row(p, p.deterministic ? kKindDetBwd : kKindBwd, arch, device, tables);
+  const int parts = find_kernel_row(p, kPartBwd, arch, device, tables);
+  if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
+  const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, arch, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
   const int faster = find_parts_row(p, tables.kernels[fused], tables);
@@ -40,9 +37,9 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
 }  // namespace
 
 int64_t scratch_floats(const Problem& p, const KernelRow& row) {
-  if (row.kind == kKindPartBwd) return 0;
+  if (row.counters == 0) return 0;
   // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
-  const int64_t blocks = ceil_div(p.Sq, row.tile_m), counters = blocks * kUnits + 2;
+  const int64_t blocks = ceil_div(p.Sq, row.tile_m), counters = blocks * row.counters + 2;
   return p.B * p.Hq * (blocks * row.tile_m * row.d_max + counters);
 }
 
@@ -51,7 +48,7 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
-  if (mode.backend() == Backend::kAuto && device.cc != kHopper)
+  if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc)
     return refused(Reason{Why::kUnmeasuredDevice, device.cc});
   const bool fa2 = mode.backend() == Backend::kFa2;
   const BackwardPlan first = attempt(p, device, tables, fa2 ? kAmpere : kHopper, wanted);

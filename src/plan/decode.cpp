@@ -1,6 +1,6 @@
 // Calls of few query rows: the gate in front of them, and among how many CTAs the keys of a tile of rows are split.
 // Pure functions of ints.
-#include "flashplug.h"
+#include "../flashplug.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,32 +12,33 @@ namespace {
 
 constexpr int64_t kMaxSplits = 255;  // what a mode word holds
 constexpr int64_t kFloatBytes = 4;
-constexpr int64_t kPeersAtOnce = 4;  // AT_ONCE of kernels/parts/combine.py
-constexpr int64_t kRowsPerWarpgroup = 64;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
-constexpr double kUnknownRate = 3352;               // of a device that does not tell: an H100's memory, bytes per ns
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
-int64_t kv_bytes(const Problem& p) { return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * kElementBytes; }
+int64_t kv_bytes(const Problem& p, const KernelRow& row) {
+  return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * row.element_bytes;
+}
 
 double partial_ns(const Problem& p, const Tables& tables) {
-  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.combine_rate;
+  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.gate.combine_rate;
 }
 
 // What adding up the splits of every tile takes. In a cluster every CTA adds up its share of a tile, its warpgroups
 // some peers at a time; else a second kernel reads what was written.
 double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, Splits splits) {
   if (splits.n == 1) return 0;
-  if (splits.in_memory()) return tables.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
+  if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
   const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
   const double share = rows * static_cast<double>(p.Dv * kFloatBytes) / static_cast<double>(splits.n);
-  const double rounds = static_cast<double>(ceil_div(splits.n, kPeersAtOnce) * kRowsPerWarpgroup) / row.tile_m;
-  return tables.cluster_ns + rounds * share / tables.cluster_rate;
+  const double rounds = static_cast<double>(ceil_div(splits.n, row.peers_at_once) * row.group_rows) / row.tile_m;
+  return tables.gate.cluster_ns + rounds * share / tables.gate.cluster_rate;
 }
 
 // Splits up to here can be a cluster's.
-int64_t largest_cluster(const KernelRow& row, const Tables& tables) { return row.arch == kHopper ? tables.cluster : 1; }
+int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
+  return std::min<int64_t>(row.max_cluster, tables.gate.cluster);
+}
 
 // How often the SMs are filled; tiles of few rows share SMs where there are many.
 double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
@@ -49,8 +50,8 @@ double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, 
 // partial results are added up.
 double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                   Splits splits) {
-  const double rate = device.memory_rate > 0 ? device.memory_rate : kUnknownRate;
-  const double reading = static_cast<double>(kv_bytes(p)) / (tables.read_share * rate);
+  const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
+  const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
   const int64_t blocks = ceil_div(ceil_div(p.Sk, row.tile_n), splits.n);
   const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
   return std::hypot(reading, working) + adding_time(p, row, tables, splits);
@@ -62,10 +63,10 @@ int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
 
 Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   Gate gate;
-  if (packed_rows(p) > tables.decode_rows) return gate;
+  if (packed_rows(p) > tables.gate.rows) return gate;
   gate.decode = true;
-  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows(p), tables.decode_rows);
-  gate.needed = static_cast<int64_t>(tables.decode_occupancy * device.sm_count + 0.999999);
+  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows(p), tables.gate.rows);
+  gate.needed = static_cast<int64_t>(tables.gate.occupancy * device.sm_count + 0.999999);
   gate.closed = gate.tiles < gate.needed;
   return gate;
 }
@@ -76,18 +77,18 @@ int64_t packed_tiles(const Problem& p, const KernelRow& row) {
 
 int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 1); }
 
-// A cluster where that is the faster way to add up, and where clusters find room: those above a pair are put beside
-// each other on some SMs while others idle. Threes keep three quarters of the SMs evenly busy, larger ones half.
+// A cluster where that is the faster way to add up, and where clusters find room.
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
   const Splits apart{n, 1}, together{n, n};
-  const int64_t busy = n == 3 ? device.sm_count * 3 / 4 : device.sm_count / 2;
-  const bool room = n <= largest_cluster(row, tables) && (n <= 2 || n * packed_tiles(p, row) <= busy);
+  if (n > largest_cluster(row, tables)) return apart;
+  const double share = tables.gate.cluster_share[n];
+  const bool room = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
   return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
 }
 
 double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    Splits splits) {
-  return tables.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
+  return tables.gate.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
 }
 
 // At most one for each block of keys, and partials that the kernels can count in 32 bits.

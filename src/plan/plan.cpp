@@ -4,8 +4,8 @@
 // Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
 // Is there a kernel row (rows.cpp)? In auto: is it a call that stock is known to fail? Unless forced: is the backward
 // ours, too, where gradients are wanted? In auto: does the decode gate let it through, and does a measured row say that
-// it is at least as fast as stock? The words for every answer are in plan_text.cpp.
-#include "flashplug.h"
+// it is at least as fast as stock? The words for every answer are in text.cpp.
+#include "../flashplug.h"
 
 namespace flashplug {
 
@@ -17,8 +17,8 @@ int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, cons
                     int unpacked, Plan* plan) {
   const int64_t wanted = mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
-  if (!few && (packed_rows(p) > tables.wide_rows || p.grad || unpacked < 0)) return -1;
-  const int found = find_kernel_row(p, kKindDecode, arch, device, tables);
+  if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
+  const int found = find_kernel_row(p, kDecode, arch, device, tables);
   if (found < 0) return -1;
   const KernelRow& row = tables.kernels[found];
   const Splits splits = wanted > 0 ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
@@ -37,7 +37,7 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
   Reason why;
   if (unsupported(p, device, tables, arch, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
-  const int forward = find_kernel_row(p, kKindFwd, arch, device, tables);
+  const int forward = find_kernel_row(p, kFwd, arch, device, tables);
   const int decode = find_decode_row(p, device, mode, tables, arch, forward, plan);
   if (mode.num_splits() > 1 && decode < 0) return Reason{Why::kSplits, mode.num_splits(), 1};
   plan->kernel_row = decode >= 0 ? decode : forward;
@@ -50,7 +50,7 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 // Why kernels that could run should not, unless they are forced. A preferred backend goes ahead of what was measured.
 Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
   const bool measured = mode.backend() == Backend::kAuto;
-  if (measured && device.cc != kHopper) return Reason{Why::kUnmeasuredDevice, device.cc};
+  if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc};
   if (measured) plan->rescue_row = find_rescue(p, tables);
   if (plan->rescue_row >= 0) return {};  // right goes before fast
   // What could follow our forward there is slower than what stock has for both, and may not repeat its sums.
@@ -58,8 +58,7 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   if (!measured) return {};
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
-  if (plan->gate.closed && kernel.kind != kKindDecode)
-    return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
+  if (plan->gate.closed && kernel.kind != kDecode) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, kernel, tables);
 }

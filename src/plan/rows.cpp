@@ -1,0 +1,130 @@
+// Which row of the tables a call gets: the kernel that should be done first, and the measured class that holds the
+// call.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+
+#include "../flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int64_t kManyRows = 1024;  // more than any tile has
+
+// Whether a call's rows start with a sector of what L2 hands out at once.
+bool whole_sectors(const Problem& p, const KernelRow& row) {
+  return p.D % row.sector_columns == 0 && p.Dv % row.sector_columns == 0;
+}
+
+// Elementwise kernels are for the calls that no other can read.
+bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row) {
+  return p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
+         (row.whole_sectors == 0 || whole_sectors(p, row)) && (row.elementwise != 0) != whole_units(p) &&
+         smem_fits(row, device);
+}
+
+bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
+
+// What a head's last tile costs beside a full one: a part always, the rest by the groups of rows that have work.
+double last_tile(const Problem& p, const KernelRow& row) {
+  if (p.Sq % row.tile_m == 0) return 1.0;
+  const int64_t rows = ceil_div(p.Sq % row.tile_m, row.group_rows) * row.group_rows;
+  return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
+}
+
+// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows.
+double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
+  if (row.kind != kDecode) return estimate(p, row, device);
+  return static_cast<double>(packed_tiles(p, row) * kManyRows + row.tile_m);
+}
+
+}  // namespace
+
+// Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
+// spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
+double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
+  const int sm_count = std::max(device.sm_count, 1);
+  const double m = row.tile_m, n = row.tile_n;
+  const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
+  const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
+  const double spared = 1.0 - last_tile(p, row);
+  if ((row.takes & kCausal) == 0) {
+    const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
+    return waves * (all_blocks + kEdgeBlocks) * row.cost;
+  }
+  // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
+  const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);
+  const double growing = std::min(num_m, std::floor(static_cast<double>(p.Sk) / m));
+  const double blocks = m / n * growing * (growing + 1) / 2 + (num_m - growing) * all_blocks;
+  const double longest = std::min(all_blocks, num_m * m / n + rounding) + kEdgeBlocks;
+  const double work = heads * (blocks + num_m * (rounding + kEdgeBlocks) - spared * longest);
+  return std::max(work / sm_count, longest) * row.cost;
+}
+
+// Of the rows that fit those with the fewest features that the call does not need; of these, those for the smallest
+// head dims (all, where few of the smallest suit); of these the one that should be done first.
+int find_kernel_row(const Problem& p, Kind kind, int arch, const DeviceFacts& device, const Tables& tables) {
+  int best = -1, fewest = 0;
+  double least = 0;
+  for (int i : tables.of(kind, arch, p.dtype[0])) {
+    const KernelRow& row = tables.kernels[i];
+    if (!row_fits(p, device, row)) continue;
+    const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
+    if (best >= 0 && spare > fewest) continue;
+    const bool rival = best >= 0 && spare == fewest;
+    if (rival && whole_sectors(p, row) && !same_family(row, tables.kernels[best])) continue;
+    const double time = rank(p, row, device);
+    if (rival && time >= least) continue;
+    best = i;
+    fewest = spare;
+    least = time;
+  }
+  return best;
+}
+
+namespace {
+
+Operands operands_of(const Problem& p, const KernelRow& kernel) {
+  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
+  const auto rows_whole = [](const Layout& layout) { return layout.last_stride == 1; };
+  if (!std::all_of(p.layout, p.layout + kNumOperands, rows_whole)) return kColumns;
+  return whole_dims(p) ? kUnaligned : kOddDims;
+}
+
+bool holds(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
+  const int64_t d = std::max(p.D, p.Dv), packed = packed_rows(p);
+  const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
+  return row.arch == kernel.arch && (row.grad != 0) == p.grad && row.features == p.needs && d >= row.d_min &&
+         d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
+         tiles >= row.min_tiles && packed >= row.min_packed && packed <= row.max_packed &&
+         (row.tile_m == 0 || row.tile_m == kernel.tile_m);
+}
+
+int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  const Operands operands = operands_of(p, kernel);
+  const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
+    return choice.kind == kind && (choice.operands & operands) != 0 && holds(choice, p, kernel, tiles);
+  });
+  return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
+}
+
+}  // namespace
+
+int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  return find_row_of_kind(p, kernel.kind, kernel, tiles, tables);
+}
+
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables) {
+  return find_row_of_kind(p, kPartBwd, fused, 0, tables);
+}
+
+Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables) {
+  if (choice_row < 0) return Reason{Why::kNoRow, kernel.arch};
+  const ChoiceRow& row = tables.choices[choice_row];
+  return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
+}
+
+}  // namespace flashplug

@@ -1,0 +1,103 @@
+// Tensors -> Problem, step by step. Nothing here decides whose call it is.
+#include "problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "flashplug.h"
+#include "torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+bool is_there(AtenTensorHandle tensor) {
+  bool defined = false;
+  return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
+}
+
+bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
+  const TensorClass& first = operand[0];
+  return eligible_device(first.device_type) &&
+         std::all_of(operand, operand + kNumOperands, [&first](const TensorClass& other) {
+           return other.device_type == first.device_type && other.device_index == first.device_index;
+         });
+}
+
+// What tells alignment. A tensor that is only traced has no address yet; its storage will have one that is aligned.
+int64_t address_of(AtenTensorHandle tensor, Memory memory) {
+  const void* data = nullptr;
+  if (memory == Memory::kReal && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
+  int64_t offset = 0;
+  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * kElementBytes : 0;
+}
+
+}  // namespace
+
+bool read_class(const Attention& call, Facts* facts) {
+  const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
+  Problem& p = facts->problem;
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (!read_class(tensors[i], &facts->operand[i])) return false;
+    p.dtype[i] = facts->operand[i].dtype;
+  }
+  p.on_cuda = on_one_device(facts->operand);
+  p.needs = needs_of(call.causal, is_there(call.mask), call.dropout_p);
+  p.dropout_p = call.dropout_p;
+  p.scale = scale_of(call.scale);
+  return true;
+}
+
+bool four_dims(const Facts& facts) {
+  return std::all_of(facts.operand, facts.operand + kNumOperands, [](const TensorClass& x) { return x.dim == 4; });
+}
+
+bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
+  const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (!read_shape(tensors[i], &facts->shape[i])) return false;
+  }
+  fill_shapes(facts->shape, &facts->problem);
+  for (int i = 0; i < kNumOperands; ++i)
+    facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory));
+  return true;
+}
+
+int64_t needs_of(Causal causal, bool mask, double dropout_p) {
+  const auto where = [](bool needed, int64_t feature) { return needed ? feature : 0; };
+  return where(causal == Causal::kTopLeft, kCausal) | where(causal == Causal::kBottomRight, kBottomRight) |
+         where(mask, kMask) | where(dropout_p != 0.0, kDropout);
+}
+
+void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {
+  const auto& [q, k, v] = shape;
+  p->B = q.size[0], p->Hq = q.size[1], p->Sq = q.size[2], p->D = q.size[3];
+  p->Hkv = k.size[1], p->Sk = k.size[2], p->Dv = v.size[3];
+}
+
+bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
+  const int64_t *q = shape[0].size, *k = shape[1].size, *v = shape[2].size;
+  const bool heads = q[1] == k[1] || (enable_gqa && k[1] > 0 && q[1] % k[1] == 0);
+  return heads && std::equal(k, k + 3, v) && q[0] == k[0] && q[3] == k[3];
+}
+
+Scale scale_of(std::optional<double> scale) {
+  if (!scale) return Scale::kPositive;
+  constexpr double smallest = std::numeric_limits<float>::min(), largest = std::numeric_limits<float>::max();
+  if (!(std::abs(*scale) <= largest)) return Scale::kNotFinite;
+  return *scale >= smallest ? Scale::kPositive : *scale <= -smallest ? Scale::kNegative : Scale::kZero;
+}
+
+bool eligible_device(int32_t device_type) {
+  static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
+  return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
+}
+
+bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+  const TorchSymbols& torch = torch_symbols();
+  return aoti_torch_grad_mode_is_enabled() &&
+         (torch.requires_grad(q) || torch.requires_grad(k) || torch.requires_grad(v));
+}
+
+}  // namespace flashplug

@@ -1,0 +1,96 @@
+// The facts of a call, and the one reader that makes them of tensors: the router's, the ops', and of what Python says
+// of tensors that it holds.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "tensor_facts.h"
+
+namespace flashplug {
+
+// What a call needs beyond softmax(Q K^T) V, and kernels take: a sum of these, in the order of features.py.
+enum Feature : int64_t { kCausal = 1, kMask = 2, kBottomRight = 4, kDropout = 8 };
+constexpr const char* kFeatureNames[] = {"causal", "mask", "bottom_right", "dropout"};
+// How a call says what it is to be causal to: causal_mode of ops.py.
+enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+// Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
+// another finite one goes to the query (SignedScale in attention.h).
+enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
+inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
+
+constexpr int kNumOperands = 3;  // query, key, value
+
+// Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
+// multiple of those of key and value.
+struct Problem {
+  int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
+  DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
+  Layout layout[kNumOperands];
+  int64_t needs = 0;           // a sum of Feature
+  bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
+  bool grad = false;           // autograd will want a backward
+  bool deterministic = false;  // torch.use_deterministic_algorithms
+  Scale scale = Scale::kPositive;
+  double dropout_p = 0.0;
+  bool operator==(const Problem&) const = default;
+  int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
+};
+
+// Every fact by its name, in the order in which they cross from Python. The binding names every member: a new one does
+// not compile until it is here, which is all that Python and the tests need to know it.
+template <typename Visit>
+void visit_facts(Problem& p, Visit&& visit) {
+  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, deterministic, scale, dropout_p] = p;
+  visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
+  visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
+  const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
+    auto& [last_stride, align_bytes, odd_base, odd_ones, broadcast] = x;
+    visit(names[0], last_stride), visit(names[1], align_bytes);
+    visit(names[2], odd_base), visit(names[3], odd_ones), visit(names[4], broadcast);
+  };
+  of_operand({"last_stride_q", "align_q", "odd_base_q", "odd_ones_q", "broadcast_q"}, layout[0]);
+  of_operand({"last_stride_k", "align_k", "odd_base_k", "odd_ones_k", "broadcast_k"}, layout[1]);
+  of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
+  visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad);
+  visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
+}
+
+// A call of attention as its caller gave it; tensors are borrowed, mask may be null.
+struct Attention {
+  AtenTensorHandle q, k, v, mask;
+  double dropout_p;
+  Causal causal;
+  std::optional<double> scale;
+};
+
+// A call while it is read, in two steps, since sizes of tensors that are only traced may be symbolic.
+struct Facts {
+  Problem problem;
+  TensorClass operand[kNumOperands];
+  Shape shape[kNumOperands];
+};
+
+// What can be asked of any tensors: dims, dtypes, device, settings. False where they do not tell.
+bool read_class(const Attention& call, Facts* facts);
+bool four_dims(const Facts& facts);  // of every operand, as all below wants them
+
+// Where operands lie: at their addresses; or, being only traced, where their storages will.
+enum class Memory { kReal, kTraced };
+// Sizes and layouts; false where there are none, or symbolic ones.
+bool read_shapes(const Attention& call, Memory memory, Facts* facts);
+int64_t needs_of(Causal causal, bool mask, double dropout_p);
+void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone
+
+// Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.
+bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
+
+// As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
+Scale scale_of(std::optional<double> scale);
+
+bool eligible_device(int32_t device_type);
+bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v);  // with them, here and now
+
+}  // namespace flashplug

@@ -1,0 +1,174 @@
+// The tables of torch_flashplug/configs.py, choices.py and rescues.py as they cross from Python (rows.py mirrors every
+// struct here, and the size of each is checked), pushed once at import.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace flashplug {
+
+// What kernels are written for: Hopper's run on Hopper alone, Ampere's on every GPU since.
+constexpr int kHopper = 90, kAmpere = 80;
+
+enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode };  // KINDS of spec.py
+constexpr int kNumKinds = 5;
+
+// One kernel, and the calls that it fits.
+struct KernelRow {
+  const char* name;
+  int64_t d_max, dv_max;
+  int64_t takes;   // features that it has,
+  int64_t always;  // and of them those that it applies to every call
+  Kind kind;
+  int32_t arch;
+  DType element;
+  int32_t element_bytes;  // of which each has so many,
+  int32_t element_code;   // and is this to DLPack
+  int32_t tile_m, tile_n, stages;
+  int32_t cost;            // ns of one KV block of one tile on one SM
+  int32_t elementwise;     // takes any addresses and strides, and calls that need it alone
+  int32_t smem_bytes;      // of a CTA
+  int32_t sector_columns;  // what L2 hands out at once, of rows that TMA fetches in boxes; 1: no boxes
+  int32_t whole_sectors;   // only for calls whose rows begin with a sector
+  int32_t group_rows;      // of a tile, which are worked on together
+  int32_t max_cluster;     // CTAs of one that can add up in shared memory
+  int32_t peers_at_once;   // in a cluster: results of other CTAs that are read at the same time
+  int32_t counters;        // of a block of rows of a backward's scratch; 0: it has no scratch
+  int32_t dkdv_alone;      // in parts: faster than the fused kernel where dQ is not wanted
+  double last_tile;        // what the least of a head's last tiles costs, of a full one's time
+};
+
+// What the operands of a class of calls look like to the kernel that takes them: by vectors, as far as head dims go; or
+// by what no vector fits. OPERANDS of choices.py.
+enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8, kColumns = 16 };
+
+struct ChoiceRow {
+  const char* measured;  // date, machine, suite
+  double ratio;          // stock default time / our time
+  int64_t features;      // exactly what its calls need
+  int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
+  int32_t kind, arch, grad;
+  int32_t operands;      // a sum of Operands
+  int32_t tile_m;        // only calls whose kernel has this many query rows; 0: any
+  int32_t keys_of_tile;  // tiles are blocks of so many keys; 0: those of the forward
+  int32_t serve;
+};
+
+// Calls that stock is known to crash on, refuse or get wrong: auto takes them whatever the speed. A row holds for calls
+// of which all its facts are true.
+struct RescueRow {
+  const char* stock;     // what stock would do
+  const char* evidence;  // date, machine, how it was seen
+  int64_t facts;         // a sum of CallFact
+};
+enum CallFact : int64_t {  // in the order of FACTS in rescues.py
+  kOddBase = 1,            // of any operand, as the next
+  kOddOnes = 2,
+  kBroadcastQuery = 4,
+  kMixedDims = 8,   // D != Dv
+  kWholeDims = 16,  // both are multiples of 8
+  kOneRow = 32,     // Sq == 1
+  kOneKey = 64,     // Sk == 1
+  kUnusualScale = 128,
+  kRows = 256,  // the last dims are contiguous; else stock takes math
+};
+
+// Words for a feature, in the order of their bits (features.py).
+struct FeatureRow {
+  const char* said;   // of a call that needs it
+  const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
+};
+
+// What a kernel can be given (arguments.py says what each is); what a kind of kernels takes is a row of parameters.
+enum class Slot : int32_t {
+  kQ,
+  kK,
+  kV,
+  kO,
+  kGradO,
+  kLse,
+  kDq,
+  kDk,
+  kDv,
+  kRows,
+  kScratch,
+  kPartials,
+  kScaleLog2,
+  kScale,
+  kCounter,
+  kNumCtas,
+  kSplits,
+  kCluster,
+  kWanted
+};
+constexpr int kNumSlots = 19;
+constexpr const char* kSlotNames[kNumSlots] = {
+    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",     "dk",      "dv",    "rows",
+    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits", "cluster", "wanted"};
+enum class NumberType : int32_t { kElement, kFp32, kInt32 };  // DTYPES of arguments.py
+struct ArgumentRow {
+  const char* name;  // one of kSlotNames
+  Kind kind;         // of the kernels that take it, in the order of its rows
+  int32_t rank;      // 0: a number
+  NumberType type;
+  int32_t optional;  // None where a call has none
+};
+struct Parameter {
+  Slot slot;
+  int rank;
+  NumberType type;
+  bool optional;
+};
+
+constexpr int kMostInCluster = 8;
+
+// What was measured of the machine, and asked of calls of few query rows (GATE of choices.py).
+struct GateRow {
+  int64_t measured_cc;  // the GPUs that choice rows hold for
+  int64_t rows;         // Sq * G up to here is decode
+  int64_t wide_rows;    // and up to here where that is the faster kernel,
+  int64_t cluster;      // splits up to here can be CTAs of a cluster, which add up in shared memory:
+  double wide_ns;       // (a wide one takes that much longer for every wave of its CTAs)
+  double occupancy;     // share of the SMs that tiles must fill where keys cannot be split
+  double cluster_ns;    // they wait for each other,
+  double cluster_rate;  // and a warpgroup adds up what it has of peers, bytes per ns
+  double combine_ns;    // What more splits cost: a second kernel,
+  double combine_rate;  // and partial results through memory, bytes per ns
+  double read_share;    // of the memory's rate, which reading K and V comes to
+  double unknown_rate;  // of a device that does not tell its memory's, bytes per ns
+  double cluster_share[kMostInCluster + 1];  // of the SMs, which clusters of so many CTAs may fill; 0: any number
+};
+
+struct Tables {
+  std::vector<KernelRow> kernels;
+  std::vector<ChoiceRow> choices;
+  std::vector<RescueRow> rescues;
+  std::vector<FeatureRow> features;
+  std::vector<Parameter> parameters[kNumKinds];
+  GateRow gate = {};
+  uint64_t version = 1;  // another one after every change
+
+  void add(KernelRow row);
+  void add(const ArgumentRow& row);  // throws where there is no such slot
+  // Rows of `kernels`, in their order.
+  const std::vector<int>& of(Kind kind, int arch, DType element) const {
+    return groups[kind][arch == kHopper][static_cast<int>(element)];
+  }
+  // What the kernels of an architecture take, each some of it, and what any are made of; everything where there are
+  // none, which is a reason of its own.
+  int64_t takes(int arch) const { return taken[arch == kHopper]; }
+  bool made_of(DType element) const { return elements == 0 || (elements >> static_cast<int>(element) & 1) != 0; }
+  const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
+
+ private:
+  std::deque<std::string> texts;  // what the rows' pointers point to
+  std::vector<int> groups[kNumKinds][2][kNumDTypes];
+  int64_t taken[2] = {-1, -1};
+  int64_t elements = 0;  // bit i: there are kernels for DType i
+};
+
+}  // namespace flashplug

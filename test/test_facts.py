@@ -1,0 +1,113 @@
+"""What C++ and Python know of each other: names and positions, rows, the facts of a call and what it needs. The memory
+of plans goes by all of them. No GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from plans import call
+
+from torch_flashplug import _start, choices, features, library, native, rows
+from torch_flashplug.api import DEVICES
+from torch_flashplug.configs import KernelRow
+from torch_flashplug.spec import BACKENDS, DTYPES
+
+
+@pytest.fixture(autouse=True)
+def own_table() -> Iterator[None]:
+    _start.push_tables()
+    yield
+    _start.push_tables()
+
+
+def test_ids_are_mirrored() -> None:
+    """Names and positions have one Python home; C++ answers with the same."""
+    assert native.backend_names() == BACKENDS
+    assert native.feature_names() == features.NAMES
+    assert {name: i for i, name in enumerate(DTYPES)} == {name: rows.DTYPE_IDS[name] for name in DTYPES}
+
+
+def test_rows_cross_whole_or_not_at_all() -> None:
+    with pytest.raises(RuntimeError, match="other rows than rows.py"):
+        native._push(library.lib().flashplug_add_gate_row, rows.RescueRow())
+
+
+def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that can do more as well, but the one that fits best before the one that is faster; and none that does to
+    every call what this one does not need.
+    """
+    known = rows.of_kernels
+
+    def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+        for kernel in known(row):
+            kernel.takes |= features.bits({"dropout"}) if row.cost == 1 else 0
+            yield kernel
+
+    monkeypatch.setattr(rows, "of_kernels", of_kernels)
+    plain, many, causal = (
+        KernelRow("fwd", 90, 64, 64, (tag,), tile_m, 128, 2, cost)
+        for tag, tile_m, cost in (("full", 128, 2000), ("full", 64, 1), ("causal", 192, 2000))
+    )
+    shape, forced = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3")
+
+    def kernel(**needs: float) -> str:
+        return native.plan(shape | needs, DEVICES["h100"], forced)["kernel"]
+
+    for order in ((plain, many, causal), (causal, many, plain)):
+        native.push_rows(order, (), choices.GATE)
+        assert kernel() == plain.specs()[0].name()
+        assert kernel(dropout=1, dropout_p=0.5) == many.specs()[0].name()
+        assert kernel(causal=1) == causal.specs()[0].name()
+        assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
+    native.push_rows((causal,), (), choices.GATE)
+    assert kernel() == ""
+
+
+def test_tags_are_sets_of_features() -> None:
+    assert {features.tag_of(features.TAGS[tag]) for tag in features.TAGS} == set(features.TAGS)
+    assert features.tag_of({"dropout", "causal"}) == "causal+dropout"
+    assert features.always({"dropout", "causal"}) == features.bits({"causal"})
+
+
+# One fact changed at a time, each in a call whose plan it changes.
+_LONG = call((4, 32, 16), (4096, 4096), (64, 64), grad=1)
+_ONE_ROW, _MIXED = call((2, 4, 4), (1, 100), (64, 64)), call((2, 4, 4), (64, 64), (80, 64))
+ONE_FACT = {
+    **{size: (_LONG, 1) for size in ("B", "Hq", "Hkv", "Sq", "D", "Dv")},
+    "Sk": (_LONG, -4095),
+    **{f"dtype_{x}": (_LONG, 1) for x in "qkv"},
+    **{f"last_stride_{x}": (_LONG, 1) for x in "qkv"},
+    **{f"align_{x}": (_LONG, -8) for x in "qkv"},
+    **{fact: (_LONG, 1) for fact in ("needs", "scale")},
+    "deterministic": (call((4, 16, 16), (4096, 4096), (64, 64), grad=1), 1),
+    **{fact: (_LONG, -1) for fact in ("on_cuda", "grad")},
+    **{f"{fact}_{x}": (_ONE_ROW, 1) for fact in ("odd_base", "odd_ones") for x in "qkv"},
+    "broadcast_q": (_MIXED, 1),
+}
+
+
+def test_no_fact_is_left_out() -> None:
+    """But for broadcast keys and values, which no rule asks for, and the size of dropout's p: any is refused."""
+    assert set(native.problem_facts()) - set(ONE_FACT) == {"broadcast_k", "broadcast_v", "dropout_p"}
+
+
+@pytest.mark.parametrize("fact", native.problem_facts())
+def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
+    """A new one from the day it exists: it crosses from Python, and a call that differs in nothing else is another."""
+    plain = {**native.problem_facts(), **_LONG}
+    native.plan_text(plain, DEVICES["h100"], remembered=True)
+    assert native.is_remembered(plain, DEVICES["h100"])
+    assert not native.is_remembered(plain | {fact: 0 if plain[fact] else 1}, DEVICES["h100"])
+
+
+@pytest.mark.parametrize("field", ONE_FACT)
+def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
+    """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
+    plain, step = ONE_FACT[field]
+    plain = {**native.problem_facts(), **plain}
+    other = plain | {field: int(plain[field]) + step}
+    made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
+    assert made[0] != made[1]
+    assert [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other) * 2] == made * 2

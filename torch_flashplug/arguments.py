@@ -1,0 +1,78 @@
+"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/arguments.h). The stream
+comes last in each and is not listed. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a kernel: a tensor in global memory, or a number."""
+
+    name: str  # a slot of src/tables.h, which launch.cpp fills
+    rank: int  # dims of a tensor; of a number 0
+    dtype: str  # "element" (the kernel's own: bf16, ...), "fp32" or "int32"
+    scalar: bool  # passed by value
+    optional: bool  # TVM-FFI's None where a call has none
+    what: str  # shape of a tensor, who provides it, what it means
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or self.scalar != (self.rank == 0):
+            raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
+
+
+DTYPES = ("element", "fp32", "int32")
+
+
+def _tensor(name: str, rank: int, dtype: str, what: str) -> Argument:
+    return Argument(name, rank, dtype, scalar=False, optional=False, what=what)
+
+
+def _number(name: str, dtype: str, what: str) -> Argument:
+    return Argument(name, 0, dtype, scalar=True, optional=False, what=what)
+
+
+_OPERANDS = (
+    _tensor("q", 4, "element", "(B, Hq, Sq, D), the caller's"),
+    _tensor("k", 4, "element", "(B, Hkv, Sk, D), the caller's"),
+    _tensor("v", 4, "element", "(B, Hkv, Sk, Dv), the caller's"),
+)
+_RESULTS = (
+    _tensor("o", 4, "element", "(B, Hq, Sq, Dv), allocated by the op"),
+    _tensor("lse", 3, "fp32", "(B, Hq, Sq), allocated by the op; natural logarithm"),
+)
+_SCALE = _number("scale", "fp32", "of the scores")
+_SCALES = (_number("scale_log2", "fp32", "scale * log2(e)"), _SCALE)
+_DRAWN = (
+    _tensor("counter", 1, "int32", "(1,), zero, of src/counters.cpp; this launch's alone while it runs"),
+    _number("num_ctas", "int32", "SMs of the device: CTAs to run"),
+)
+
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN)
+DECODE = (
+    *_OPERANDS,
+    *_RESULTS,
+    # Where no split goes through memory one float, at any address: nothing is written.
+    _tensor("partials", 1, "fp32", "(B * Hq * Sq * splits * (Dv + 1),), where splits > cluster; the op's scratch"),
+    _SCALE,
+    _number("splits", "int32", "CTAs that share the keys of a tile of rows; at most one for each block of keys"),
+    _number("cluster", "int32", "CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1"),
+)
+BACKWARD = (
+    *_OPERANDS,
+    _tensor("o", 4, "element", "(B, Hq, Sq, Dv), the forward's"),
+    _tensor("do", 4, "element", "(B, Hq, Sq, Dv), autograd's"),
+    _tensor("lse", 3, "fp32", "(B, Hq, Sq), the forward's"),
+    _tensor("dq", 4, "element", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
+    _tensor("dk", 4, "element", "(B, Hkv, Sk, D), likewise"),
+    _tensor("dv", 4, "element", "(B, Hkv, Sk, Dv), likewise"),
+    _tensor("rows", 4, "fp32", "(B, Hq, 2, Sq rounded up to tile_m), scratch: LSE * log2(e) (inf: none), delta"),
+    _tensor("scratch", 1, "fp32", "(n,), scratch: dQ in register order and counters; in parts: unused"),
+    *_SCALES,
+    *_DRAWN,
+    _number("wanted", "int32", "a sum of 1 (dQ) and 2 (dK and dV); one of them: only to kernels in parts"),
+)
+# Which of them a kind of kernel (spec.KINDS) takes.
+OF_KIND = {"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD}

@@ -1,0 +1,64 @@
+"""THE list of features: what calls of attention may need beyond softmax(Q K^T) V, and kernels take. A new one is a line
+here, its bit in src/problem.h where calls are read, and what its kernels do.
+
+Presence is a matter of which kernel runs; values (a probability, a cap) are arguments. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One of them. Its bit is its place in FEATURES."""
+
+    name: str
+    tag: str  # in names of kernels
+    said: str  # of a call that needs it, in words; empty: left out
+    words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
+    arguments: tuple[str, ...] = ()  # optional arguments (arguments.py) of its kernels
+    always: bool = False  # no value of it means "none": kernels that have it run no call without it
+
+
+FEATURES = (
+    Feature(
+        "causal", "causal", "causal",
+        "is_causal is given, and there are kernels without a mask alone; use the math backend", always=True,
+    ),
+    Feature(
+        "mask", "mask", "masked",
+        "attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says",
+    ),
+    Feature(
+        "bottom_right", "bottom_right", "causal to the bottom right",
+        "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
+    ),
+    Feature("dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0"),
+)  # fmt: skip
+NAMES = tuple(feature.name for feature in FEATURES)
+NONE = "full"  # the tag of kernels without any
+
+Features = frozenset[str]
+# The sets that kernels may have. Anything else is a reason why not, never a kernel.
+COMBINATIONS: tuple[Features, ...] = (frozenset(), frozenset({"causal"}))
+
+
+def bits(features: Iterable[str]) -> int:
+    return sum(1 << NAMES.index(name) for name in set(features))
+
+
+def always(features: Iterable[str]) -> int:
+    """Bits of those without which their kernels run no call."""
+    wanted = set(features)
+    return bits(feature.name for feature in FEATURES if feature.always and feature.name in wanted)
+
+
+def tag_of(features: Iterable[str]) -> str:
+    """The part of a kernel's name that says its features."""
+    wanted = set(features)
+    return "+".join(feature.tag for feature in FEATURES if feature.name in wanted) or NONE
+
+
+TAGS = {tag_of(combination): combination for combination in COMBINATIONS}  # which says what a tag stands for

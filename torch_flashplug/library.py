@@ -1,0 +1,115 @@
+"""_C itself: where an install or a build put it, loading it, and the C types of its functions. Owns the lookup of built
+files, the kernel packs among them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_keep: dict[str, object] = {}  # libraries that others need
+
+
+class NotBuilt(ImportError):
+    """_C is not where an install or a developer build puts it."""
+
+
+def built_files() -> list[Path]:
+    """Directories that may hold _C and the kernel packs, in the order they are tried.
+
+    Beside this file in an install; in the build directory of a source tree; in the folder of our name on sys.path,
+    which is where an editable install leaves them (site-packages) while this file lies in the tree.
+    """
+    package = Path(__file__).resolve().parent
+    tree = package.parent / "build" / "dev"
+    on_path = (Path(entry) / package.name for entry in sys.path if entry)
+    return [place for place in dict.fromkeys((package, tree, tree / "packs", *on_path)) if place.is_dir()]
+
+
+def find_built(name: str) -> Path | None:
+    """Full path of a built file, or None."""
+    return next((place / name for place in built_files() if (place / name).is_file()), None)
+
+
+def _preload_tvm_ffi() -> None:
+    """Makes libtvm_ffi.so global, which the packs need, without importing tvm_ffi."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    if spec is None or spec.origin is None:
+        return
+    library = Path(spec.origin).parent / "lib" / "libtvm_ffi.so"
+    if library.is_file():
+        _keep["tvm_ffi"] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
+def lib() -> ctypes.CDLL:
+    """_C, loaded once. Raises NotBuilt if there is none."""
+    suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+    if path is None:
+        places = ", ".join(str(place) for place in built_files())
+        raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}; install the package, or run ./tools/dev build")
+    _preload_tvm_ffi()
+    return _declare(ctypes.CDLL(str(path)))
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    numbers, string = ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p
+    reals = ctypes.POINTER(ctypes.c_double)
+    for name in ("set_mode", "mode", "effective_mode", "missing_changes"):
+        getattr(library, f"flashplug_{name}").restype = ctypes.c_int64
+    for name in (
+        "set_enabled",
+        "set_process_backend",
+        "set_standin",
+        "unregister_ops",
+        "device_facts",
+        "set_facts_override",
+        "clear_rows",
+        "read_operands",
+    ):
+        getattr(library, f"flashplug_{name}").restype = None
+    for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
+        getattr(library, f"flashplug_{name}").restype = None
+    library.flashplug_set_mode.argtypes = [ctypes.c_int64]
+    library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
+    library.flashplug_set_facts_override.argtypes = [numbers]
+    for row in ("kernel", "choice", "rescue", "feature", "argument", "gate"):
+        getattr(library, f"flashplug_add_{row}_row").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.flashplug_set_trace_callback.restype = None
+    library.flashplug_wrap_function.restype = ctypes.c_void_p
+    call, out = (reals, numbers, ctypes.c_int64), (string, ctypes.c_int)
+    library.flashplug_fact.argtypes = [ctypes.c_int, reals, *out]
+    library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
+    library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
+    library.flashplug_scale.argtypes = [ctypes.c_double]
+    library.flashplug_kernel_missing.argtypes = call
+    library.flashplug_is_remembered.argtypes = call
+    library.flashplug_plan_text.argtypes = [*call, ctypes.c_int, *out]
+    library.flashplug_forced_error.argtypes = [*call, *out]
+    library.flashplug_counters.argtypes = [numbers, ctypes.c_int]
+    library.flashplug_load_pack.argtypes = [string, string]
+    return library
+
+
+def ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    return (ctypes.c_double * len(values))(*values)
+
+
+def text(call: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> str:
+    size = 4096
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        needed = call(buffer, size)
+        if needed <= size:
+            return buffer.value.decode()
+        size = needed

@@ -1,0 +1,120 @@
+"""The tables as C++ holds them: one ctypes structure for each struct of src/tables.h, with the same members in the same
+order. Texts must live until the structure is pushed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import c_char_p, c_double, c_int32, c_int64
+from typing import TYPE_CHECKING
+
+from . import arguments, features
+from .choices import OPERANDS
+from .rescues import FACTS
+from .spec import CLUSTER, DTYPES, ELEMENTS, KINDS
+
+if TYPE_CHECKING:
+    from . import choices, configs, rescues
+
+DTYPE_IDS = {**{name: number for number, name in enumerate(DTYPES)}, "fp32": len(DTYPES)}  # any other: the next
+
+
+def _members(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class KernelRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_char_p, "name"),
+        *_members(c_int64, "d_max dv_max takes always"),
+        *_members(c_int32, "kind arch element element_bytes element_code tile_m tile_n stages cost elementwise"),
+        *_members(c_int32, "smem_bytes sector_columns whole_sectors group_rows max_cluster peers_at_once counters"),
+        *_members(c_int32, "dkdv_alone"),
+        *_members(c_double, "last_tile"),
+    )
+
+
+class ChoiceRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_char_p, "measured"),
+        *_members(c_double, "ratio"),
+        *_members(c_int64, "features d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
+        *_members(c_int32, "kind arch grad operands tile_m keys_of_tile serve"),
+    )
+
+
+class RescueRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts"))
+
+
+class FeatureRow(ctypes.Structure):
+    _fields_ = _members(c_char_p, "said words")
+
+
+class ArgumentRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int32, "kind rank type optional"))
+
+
+class GateRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_int64, "measured_cc rows wide_rows cluster"),
+        *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share"),
+        *_members(c_double, "unknown_rate"),
+        ("cluster_share", c_double * (CLUSTER + 1)),
+    )
+
+
+def _same(structure: type[ctypes.Structure], row: object, **more: object) -> ctypes.Structure:
+    """Members that a row calls by the same name, and others."""
+    names = [name for name, _ in structure._fields_ if name not in more]
+    return structure(**{name: getattr(row, name) for name in names}, **more)
+
+
+def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
+    """One for each of its kernels."""
+    for spec in row.specs():
+        element = ELEMENTS[spec.dtype]
+        yield _same(
+            KernelRow,
+            row,
+            name=spec.name().encode(),
+            takes=features.bits(spec.features),
+            always=features.always(spec.features),
+            kind=KINDS.index(row.kind),
+            element=DTYPE_IDS[spec.dtype],
+            element_bytes=element.bytes,
+            element_code=element.dlpack,
+            smem_bytes=spec.smem_bytes(),
+        )
+
+
+def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
+    operands = ("square", "mixed") if row.operands == "vectors" else (row.operands,)
+    return _same(
+        ChoiceRow,
+        row,
+        measured=row.measured.encode(),
+        features=features.bits(features.TAGS[row.mask]),
+        kind=KINDS.index(row.kind),
+        operands=sum(1 << OPERANDS.index(one) for one in operands),
+    )
+
+
+def of_rescue(row: rescues.Rescue) -> RescueRow:
+    return RescueRow(row.stock.encode(), row.evidence.encode(), sum(1 << FACTS.index(fact) for fact in row.facts))
+
+
+def of_features() -> Iterator[FeatureRow]:
+    return (FeatureRow(feature.said.encode(), feature.words.encode()) for feature in features.FEATURES)
+
+
+def of_arguments() -> Iterator[ArgumentRow]:
+    for kind, taken in arguments.OF_KIND.items():
+        for one in taken:
+            dtype = arguments.DTYPES.index(one.dtype)
+            yield ArgumentRow(one.name.encode(), KINDS.index(kind), one.rank, dtype, one.optional)
+
+
+def of_gate(gate: choices.Gate) -> GateRow:
+    return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))
