@@ -167,8 +167,9 @@ def test_a_pack_stays_small(pack):
 def test_auto_needs_no_pack_beside_the_first_of_a_target():
     """On Hopper every measured row is of kernels in sm90a."""
     first = {spec for spec in configs.PACKS[0].specs() if spec.arch == 80}
-    served = {row.kind for row in choices.CHOICE_ROWS if row.arch == 80 and row.serve}
-    assert served <= {"decode", "mixdecode", "odddims", "unaligned", "columns"}, "else its kernels belong to sm90a"
+    served = [row for row in choices.CHOICE_ROWS if row.arch == 80 and row.serve]
+    vectors = [row for row in served if row.kind != "decode" and row.operands in {"vectors", "square", "mixed"}]
+    assert served and not vectors, "their kernels belong to sm90a"
     assert first == {spec for spec in configs.specs(80) if spec.is_decode or spec.elementwise}
 
 
