@@ -74,18 +74,18 @@ class ForwardCall:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
-        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # SMs of the device
+        counter: cute.Tensor,
+        num_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(Call(mQ, mK, mV, mO, mLSE, Scales(scale_log2, scale), mCounter, num_ctas), stream)
+        self.launch(Call(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas), stream)
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,18 @@ class DecodeCall:
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mPartials: cute.Tensor,  # fp32: B * Hq * Sq * splits * (Dv + 1) of them, where splits > cluster
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        partials: cute.Tensor,
         scale: Float32,
-        splits: Int32,  # CTAs that share the keys of a tile of rows; at most one for each block of keys
-        cluster: Int32,  # CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1
+        splits: Int32,
+        cluster: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(FewRows(mQ, mK, mV, mO, mLSE, mPartials, scale, splits, cluster), stream)
+        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster), stream)
 
 
 @dataclass(frozen=True)
@@ -175,23 +175,23 @@ class BackwardCall:
     @cute.jit
     def __call__(  # noqa: PLR0913, PLR0917 (the ABI that src/launch.cpp calls)
         self,
-        mQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32
-        mdQ: cute.Tensor,  # (B, Hq, Sq, D)
-        mdK: cute.Tensor,  # (B, Hkv, Sk, D)
-        mdV: cute.Tensor,  # (B, Hkv, Sk, Dv)
-        mRows: cute.Tensor,  # (B, Hq, 2, Sq rounded up to tile_m) fp32: LSE * log2(e) (inf: no row or no key), delta
-        mScratch: cute.Tensor,  # fp32 dQ in register order, and counters (scratch.py); in parts: unused
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        rows: cute.Tensor,
+        scratch: cute.Tensor,
         scale_log2: Float32,
         scale: Float32,
-        mCounter: cute.Tensor,  # (1,) Int32, zero; this launch's alone while it runs
-        num_ctas: Int32,  # SMs of the device
-        wanted: Int32,  # the sum of WANT_DQ and WANT_DKDV; one of them: only to kernels in parts
+        counter: cute.Tensor,
+        num_ctas: Int32,
+        wanted: Int32,
         stream: cuda.CUstream,
     ):
-        tensors = (mQ, mK, mV, mO, mdO, mLSE, mdQ, mdK, mdV, mRows, mScratch)
-        self.launch(Gradients(*tensors, Scales(scale_log2, scale), mCounter, num_ctas, wanted), stream)
+        tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
+        self.launch(Gradients(*tensors, Scales(scale_log2, scale), counter, num_ctas, wanted), stream)
