@@ -4,6 +4,7 @@ and README is short.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -48,6 +49,11 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
+@functools.cache
+def help_of(*stem: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, *stem, "--help")
+
+
 def without_assignments(line: str) -> list[str]:
     words = shlex.split(line)
     while words and re.fullmatch(r"\w+=\S*", words[0]):
@@ -77,8 +83,7 @@ def test_command_runs(line):
 )
 def test_command_takes_its_options(line):
     words = without_assignments(line)
-    stem = words[1:2] if words[1].endswith(".py") else words[1:4]
-    helped = run(sys.executable, *stem, "--help")
+    helped = help_of(*(words[1:2] if words[1].endswith(".py") else words[1:4]))
     assert helped.returncode == 0, helped.stderr
     assert all(option in helped.stdout for option in options(words))
 
