@@ -31,7 +31,7 @@ from .parts.pieces import Dense
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 from .parts.seams import Seams
-from .parts.walk import Band, Sizes
+from .parts.walk import Band, Downward, Sizes
 
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
@@ -73,7 +73,7 @@ class Queries:
         gX = mX[head, None, None]
         if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
             return gX
-        stride = (gX.stride[0], gX.stride[1] + Int64(sm80.zero_of(head)))
+        stride = (gX.stride[0], gX.stride[1] + Int64(fragments.zero_of(head)))
         return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
 
     @cute.jit
@@ -207,8 +207,17 @@ class Here:
 
     chain: Chain
     place: Place  # of the warp's first slab of keys and the first query of its half
-    block: Int32  # of queries
-    masked: cutlass.Boolean
+    run: Downward
+    j: Int32
+
+    @property
+    def block(self) -> Int32:
+        """Of queries."""
+        return self.run.nth(self.j)
+
+    @property
+    def masked(self) -> cutlass.Boolean:
+        return self.run.masked(self.j)
 
     def of(self, slab: int, first: int) -> Chain:
         """For that slab of keys, and queries from `first` on."""
@@ -240,12 +249,12 @@ class BackwardSm80(BackwardCall):
         bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
         everything = Ahead(B * Hkv, group, num_n_blocks)
-        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, stream)
+        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, chain.kept_share, stream)
         tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, call.rows, call.scratch, call.scales, section, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
-        self.finish(call.scratch, call.dq, call.scales.natural, everything, stream)
+        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), everything, stream)
 
     @cute.kernel
     def kernel(
@@ -324,7 +333,7 @@ class BackwardSm80(BackwardCall):
         my = self.share(tiles.k, first_slab, part, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + first_slab * SLAB + lane // 4
-        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + part * HALF, transposed=True)
+        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + part * HALF, Int32(0), None, transposed=True)
 
         run = order.walk.queries(keys.n_block)
         total = run.total(keys.group)
@@ -339,7 +348,7 @@ class BackwardSm80(BackwardCall):
                 queries.load_do(later_head, run.nth(later), 1 - i % 2)
             if i > 0:
                 gradient.add(1 - i % 2, last, self.turn(order, keys.n_block, last_block))
-            here = Here(chain, place, block, run.masked(j))
+            here = Here(chain, place, run, j)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
             else:
@@ -350,11 +359,12 @@ class BackwardSm80(BackwardCall):
         if total > 0:
             gradient.add((total - 1) % 2, last, self.turn(order, keys.n_block, last_block))
         sm80.arrive()
-        self.put(my, tiles, first_slab * SLAB, scales.natural, part)
+        self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
-    def put(self, my: Share, tiles: Tiles, first_row: Int32, scale: Float32, part: Int32) -> None:
+    def put(self, my: Share, tiles: Tiles, first_row: Int32, scales: Scales, chain: Chain, part: Int32) -> None:
         """A warp's dK and dV into tiles."""
-        for accs, tile, factor in ((my.dK, tiles.k, scale), (my.dV, tiles.v, None)):
+        of_dV = None if chain.kept_share is None else chain.scaled(Float32(1.0))
+        for accs, tile, factor in ((my.dK, tiles.k, chain.scaled(scales.natural)), (my.dV, tiles.v, of_dV)):
             for s, acc in enumerate(accs):
                 if factor is not None:
                     acc.store(acc.load() * factor)
@@ -400,7 +410,7 @@ class BackwardSm80(BackwardCall):
         target = weights.moved(slot * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
-            zero = sm80.zero_of(slot)
+            zero = fragments.zero_of(slot)
             keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
             my.product.scores(S, keys, rows, first)
             P = self.weigh(S, queries.facts(0, slot, first), here, first, scale_log2)
@@ -474,7 +484,7 @@ class BackwardSm80(BackwardCall):
         my = self.share(k, slab, half, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.n_block * self.tile_n + slab * SLAB + lane // 4
-        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + half * HALF, transposed=True)
+        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + half * HALF, Int32(0), None, transposed=True)
         left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
         run = order.walk.queries(keys.n_block)
@@ -486,7 +496,7 @@ class BackwardSm80(BackwardCall):
         for i in cutlass.range(total, unroll=1):
             block, (later_head, later) = run.nth(j), run.after(head, j)
             number = (keys.heads_before + head) * scratch.num_m_blocks + block
-            zero, step = sm80.zero_of(i), Here(chain, place, block, run.masked(j))
+            zero, step = fragments.zero_of(i), Here(chain, place, run, j)
             q, do = queries.q.moved(zero), queries.do.moved(zero)
             now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
             dS, P = now.weights, now.weights.moved(weights.bytes)
@@ -505,8 +515,8 @@ class BackwardSm80(BackwardCall):
             gradient.add(zero, number, self.turn(order, keys.n_block, block))
             head, j = later_head, later
         sm80.arrive()
-        first_row = first_slab * SLAB + (sm80.zero_of(head) if self.elementwise else 0)
-        self.put(my, tiles, first_row, scales.natural, part)
+        first_row = first_slab * SLAB + (fragments.zero_of(head) if self.elementwise else 0)
+        self.put(my, tiles, first_row, scales, chain, part)
 
     @cute.jit
     def weigh_together(

@@ -40,7 +40,7 @@ from .parts.pieces import Dense, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import UNITS, Ahead, Scratch
 from .parts.seams import Seams
-from .parts.walk import Band, Downward, Section, Sizes
+from .parts.walk import Band, Downward, Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
@@ -176,9 +176,9 @@ class Here:
     """A step's place in its walk."""
 
     chain: Chain
-    section: Section
-    j: Int32
+    masked: bool
     block: Int32  # of queries
+    next_block: Int32
 
 
 @dataclass(frozen=True)
@@ -268,9 +268,10 @@ class BackwardSm90(BackwardCall):
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(walk, group, B * Hkv, row_bytes, num_ctas)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
-        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, stream)
+        chain = self.seams.chain(call)
+        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, stream)
         self.step_over_keys(call, section, ahead, stream)
-        self.finish(call.scratch, call.dq, call.scales.natural, ahead, stream)
+        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), ahead, stream)
 
     @cute.jit
     def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
@@ -362,7 +363,7 @@ class BackwardSm90(BackwardCall):
             scratch=Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, Hq * tensors.q.shape[3], self.unit),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
             kv_heads=kv_heads,
-            scale=scales.natural,
+            scale=chain.scaled(scales.natural),
             dQ=sm90.Operand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, of_unit),
             element=self.element,
@@ -497,14 +498,14 @@ class BackwardSm90(BackwardCall):
         my = self.hold(shared, rings, scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        chain = chain.hold()
+        chain = chain.hold(self.tile_m)
 
         nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
             run = work.run(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, transposed=True))
+            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.batch, None, transposed=True))
             rings.k.wait(nth)
             rings.v.wait(nth)
             my.fetch_keys()
@@ -513,11 +514,12 @@ class BackwardSm90(BackwardCall):
             before, unit = done, Int32(0)
             for g in cutlass.range(work.group, unroll=1):
                 first_block = scratch.first_block(tile, g, work.pieces.order.heads)
-                mine = run.of_head(g)
+                mine, stages = run.of_head(g), of_tile.of_head(tile.query_head(g))
                 for section in mine.sections():
-                    of_tile.begin(section)
+                    stages.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
-                        here, last = Here(of_tile, section, j, mine.nth(j)), Last(unit, done - before)
+                        here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
+                        last = Last(unit, done - before)
                         if cutlass.const_expr(self.kv_in_registers):
                             self.step_at_once(my, done, last, here, scales.log2)
                         else:
@@ -535,9 +537,8 @@ class BackwardSm90(BackwardCall):
             my.dQ.send(unit, done - before, done - 1)
             my.dQ.make_room(done)
             slab = tile.block * (self.tile_n // SLAB) + wg * 4
-            factor = Float32(1.0) if cutlass.const_expr(chain.factor is None) else chain.factor
-            self.store(my.dV, factor, tile.rows(dv), slab)
-            self.store(my.dK, scales.natural, tile.rows(dk), slab)
+            self.store(my.dV, chain.scaled(Float32(1.0)), tile.rows(dv), slab)
+            self.store(my.dK, chain.scaled(scales.natural), tile.rows(dk), slab)
             if cutlass.const_expr(not self.in_order):
                 cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
                 cute.arch.sync_warp()
@@ -549,7 +550,7 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def step_at_once(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
         """One step where every product has registers of its own."""
-        masked, slot = here.section.masked, my.rings.q.slot(done)
+        masked, slot = here.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
@@ -566,9 +567,9 @@ class BackwardSm90(BackwardCall):
         delta = row_values(my.delta, slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
         here.chain.derive(my.dP.values, masked)
-        differentiate(my.S.values, my.dP.values, delta, my.dP.values, factor=here.chain.factor)
+        differentiate(my.S.values, my.dP.values, delta, my.dP.values)
         my.dS.take(my.dP.acc)
-        here.chain.ahead(here.section, here.j)
+        here.chain.ahead(here.next_block, masked)
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
@@ -578,7 +579,7 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def step_in_turn(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
         """One step where dP takes the place of the dQ before, and dS that of P."""
-        masked, slot = here.section.masked, my.rings.q.slot(done)
+        masked, slot = here.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
@@ -596,12 +597,10 @@ class BackwardSm90(BackwardCall):
         my.dV.add(slot)
         warpgroup.wait_group(1)  # dP
         here.chain.derive(my.dP.values, masked)
-        differentiate(
-            my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, factor=here.chain.factor
-        )  # fmt: skip
+        differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values)
         warpgroup.wait_group(0)
         my.dS.take(my.dP.acc)
-        here.chain.ahead(here.section, here.j)
+        here.chain.ahead(here.next_block, masked)
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)

@@ -46,10 +46,7 @@ class Ring:
     keys: Split  # of the CTA
     first_key: Int32  # of the share of the first of its blocks
     step: int  # keys from block to block
-
-    @property
-    def blocks(self) -> Int32:
-        return self.keys.end - self.keys.begin
+    blocks: Int32
 
     def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
         return tile.moved(nth % self.stages * tile.bytes)
@@ -154,7 +151,9 @@ class DecodeSm80(DecodeCall):
         q = sm80.Tile(start, self.tile_m, self.d)
         ring = self.my_ring(mK, mV, part, walk.at(sizes, self.tile_m, self.tile_n), start + q.bytes, team)
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
-        here = chain.hold().at(Place(sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR))
+        here = chain.hold(self.keys).at(
+            Place(sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR, part.batch, None)
+        )
 
         follow()
         self.load_queries(mQ, q, part)
@@ -179,7 +178,8 @@ class DecodeSm80(DecodeCall):
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
         first_key = keys.begin * self.tile_n + team * self.keys
-        return Ring(mover, part.of_head(mK), part.of_head(mV), k, v, self.stages, keys, first_key, self.tile_n)
+        blocks = keys.end - keys.begin
+        return Ring(mover, part.of_head(mK), part.of_head(mV), k, v, self.stages, keys, first_key, self.tile_n, blocks)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):

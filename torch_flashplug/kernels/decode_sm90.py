@@ -197,7 +197,7 @@ class DecodeSm90(DecodeCall):
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
         softmax = OnlineSoftmax.create(scale * fragments.LOG2_E)
-        here = chain.hold().at(Place(part.sizes, self.tile_n, Int32(0), lane % 4 * 2))
+        here = chain.hold(self.tile_n).at(Place(part.sizes, self.tile_n, Int32(0), lane % 4 * 2, part.batch, None))
         first_row = part.first_row + wg * ROWS
 
         self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)

@@ -339,14 +339,14 @@ class KeyGradientsSm90:
         rings = work.rings
         keys = rings.v if my.wg else rings.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        chain = chain.hold()
+        chain = chain.hold(TILE_M)
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
-            tile = work.pieces.tile(number)
+            tile = work.pieces.tile(number, work.group)
             run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile.block)
             end = done + run.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, transposed=True))
+            of_tile = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, tile.batch, None, transposed=True))
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
             keys.wait(nth)
@@ -355,23 +355,23 @@ class KeyGradientsSm90:
             warpgroup.wait_group(0)
             self.reclaim(my.wg)
             for g in cutlass.range(work.group, unroll=1):
-                mine = run.of_head(g)
+                mine, here = run.of_head(g), of_tile.of_head(tile.query_head(g))
                 for section in mine.sections() if my.wg == 0 else (mine.whole(),):
-                    here.begin(section)
+                    here.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
                             self.weigh(my, done, here, mine.nth(j), section, scales.log2)
                         else:
                             self.differentiate(my, done)
-                        here.ahead(section, j)
+                        here.ahead(mine.next(j, section), section.masked)
                         my.hand_over(done)
                         my.add_up(done, end)
                         done += 1
             keys.release(nth)
             rings.crossing[my.wg].wait_free(done)  # outputs leave through its place
             slab = tile.block * (TILE_N // SLAB)
-            self.store(my, my.dV.acc, Float32(2.0**-self.element.raised), tile.rows(dv), slab)
-            self.store(my, my.dK.acc, scales.natural, tile.rows(dk), slab)
+            self.store(my, my.dV.acc, chain.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab)
+            self.store(my, my.dK.acc, chain.scaled(scales.natural), tile.rows(dk), slab)
             number = work.queue.take(nth)
             nth += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store

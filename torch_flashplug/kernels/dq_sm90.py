@@ -230,13 +230,13 @@ class QueryGradientSm90:
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        my, chain = self.hold(shared, rings, wg, thread), chain.hold()
+        my, chain = self.hold(shared, rings, wg, thread), chain.hold(TILE_N)
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2))
+            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.batch, tile.head))
             two = self.my_rows(mRows, tile, row, scales.log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
             others, run = walk.keys_of_part(tile.block, wg_tile * ROWS, ROWS, walk.uneven)
@@ -253,10 +253,10 @@ class QueryGradientSm90:
             warpgroup.wait_group(0)
             rings.v.release(done)
             for section in run.sections_before_last():
-                here.begin(section)
+                here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     self.weigh(my, two, here, run.nth(j), section.masked)
-                    here.ahead(section, j)
+                    here.ahead(run.next(j, section), section.masked)
                     warpgroup.fence()
                     my.dQ.add(rings.k.slot(done + j))
                     my.issue_scores(done + j + 1)
@@ -266,14 +266,14 @@ class QueryGradientSm90:
                     rings.v.release(done + j + 1)
             rings.do.release(nth_q)
             done += run.count - 1
-            here.begin(run.section_of_last())
+            here.begin(run.last(), masked=True)
             self.weigh(my, two, here, run.last(), masked=True)
             warpgroup.fence()
             my.dQ.add(rings.k.slot(done))
             warpgroup.wait_group(0)
             rings.k.release(done)
             done += 1
-            self.store(my, tile.rows(out), wg, wg_tile, scales.natural)
+            self.store(my, tile.rows(out), wg, wg_tile, chain.scaled(scales.natural))
             rings.q.release(nth_q)
             number = work.queue.take(nth)
             nth += 1
@@ -285,7 +285,7 @@ class QueryGradientSm90:
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)
         here.derive(my.dP.values, masked)
-        differentiate(S, dP, two.delta, S, factor=here.factor)
+        differentiate(S, dP, two.delta, S)
         my.dS.take(my.S.acc)
 
     @cute.jit

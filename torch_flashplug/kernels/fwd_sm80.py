@@ -117,11 +117,11 @@ class ForwardSm80(ForwardCall):
         keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v)
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
-        lane, chain = cute.arch.lane_idx(), chain.hold()
+        lane, chain = cute.arch.lane_idx(), chain.hold(self.tile_n)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2))
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
             slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
@@ -129,7 +129,7 @@ class ForwardSm80(ForwardCall):
         self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural)
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, chain.kept_share)
             write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
             mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)

@@ -98,6 +98,7 @@ class FirstBlock:
 
     @cute.jit
     def weigh(self, S: Scores):
+        self.chain.begin(self.n_block, masked=True)
         self.ring_k.wait(self.nth)
         self.turns.take()
         warpgroup.fence()
@@ -268,14 +269,14 @@ class ForwardSm90(ForwardCall):
         softmax = OnlineSoftmax.create(scales.log2)
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
-        chain = chain.hold()
+        chain = chain.hold(self.tile_n)
 
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2))
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.keys_of_part(tile.block, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, done)
@@ -291,7 +292,7 @@ class ForwardSm90(ForwardCall):
                 hand_back(ring_q, nth_q - self.warpgroups)
 
             for section in sections:
-                here.begin(section)
+                here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     now, before = done + j, done + j - 1
                     ring_k.wait(now)
@@ -311,7 +312,7 @@ class ForwardSm90(ForwardCall):
                     warpgroup.wait_group(0)
                     ring_v.release(before)
                     P.take(S.acc, here.kept(section.masked))
-                    here.ahead(section, j)
+                    here.ahead(run.next(j, section), section.masked)
                     if cutlass.const_expr(not self.early_rescale):
                         softmax.rescale(output)
 
@@ -323,7 +324,7 @@ class ForwardSm90(ForwardCall):
             times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
-            lse = softmax.finish(output, scales.natural)
+            lse = softmax.finish(output, scales.natural, chain.kept_share)
             write_lse(mLSE, lse, tile, row)
             self.store(acc_O, tile.rows(out), ring_q.slot(nth_q), wg_tile, times_v.add)
             if cutlass.const_expr(self.small_smem):

@@ -22,13 +22,14 @@ class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: HopperSpec):
-        self.element = Seams.of(spec).element
+        self.seams = Seams.of(spec)
+        self.element = self.seams.element
         self.prepare = PrepareBackward(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
-        self.prepare(call.o, call.do, call.lse, call.rows, None, None, stream)
+        self.prepare(call.o, call.do, call.lse, call.rows, None, None, self.seams.chain(call).kept_share, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:

@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
 from . import fragments, sm90
 from .element import Element
+from .scores.chain import Kept
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
@@ -50,17 +51,19 @@ class PrepareBackward:
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mScratch: cute.Tensor | None,  # of the main kernel (scratch.Scratch)
         ahead: Ahead | None,
+        kept: Kept | None,  # of P (Chain)
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
         clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
-        self.kernel(mO, mdO, mLSE, mRows, clearing).launch(
+        self.kernel(mO, mdO, mLSE, mRows, clearing, kept).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: Clearing | None
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: Clearing | None,
+        kept: Kept | None,
     ):  # fmt: skip
         block, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
@@ -83,7 +86,7 @@ class PrepareBackward:
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if thread % LANES == 0:
                 mRows[batch, head, 0, row] = lse
-                mRows[batch, head, 1, row] = delta
+                mRows[batch, head, 1, row] = delta if cutlass.const_expr(kept is None) else delta * kept.share
 
     @cute.jit
     def product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
@@ -190,17 +193,15 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 
 @cute.jit
 def differentiate(
-    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
-    factor: Float32 | None = None,
-):  # fmt: skip
-    """dS = P * (factor * dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes
-    with dQ and dK. raised: P is larger by that power of two; factor: Chain.factor.
+    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0
+):
+    """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
+    dK. raised: P is larger by that power of two.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
             weight = P[key, query].to(Float32) * 2.0**-raised
-            slope = dP[key, query] if cutlass.const_expr(factor is None) else dP[key, query] * factor
-            dS[key, query] = weight * (slope - delta[query])
+            dS[key, query] = weight * (dP[key, query] - delta[query])
 
 
 def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:

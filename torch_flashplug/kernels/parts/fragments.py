@@ -64,6 +64,13 @@ class OperandA:
             self.pairs[i] = self.element.pack_pair(low, high)
 
 
+def zero_of(step: Int32) -> Int32:
+    """Zero, of a number that is not negative, which the compiler does not know: addresses that it is added to are made
+    in every step of a loop, instead of waiting in registers.
+    """
+    return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
+
+
 def target_from(arch: Arch) -> bool:
     """Whether what is compiled for is that architecture or a later one."""
     return BaseDSL._get_dsl().get_arch_enum() >= arch

@@ -129,13 +129,6 @@ class Matrices:
         cute.copy(self.atom, cute.make_tensor(place, cute.make_layout((VECTOR, 1))), fragment)
 
 
-def zero_of(step: Int32) -> Int32:
-    """Zero, of a number that is not negative, which the compiler does not know: addresses that it is added to are made
-    in every step of a loop, instead of waiting in registers.
-    """
-    return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
-
-
 def room(dtype) -> cute.Tensor:
     """Registers for one ldmatrix."""
     return cute.make_rmem_tensor((VECTOR, 1), dtype)

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .pieces import Tile
+from .scores.chain import Kept
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
 SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
@@ -119,14 +120,16 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32) -> cute.Tensor:
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log."""
+    def finish(self, acc_O: cute.Tensor, scale: Float32, kept: Kept | None = None) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. kept: of the probabilities that O has."""
         lse = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
             total = self.row_sum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+            if cutlass.const_expr(kept is not None):
+                inverse = inverse * kept.inverse
             lse[r] = self.row_max[r] * scale + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse

@@ -126,6 +126,10 @@ class Leftward:
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
 
+    def next(self, j: Int32, section: Section) -> Int32:
+        """The block of the next step; of the last one of a section, its own."""
+        return self.nth(cutlass.min(j + 1, section.end - 1))
+
     def before(self, j: Int32) -> Int32:
         """The block at the position before, behind nth(j)."""
         return self.count - j
@@ -160,9 +164,6 @@ class Leftward:
         masked = cutlass.min(self.num_masked, last)
         return Section(True, 0, masked), Section(False, masked, last)
 
-    def section_of_last(self) -> Section:
-        return Section(True, self.count - 1, self.count)
-
     def columns_of_first(self, rows: int) -> Int32:
         """Keys of the first block that some of `rows` rows see; more than it has: all."""
         return self.band.num_visible(self.first_row + rows) - (self.count - 1) * self.band.tile_n
@@ -178,6 +179,10 @@ class Downward:
 
     def nth(self, j: Int32) -> Int32:
         return j
+
+    def next(self, j: Int32, section: Section) -> Int32:
+        """The block of the next step; of the last one of a section, its own."""
+        return cutlass.min(j + 1, section.end - 1)
 
     def masked(self, j: Int32) -> cutlass.Boolean:
         return j < self.middle

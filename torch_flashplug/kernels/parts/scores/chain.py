@@ -1,15 +1,18 @@
 """What happens to scores between the product that makes them and 16 bits, stage by stage. A kernel has a chain as an
 argument and names no stage. It asks, in this order:
 
-    chain.hold()                once, every consumer: registers that stages own
-    chain.at(place)             once a tile
-    here.begin(section)         once a section: what its first step needs is on its way
+    chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
+    chain.at(place)                 once a tile
+    here.of_head(head)              backward: once a query head
+    here.begin(block, masked)       once a section: what its first block needs is on its way
     here.apply(S, block, masked)    scores, before the exponential
-    here.kept(masked)           None, or (r, c, value) -> value: P on its way to the next product; P itself stays
-    here.derive(dP, masked)     backward: dP, in place, before dS = P * (dP - delta)
-    here.ahead(section, j)      behind the last use in a step: what the next one needs is on its way
+    here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
+    here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
+    here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
 
-`masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there.
+`masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
+stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
+register that was used last, not into a second one.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..walk import Section, Sizes
+from ..walk import Sizes
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,37 @@ class Place:
     block: int  # columns of a block
     row: Int32  # this thread's first; the second one is the eighth after it
     column: Int32  # its first inside a block
+    batch: Int32
+    head: Int32 | None  # query head; backward: of_head says it
     transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A share, and its inverse, which a division in a kernel would keep in a register."""
+
+    share: Float32
+    inverse: Float32
 
 
 class Stage:
     """What a stage need not say: it is asked in masked sections alone, holds nothing and loads nothing."""
 
     everywhere = False  # whole sections, too
-    factor: Float32 | None = None  # of P on its way to the next product, and of dP
+    kept_share: Kept | None = None  # of P on its way to the next product
 
-    def hold(self) -> Stage:
+    def hold(self, columns: int) -> Stage:
         return self
 
     def at(self, place: Place) -> Stage:
         return self
 
-    def begin(self, section: Section) -> None: ...
+    def of_head(self, head: Int32) -> Stage:
+        return self
 
-    def ahead(self, section: Section, j: Int32) -> None: ...
+    def begin(self, block: Int32) -> None: ...
+
+    def ahead(self, block: Int32) -> None: ...
 
     def apply(self, S: cute.Tensor, block: Int32) -> None: ...
 
@@ -68,19 +84,22 @@ class Chain:
     def asked(self, masked: bool) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if masked or stage.everywhere)
 
-    def hold(self) -> Chain:
-        return Chain(tuple(stage.hold() for stage in self.stages))
+    def hold(self, columns: int) -> Chain:
+        return Chain(tuple(stage.hold(columns) for stage in self.stages))
 
     def at(self, place: Place) -> Chain:
         return Chain(tuple(stage.at(place) for stage in self.stages))
 
-    def begin(self, section: Section) -> None:
-        for stage in self.asked(section.masked):
-            stage.begin(section)
+    def of_head(self, head: Int32) -> Chain:
+        return Chain(tuple(stage.of_head(head) for stage in self.stages))
 
-    def ahead(self, section: Section, j: Int32) -> None:
-        for stage in self.asked(section.masked):
-            stage.ahead(section, j)
+    def begin(self, block: Int32, masked: bool) -> None:
+        for stage in self.asked(masked):
+            stage.begin(block)
+
+    def ahead(self, block: Int32, masked: bool) -> None:
+        for stage in self.asked(masked):
+            stage.ahead(block)
 
     def apply(self, S: cute.Tensor, block: Int32, masked: bool) -> None:
         """S: (2, columns) of a thread, in place."""
@@ -106,8 +125,14 @@ class Chain:
             stage.derive(dP)
 
     @property
-    def factor(self) -> Float32 | None:
-        """Of P on its way to the next product, and of dP; None: 1."""
-        factors = [stage.factor for stage in self.stages if stage.factor is not None]
-        assert len(factors) < 2, "two stages scale P: multiply their factors here"
-        return factors[0] if factors else None
+    def kept_share(self) -> Kept | None:
+        """Of P; None: all of it. Loops know nothing of it: results are scaled, and the backward's delta is that share
+        of rowsum(dO * O).
+        """
+        shares = [stage.kept_share for stage in self.stages if stage.kept_share is not None]
+        assert len(shares) < 2, "two stages drop scores: multiply their shares here"
+        return shares[0] if shares else None
+
+    def scaled(self, factor: Float32) -> Float32:
+        """Of what was multiplied with the P that was kept."""
+        return factor if self.kept_share is None else factor * self.kept_share.inverse

@@ -1,0 +1,139 @@
+"""Stages that read one bit a score: a mask's, and dropout's.
+
+Bits are stored by tiles of 64 x 64 scores, 128 words of 32 bits each, in the order in which the threads of a warpgroup
+hold them (fragments.py): thread t of warp w has word 32 w + lane, whose bit r + 2 c is its score (r, c) of the tile.
+Two such arrays exist, since no order serves both: `rows` for kernels whose scores are (queries, keys), `columns`, the
+same of the transposed scores, for those of the backward that have (keys, queries). A thread of one shares four pairs
+at most with a thread of the other, so that one array would take eight loads in all instead of one each.
+
+    rows[plane][ceil(Sq / 64)][ceil(Sk / 64) + 1][128]        the last tile of a row is all zeros
+    columns[plane][ceil(Sk / 64)][ceil(Sq / 64) + 1][128]
+    plane = batch * planes_of_batch + head * planes_of_head    0: broadcast
+
+What lies outside the scores is 0. Blocks of any width that is a multiple of 16 read the same words: where 64 does not
+divide where a block begins, two neighbours are shifted into one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..fragments import zero_of
+from .chain import Kept, Place, Stage
+
+TILE = 64  # rows and columns
+THREADS = 128
+BITS = 32
+
+
+@dataclass(frozen=True)
+class Words(Stage):
+    """Reads a block's words one step ahead."""
+
+    words: cute.Tensor  # (n,) Int32: rows, or columns
+    planes_of_batch: Int32
+    planes_of_head: Int32
+    now: cute.Tensor | None = None  # (words of a block,) registers
+    place: Place | None = None
+    line: Int32 | None = None  # of tiles: plane and row
+
+    def hold(self, columns: int) -> Stage:
+        return replace(self, now=cute.make_rmem_tensor((-(-columns // TILE),), Int32))
+
+    def at(self, place: Place) -> Stage:
+        stage = replace(self, place=place)
+        return stage if place.head is None else stage.of_head(place.head)
+
+    def of_head(self, head: Int32) -> Stage:
+        rows, _ = self.tiles()
+        plane = self.place.batch * self.planes_of_batch + head * self.planes_of_head
+        return replace(self, line=plane * rows + cutlass.min(self.place.row // TILE, rows - 1))
+
+    def tiles(self) -> tuple[Int32, Int32]:
+        """Rows and columns of a plane's tiles."""
+        sizes = self.place.sizes
+        rows, columns = (sizes.Sk, sizes.Sq) if self.place.transposed else (sizes.Sq, sizes.Sk)
+        return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
+
+    def begin(self, block: Int32) -> None:
+        self.load(block)
+
+    def ahead(self, block: Int32) -> None:
+        self.load(block)
+
+    @cute.jit
+    def load(self, block: Int32):
+        """Of a block, into the registers that were used last."""
+        place, count = self.place, cute.size(self.now)
+        _, columns = self.tiles()
+        first = block * place.block // TILE
+        line = Int64(self.line + zero_of(block))  # an address is made in every step: registers are few
+        start = self.words.iterator + (line * (columns + 1) * THREADS + cute.arch.thread_idx()[0] % THREADS)
+        if cutlass.const_expr(place.block % TILE == 0):
+            for i in cutlass.range_constexpr(count):
+                self.now[i] = cute.arch.load(start + Int64(cutlass.min(first + i, columns)) * THREADS, Int32)
+        else:
+            shift = block * place.block % TILE // 2
+            below = cute.arch.load(start + Int64(cutlass.min(first, columns)) * THREADS, Int32)
+            for i in cutlass.range_constexpr(count):
+                above = cute.arch.load(start + Int64(cutlass.min(first + i + 1, columns)) * THREADS, Int32)
+                self.now[i] = shifted(below, above, shift)
+                below = above
+
+    def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
+        """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
+        word, i = divmod(r + 2 * c, BITS)
+        value = self.now[word]
+        if swapped:
+            value, i = exchanged(value), (i + BITS // 2) % BITS
+        return (value & Int32((1 << i) - (1 << BITS) * (i == BITS - 1))) != 0
+
+
+def shifted(low: Int32, high: Int32, count: Int32) -> Int32:
+    """32 bits of (high, low), from bit `count` on."""
+    text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high, count])
+
+
+def exchanged(word: Int32) -> Int32:
+    """Halves exchanged. For a second use of the same bits: ptxas would keep the predicates of the first one between
+    the two, packed bit by bit into a register, which costs as much as everything else and spills; of these it knows
+    nothing, and takes them out again, seven at a time.
+    """
+    text = "prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
+
+
+@dataclass(frozen=True)
+class Bits(Words):
+    """A mask: scores whose bit is 0 do not count."""
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32):
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+                S[r, c] = cutlass.select_(self.bit(r, c), S[r, c], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class Dropout(Words):
+    """Probabilities whose bit is 0 are dropped, on their way to the output and of what comes back to them (Srivastava
+    et al. 2014). With bits Z and share = 1 - p that is kept: O = (Z * P) V / share, dV = (Z * P)^T dO / share, and
+    dS = P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP - share * rowsum(dO * O)) / share.
+    """
+
+    kept_share: Kept | None = None
+    everywhere = True
+
+    def kept(self):
+        return lambda r, c, value: cutlass.select_(self.bit(r, c), value, Float32(0.0))
+
+    @cute.jit
+    def derive(self, dP: cute.Tensor):
+        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
+                dP[r, c] = cutlass.select_(self.bit(r, c, swapped=True), dP[r, c], Float32(0.0))
