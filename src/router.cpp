@@ -22,7 +22,7 @@ constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu
 
 std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
 std::atomic<void*> stock_functions[kStubSlots];  // what to call for stock's answer: the same, or the CPU default where
-                                                // the slot was still unresolved
+                                                 // the slot was still unresolved
 std::mutex install_mutex;
 
 struct Call : Attention {

@@ -83,7 +83,7 @@ struct FeatureRow {
   const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
 };
 
-// What a kernel can be given (arguments.py says what each is); what a kind of kernels takes is a row of parameters.
+// What a kernel can be given (arguments.py says what each is); which of them a kind of kernels takes is a signature.
 enum class Slot : int32_t {
   kQ,
   kK,
@@ -117,11 +117,18 @@ struct ArgumentRow {
   NumberType type;
   int32_t optional;  // None where a call has none
 };
+constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << static_cast<int>(slot); }
 struct Parameter {
-  Slot slot;
-  int rank;
-  NumberType type;
-  bool optional;
+  int32_t place = -1;  // among the arguments; -1: not taken
+  int32_t rank = 0;
+  NumberType type = NumberType::kElement;
+};
+// What a kind of kernels takes.
+struct Signature {
+  int32_t count = 0;
+  uint64_t required = 0;  // bits of slots
+  Parameter parameters[kNumSlots];
+  const Parameter& of(Slot slot) const { return parameters[static_cast<int>(slot)]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -148,7 +155,7 @@ struct Tables {
   std::vector<ChoiceRow> choices;
   std::vector<RescueRow> rescues;
   std::vector<FeatureRow> features;
-  std::vector<Parameter> parameters[kNumKinds];
+  Signature signatures[kNumKinds];
   GateRow gate = {};
   uint64_t version = 1;  // another one after every change
 
