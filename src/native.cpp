@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "flashplug.h"
+#include "schemas.h"
 #include "state.h"
 #include "torch_symbols.h"
 
@@ -156,6 +157,11 @@ FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
 }
 
+// Schemas of the ops that C++ knows, as torch prints them; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_schema(int number, char* out, int capacity) {
+  return copy_text(number >= 0 && number < static_cast<int>(std::size(kSchemas)) ? kSchemas[number].text() : "", out,
+                   capacity);
+}
 // The name of a fact of a call, and what it is where it is not said; empty after the last one.
 FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
   std::string found;

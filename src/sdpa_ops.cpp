@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "schemas.h"
 
 namespace flashplug {
 
@@ -158,46 +159,46 @@ Mode own_op_mode(int64_t baked) {
 
 // ---- door 1: the aten carrier ----
 
-// query, key, value, attn_bias?, dropout_p, is_causal, return_debug_mask, scale? -> out, lse, cum_seq_q, cum_seq_k,
-// max_q, max_k, seed, offset, debug
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              mask = box::to_optional_tensor(stack[3]);
-  const Causal causal = box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[7])},
-      effective_mode(),
-      wants_grad(q.get(), k.get(), v.get())};
+  constexpr Schema op = kCarrierForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         effective_mode(),
+                         wants_grad(q.get(), k.get(), v.get())};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
   check_shim(aoti_torch_get_size(call.k, 2, &keys), "get_size");
-  stack[0] = box::from_tensor(std::move(result.out));
-  stack[1] = box::from_tensor(std::move(result.lse));
-  stack[2] = box::from_tensor(Owned());
-  stack[3] = box::from_tensor(Owned());
-  stack[4] = box::from(rows | (call.mode.word << kModeShift));
-  stack[5] = box::from(keys);
-  stack[6] = box::from_tensor(std::move(result.seed));
-  stack[7] = box::from_tensor(std::move(result.offset));
-  stack[8] = box::from_tensor(Owned());
+  stack[op.result("output")] = box::from_tensor(std::move(result.out));
+  stack[op.result("logsumexp")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("cum_seq_q")] = box::from_tensor(Owned());
+  stack[op.result("cum_seq_k")] = box::from_tensor(Owned());
+  stack[op.result("max_q")] = box::from(rows | (call.mode.word << kModeShift));
+  stack[op.result("max_k")] = box::from(keys);
+  stack[op.result("philox_seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("philox_offset")] = box::from_tensor(std::move(result.offset));
+  stack[op.result("debug_attn_mask")] = box::from_tensor(Owned());
 }
 
-// grad_out, query, key, value, attn_bias, bool[4], out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-// seed, offset, scale? -> 4 grads
 void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
-              v = box::to_tensor(stack[3]);
-  const Owned mask = box::to_tensor(stack[4]), out = box::to_tensor(stack[6]), lse = box::to_tensor(stack[7]);
-  const Owned cum_q = box::to_tensor(stack[8]), cum_k = box::to_tensor(stack[9]), seed = box::to_tensor(stack[14]),
-              offset = box::to_tensor(stack[15]);
-  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[5]);
-  const std::optional<double> scale = box::to_optional_double(stack[16]);
-  const Mode mode{(box::to<int64_t>(stack[10]) >> kModeShift) & kModeMask};
+  constexpr Schema op = kCarrierBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["logsumexp"]]);
+  const Owned cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
+              seed = box::to_tensor(stack[op["philox_seed"]]), offset = box::to_tensor(stack[op["philox_offset"]]);
+  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
+  const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const bool has_mask = mask.defined();
   BackwardCall call{grad.get(),
-                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr, box::to<double>(stack[12]),
-                      box::to<bool>(stack[13]) ? Causal::kTopLeft : Causal::kNone, scale},
+                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr,
+                      box::to<double>(stack[op["dropout_p"]]), causal, scale},
                      mode},
                     out.get(),
                     lse.get(),
@@ -218,37 +219,37 @@ Owned placeholder(const ForwardCall& call, int32_t dtype) {
   return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
 }
 
-// query, key, value, attn_bias?, dropout_p, causal_mode, scale?, mode -> out, lse, seed, offset
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              mask = box::to_optional_tensor(stack[3]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[5]));
-  const ForwardCall call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[6])},
-      own_op_mode(box::to<int64_t>(stack[7]))};
+  constexpr Schema op = kOwnForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
   if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
     result.offset = placeholder(call, aoti_torch_dtype_int64());
   }
-  stack[0] = box::from_tensor(std::move(result.out));
-  stack[1] = box::from_tensor(std::move(result.lse));
-  stack[2] = box::from_tensor(std::move(result.seed));
-  stack[3] = box::from_tensor(std::move(result.offset));
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("offset")] = box::from_tensor(std::move(result.offset));
 }
 
-// grad_out, query, key, value, attn_bias?, out, lse, seed, offset, dropout_p, causal_mode, scale?, mode, bias_grad ->
-// dq, dk, dv, dbias
 void own_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
-              v = box::to_tensor(stack[3]);
-  const Owned mask = box::to_optional_tensor(stack[4]), out = box::to_tensor(stack[5]), lse = box::to_tensor(stack[6]);
-  const Owned seed = box::to_tensor(stack[7]), offset = box::to_tensor(stack[8]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[10]));
-  const ForwardCall forward_call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[9]), causal, box::to_optional_double(stack[11])},
-      own_op_mode(box::to<int64_t>(stack[12]))};
-  const bool bias_grad = box::to<bool>(stack[13]) && mask.defined();
+  constexpr Schema op = kOwnBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
+                                  causal, box::to_optional_double(stack[op["scale"]])},
+                                 own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+  const bool bias_grad = box::to<bool>(stack[op["bias_grad"]]) && mask.defined();
   BackwardCall call{
       grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
   BackwardResult result = backward(call);

@@ -124,6 +124,11 @@ def feature_names() -> tuple[str, ...]:
     return _names(lib().flashplug_feature_name)
 
 
+def schemas() -> tuple[str, ...]:
+    """Of the ops whose arguments C++ takes from stacks, as it knows them."""
+    return _names(lib().flashplug_schema)
+
+
 def _names(name_of: Callable[[int, ctypes.Array[ctypes.c_char], int], int]) -> tuple[str, ...]:
     names: list[str] = []
     while name := text(lambda out, size: name_of(len(names), out, size)):
