@@ -8,8 +8,11 @@ namespace flashplug {
 
 class Schema {
  public:
-  consteval explicit Schema(const char* text) : text_(text) {}
+  consteval explicit Schema(const char* text) : text_(text) {
+    for (size_t i = 0; text[i] != '('; ++i) name_[i] = text[i];
+  }
   constexpr const char* text() const { return text_.data(); }
+  const char* name() const { return name_; }
   // Of an argument by its name; a name that the op does not have is no constant, so it does not compile.
   consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
   consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
@@ -33,6 +36,7 @@ class Schema {
   }
 
   std::string_view text_;
+  char name_[96] = {};
 };
 
 // ---- the carrier, and the project's own (ops.py defines these) ----
@@ -94,8 +98,9 @@ inline constexpr Schema kEfficientBackward(
     "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
     "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)");
 
-inline constexpr Schema kSchemas[] = {kCarrierForward, kCarrierBackward, kOwnForward,       kOwnBackward,
-                                      kMathForward,    kMathBackward,    kCudnnForward,     kCudnnBackward,
-                                      kFlashForward,   kFlashBackward,   kEfficientForward, kEfficientBackward};
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
+                                           kOwnBackward.text(),    kMathForward.text(),      kMathBackward.text(),
+                                           kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
+                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text()};
 
 }  // namespace flashplug

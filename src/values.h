@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "schemas.h"
 #include "torch_symbols.h"
 
 namespace flashplug {
@@ -90,16 +91,21 @@ T to(StableIValue value) {
 
 }  // namespace box
 
-// A call of one op: arguments go in order, results come out in order. Arguments are freed by the dispatcher.
+// A call of one op: arguments go to their places, or in order; results come out in order. Arguments are freed by the
+// dispatcher.
 class OpCall {
  public:
   explicit OpCall(const char* name) : name_(name) {}
+  explicit OpCall(const Schema& op) : name_(op.name()) {}  // which lives as long
+  StableIValue& operator[](int place) { return stack_[place]; }
   template <typename... Values>
   OpCall& add(Values... values) {
     ((stack_[count_++] = values), ...);
     return *this;
   }
-  bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
+  bool run(const char* overload = "") {
+    return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0;
+  }
   void require(const char* overload = "") {
     if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
   }

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from plans import call
 
-from torch_flashplug import _start, choices, features, library, native, rows
+from torch_flashplug import _start, arguments, choices, features, library, native, rescues, rows
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, DTYPES
+from torch_flashplug.spec import BACKENDS, DTYPES, KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +24,9 @@ def own_table() -> Iterator[None]:
 
 def test_ids_are_mirrored() -> None:
     """Names and positions have one Python home; C++ answers with the same."""
-    assert native.backend_names() == BACKENDS
-    assert native.feature_names() == features.NAMES
+    homes = {"backends": BACKENDS, "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
+             "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
+    assert {of: native.names(of) for of in homes} == homes
     assert {name: i for i, name in enumerate(DTYPES)} == {name: rows.DTYPE_IDS[name] for name in DTYPES}
 
 
@@ -63,6 +64,12 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
     native.push_rows((causal,), (), choices.GATE)
     assert kernel() == ""
+
+
+def test_arguments_of_features_are_optional() -> None:
+    """Kernels without the feature get None for them."""
+    known = {one.name for taken in arguments.OF_KIND.values() for one in taken if one.optional}
+    assert {name for feature in features.FEATURES for name in feature.arguments} == known
 
 
 def test_tags_are_sets_of_features() -> None:
