@@ -4,7 +4,10 @@ of plans goes by all of them. No GPU.
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from plans import call
@@ -118,3 +121,25 @@ def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
     assert made[0] != made[1]
     assert [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other) * 2] == made * 2
+
+
+MEMBER_TYPES = {
+    "const char*": ctypes.c_char_p, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32,
+    "Kind": ctypes.c_int32, "DType": ctypes.c_int32, "NumberType": ctypes.c_int32,
+}  # fmt: skip
+STRUCTS = {name: row for name, row in vars(rows).items() if name.endswith("Row") and isinstance(row, type)}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_rows_have_the_members_of_their_structs(name: str) -> None:
+    """In the same order, as src/tables.h says them; their sizes are checked where they cross."""
+    source = (Path(__file__).parent.parent / "src" / "tables.h").read_text()
+    body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
+    members = [
+        (re.sub(r"\[.*\]", "", member.strip()), MEMBER_TYPES[kind])
+        for kind, listed in re.findall(r"(const char\*|\w+) ([^;]+);", body)
+        for member in listed.split(",")
+    ]
+    plain = [(member, getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind)
+             for member, kind in STRUCTS[name]._fields_]  # fmt: skip
+    assert plain == members
