@@ -50,6 +50,7 @@ Facts read_facts(const ForwardCall& call) {
 // mode goes on to stock).
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
+  const TensorClass& query = facts.operand[0];
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     result->seed = Owned();  // as the kernels: nothing is drawn, so nothing is returned
@@ -57,7 +58,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, facts.operand[0].device_index, call.mode.forces_kernels());
+  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, call.mode.forces_kernels());
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -70,19 +71,18 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   if (!writable) pack_strides(out_size, out_stride);
   static const int32_t fp32 = aoti_torch_dtype_float32();
   result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
-  result->lse =
-      empty_strided(3, lse_size, lse_stride, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
+  result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
   const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
   if (row.kind == kDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-      partials = empty_strided(1, &floats, &one, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
+      partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
     }
-    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, facts.operand[0].device_index);
+    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, query.device_index);
   } else {
-    launch_forward(*kernel, row, tensors, positive.scale, facts.operand[0].device_index);
+    launch_forward(*kernel, row, tensors, positive.scale, query.device_index);
   }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
@@ -115,7 +115,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 ForwardResult forward(const ForwardCall& call) {
   Facts facts = read_facts(call);
   Problem& p = facts.problem;
-  const DeviceFacts device = device_facts(facts.operand[0].device_index);
+  const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
     p.deterministic = grad && torch_symbols().deterministic();
@@ -137,14 +137,14 @@ BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
-  const DeviceFacts device = device_facts(facts.operand[0].device_index);
+  const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
   const bool fused = efficient_can_run(p);
   Mode mode = call.forward.mode;
   // No measured row is asked where the choice is between ours and math.
   if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
   const bool math = mode.backend() == Backend::kMath;
-  if (math || !our_backward(call, p, device, facts.operand[0].device_index, mode, &result))
+  if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !fused ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();

@@ -103,9 +103,7 @@ class OpCall {
     ((stack_[count_++] = values), ...);
     return *this;
   }
-  bool run(const char* overload = "") {
-    return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0;
-  }
+  bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
   void require(const char* overload = "") {
     if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
   }
