@@ -1,6 +1,7 @@
 // Arguments as TVM-FFI wants them: tensors as DLTensors, numbers by value, None for what a call does not have.
 #include "arguments.h"
 
+#include <bit>
 #include <string>
 
 #include "values.h"
@@ -18,17 +19,6 @@ TVMFFIAny typed(int32_t type_index) {
   return any;
 }
 
-DLDataType type_of(const Parameter& parameter, DLDataType element) {
-  switch (parameter.type) {
-    case NumberType::kFp32:
-      return {kDLFloat, 32, 1};
-    case NumberType::kInt32:
-      return {kDLInt, 32, 1};
-    default:
-      return element;
-  }
-}
-
 }  // namespace
 
 void* mutable_data(AtenTensorHandle tensor) {
@@ -37,99 +27,87 @@ void* mutable_data(AtenTensorHandle tensor) {
   return data;
 }
 
+Arguments::Arguments(const KernelRow& row, int device_index)
+    : signature_(tables().signatures[row.kind]),
+      element_{static_cast<uint8_t>(row.element_code), static_cast<uint8_t>(8 * row.element_bytes), 1},
+      device_index_(device_index) {
+  for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
+}
+
+DLDataType Arguments::type_of(const Parameter& parameter) const {
+  switch (parameter.type) {
+    case NumberType::kFp32:
+      return {kDLFloat, 32, 1};
+    case NumberType::kInt32:
+      return {kDLInt, 32, 1};
+    default:
+      return element_;
+  }
+}
+
+// Where a value of that type goes; null where the kernel does not take it.
+TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
+  const int place = signature_.of(slot).place;
+  if (place < 0) return nullptr;
+  said_ |= bit_of(slot);
+  packed_[place] = typed(type_index);
+  return &packed_[place];
+}
+
 void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
-  Value& value = at(slot);
-  value.held = Held::kTensor;
-  value.tensor = tensor;
-  value.writes = writes;
+  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+  if (any == nullptr) return;
+  const Parameter& parameter = signature_.of(slot);
+  Described& out = described_[parameter.place];
+  Shape shape;
+  if (!read_shape(tensor, &shape))
+    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
+  const void* data = nullptr;
+  if (writes)
+    data = mutable_data(tensor);
+  else
+    check_shim(torch_get_const_data_ptr(tensor, &data), "get_data_ptr");
+  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
+  // there too.
+  const int rank = parameter.rank;
+  for (int i = 0; i < rank; ++i) {
+    const bool any_stride = shape.size[i] == 1 && i + 1 < rank;
+    out.stride[i] = any_stride ? ceil_div(shape.size[rank - 1], kUnitElements) * kUnitElements : shape.stride[i];
+  }
+  out.tensor = DLTensor{const_cast<void*>(data),
+                        DLDevice{kDLCUDA, device_index_},
+                        rank,
+                        type_of(parameter),
+                        const_cast<int64_t*>(shape.size),
+                        out.stride,
+                        0};
+  any->v_ptr = &out.tensor;
 }
 
 void Arguments::one_number(Slot slot, void* address) {
-  Value& value = at(slot);
-  value.held = Held::kOneNumber;
-  value.address = address;
-}
-
-void Arguments::integer(Slot slot, int64_t number) {
-  Value& value = at(slot);
-  value.held = Held::kInteger;
-  value.integer = number;
-}
-
-void Arguments::real(Slot slot, double number) {
-  Value& value = at(slot);
-  value.held = Held::kReal;
-  value.real = number;
-}
-
-void Arguments::describe(const Value& value, int rank, DLDataType dtype, Described* out) const {
-  Shape shape;
-  if (!read_shape(value.tensor, &shape))
-    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
-  const void* data = nullptr;
-  if (value.writes)
-    data = mutable_data(value.tensor);
-  else
-    check_shim(torch_get_const_data_ptr(value.tensor, &data), "get_data_ptr");
-  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
-  // there too.
-  for (int i = 0; i < rank; ++i) {
-    const bool any = shape.size[i] == 1 && i + 1 < rank;
-    out->stride[i] = any ? ceil_div(shape.size[rank - 1], kUnitElements) * kUnitElements : shape.stride[i];
-  }
-  out->tensor = DLTensor{const_cast<void*>(data),
-                         DLDevice{kDLCUDA, device_index_},
-                         rank,
-                         dtype,
-                         const_cast<int64_t*>(shape.size),
-                         out->stride,
-                         0};
-}
-
-void Arguments::describe_one(void* address, DLDataType dtype, Described* out) const {
   static int64_t one = 1;
-  out->tensor = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, dtype, &one, &one, 0};
+  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+  if (any == nullptr) return;
+  const Parameter& parameter = signature_.of(slot);
+  DLTensor& out = described_[parameter.place].tensor;
+  out = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, type_of(parameter), &one, &one, 0};
+  any->v_ptr = &out;
 }
 
-TVMFFIAny Arguments::pack_one(const Parameter& parameter, DLDataType element, Described* room) {
-  const Value& value = at(parameter.slot);
-  TVMFFIAny any = typed(kTVMFFINone);
-  switch (value.held) {
-    case Held::kNothing:
-      if (!parameter.optional)
-        throw std::runtime_error(std::string("torch_flashplug: a kernel takes ") +
-                                 kSlotNames[static_cast<int>(parameter.slot)] + ", which this call does not have");
-      return any;
-    case Held::kInteger:
-      any = typed(kTVMFFIInt);
-      any.v_int64 = value.integer;
-      return any;
-    case Held::kReal:
-      any = typed(kTVMFFIFloat);
-      any.v_float64 = value.real;
-      return any;
-    case Held::kTensor:
-      describe(value, parameter.rank, type_of(parameter, element), room);
-      break;
-    case Held::kOneNumber:
-      describe_one(value.address, type_of(parameter, element), room);
-      break;
-  }
-  any = typed(kTVMFFIDLTensorPtr);
-  any.v_ptr = &room->tensor;
-  return any;
+void Arguments::integer(Slot slot, int64_t value) {
+  if (TVMFFIAny* any = place_of(slot, kTVMFFIInt)) any->v_int64 = value;
 }
 
-int32_t Arguments::pack(const KernelRow& row, void* stream) {
-  const DLDataType element = {static_cast<uint8_t>(row.element_code), static_cast<uint8_t>(8 * row.element_bytes), 1};
-  int32_t count = 0;
-  for (const Parameter& parameter : tables().parameters[row.kind]) {
-    packed_[count] = pack_one(parameter, element, &described_[count]);
-    ++count;
-  }
-  packed_[count] = typed(kTVMFFIOpaquePtr);
-  packed_[count].v_ptr = stream;
-  return count + 1;
+void Arguments::real(Slot slot, double value) {
+  if (TVMFFIAny* any = place_of(slot, kTVMFFIFloat)) any->v_float64 = value;
+}
+
+void Arguments::stream(void* stream) {
+  if (const uint64_t missing = signature_.required & ~said_; missing != 0)
+    throw std::runtime_error(std::string("torch_flashplug: a kernel takes ") + kSlotNames[std::countr_zero(missing)] +
+                             ", which this call does not have");
+  packed_[signature_.count] = typed(kTVMFFIOpaquePtr);
+  packed_[signature_.count].v_ptr = stream;
 }
 
 }  // namespace flashplug

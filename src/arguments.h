@@ -1,4 +1,4 @@
-// The arguments of a kernel: a call says what it has, by slot; what its kernel takes, in which order, is a table
+// The arguments of a kernel: a call says what it has, by slot; what its kernel takes, and at which place, is a table
 // (torch_flashplug/arguments.py). With launch.cpp all that knows TVM-FFI.
 #pragma once
 
@@ -8,9 +8,11 @@
 
 namespace flashplug {
 
+// Those of one call of a kernel of `row`, packed as they are said. What it does not take is left out, what is not said
+// is None. Holds addresses into itself.
 class Arguments {
  public:
-  explicit Arguments(int device_index) : device_index_(device_index) {}
+  Arguments(const KernelRow& row, int device_index);
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
@@ -18,36 +20,25 @@ class Arguments {
   void one_number(Slot slot, void* address);  // in global memory, and no torch tensor
   void integer(Slot slot, int64_t value);
   void real(Slot slot, double value);
+  // The last one. Throws where the kernel cannot go without one that was not said.
+  void stream(void* stream);
 
-  // For a kernel of this row, and the stream after them. What a call does not have is None, where the kernel allows it.
-  // Returns how many; valid as long as this object.
-  int32_t pack(const KernelRow& row, void* stream);
   const TVMFFIAny* packed() const { return packed_; }
+  int32_t count() const { return signature_.count + 1; }
 
  private:
-  enum class Held { kNothing, kTensor, kOneNumber, kInteger, kReal };
-  struct Value {
-    Held held = Held::kNothing;
-    bool writes = false;
-    union {
-      AtenTensorHandle tensor;
-      void* address;
-      int64_t integer;
-      double real;
-    };
-  };
   // A DLTensor with room for its strides; sizes are borrowed from the tensor.
   struct Described {
     DLTensor tensor;
     int64_t stride[4];
   };
-  Value& at(Slot slot) { return values_[static_cast<int>(slot)]; }
-  TVMFFIAny pack_one(const Parameter& parameter, DLDataType element, Described* room);
-  void describe(const Value& value, int rank, DLDataType dtype, Described* out) const;
-  void describe_one(void* address, DLDataType dtype, Described* out) const;
+  TVMFFIAny* place_of(Slot slot, int32_t type_index);
+  DLDataType type_of(const Parameter& parameter) const;
 
-  int device_index_;
-  Value values_[kNumSlots];
+  const Signature& signature_;
+  const DLDataType element_;
+  const int device_index_;
+  uint64_t said_ = 0;  // a bit for each slot
   Described described_[kNumSlots];
   TVMFFIAny packed_[kNumSlots + 1];
 };

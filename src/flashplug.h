@@ -30,7 +30,7 @@
 
 namespace flashplug {
 
-// ---- vocabulary (mirrors torch_flashplug/spec.py; test_plan.py holds the two together) ----
+// ---- vocabulary (mirrors torch_flashplug/spec.py; test_facts.py holds the two together) ----
 
 enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 };
 constexpr int kNumBackends = 5;

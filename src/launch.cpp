@@ -53,24 +53,23 @@ class OnDevice {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-void run(Kernel& kernel, const TVMFFIAny* args, int32_t count) {
+void run(Kernel& kernel, const Arguments& arguments) {
   TVMFFIAny result{};  // None
   KernelCall call = kernel.call.load(std::memory_order_acquire);
-  if (call(kernel.self, args, count, &result) != 0)
+  if (call(kernel.self, arguments.packed(), arguments.count(), &result) != 0)
     throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
 }
 
 // First use on a device loads the kernel's module, which a stream capture of this thread would forbid in its strict
 // mode.
-void run_on(Kernel& kernel, const KernelRow& row, Arguments& arguments, void* stream, int device_index) {
-  const int32_t count = arguments.pack(row, stream);
+void run_on(Kernel& kernel, const Arguments& arguments, int device_index) {
   const uint64_t bit = uint64_t{1} << (device_index & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
-    run(kernel, arguments.packed(), count);
+    run(kernel, arguments);
     return;
   }
   RelaxedCapture relaxed;
-  run(kernel, arguments.packed(), count);
+  run(kernel, arguments);
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
@@ -96,16 +95,17 @@ void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& 
                     int device_index) {
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  Arguments arguments(device_index);
+  Arguments arguments(row, device_index);
   add_forward(tensors, scale, &arguments);
   add_counter(stream, device_index, &arguments);
-  run_on(kernel, row, arguments, stream, device_index);
+  arguments.stream(stream);
+  run_on(kernel, arguments, device_index);
 }
 
 void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
                    Splits splits, double scale, int device_index) {
   OnDevice on_device(device_index);
-  Arguments arguments(device_index);
+  Arguments arguments(row, device_index);
   add_forward(tensors, scale, &arguments);
   if (partials != nullptr)
     arguments.tensor(Slot::kPartials, partials, true);
@@ -113,9 +113,10 @@ void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& t
     arguments.one_number(Slot::kPartials, mutable_data(tensors.lse));
   arguments.integer(Slot::kSplits, splits.n);
   arguments.integer(Slot::kCluster, splits.cluster);
+  arguments.stream(current_cuda_stream(device_index));
   std::optional<RelaxedCapture> relaxed;  // the kernels of splits may run for the first time, whatever ran before
   if (splits.n > 1) relaxed.emplace();
-  run_on(kernel, row, arguments, current_cuda_stream(device_index), device_index);
+  run_on(kernel, arguments, device_index);
 }
 
 void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
@@ -123,7 +124,7 @@ void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
   const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
-  Arguments arguments(device_index);
+  Arguments arguments(row, device_index);
   arguments.tensor(Slot::kQ, tensors.q);
   arguments.tensor(Slot::kK, tensors.k);
   arguments.tensor(Slot::kV, tensors.v);
@@ -139,10 +140,11 @@ void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors
   arguments.real(Slot::kScale, scale);
   add_counter(stream, device_index, &arguments);
   arguments.integer(Slot::kWanted, tensors.written);
+  arguments.stream(stream);
   // A part that runs for the first time may have to be loaded, whatever ran before.
   std::optional<RelaxedCapture> relaxed;
   if (tensors.written != kWantAll) relaxed.emplace();
-  run_on(kernel, row, arguments, stream, device_index);
+  run_on(kernel, arguments, device_index);
 }
 
 }  // namespace flashplug

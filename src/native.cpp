@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "flashplug.h"
+#include "schemas.h"
 #include "state.h"
 #include "torch_symbols.h"
 
@@ -73,6 +74,18 @@ Problem plain_call() {
   return p;
 }
 
+struct Names {
+  const char* list;
+  const char* const* names;
+  int count;
+  template <int n>
+  constexpr Names(const char* list, const char* const (&names)[n]) : list(list), names(names), count(n) {}
+};
+const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
+                             {"kinds", kKindNames},          {"operands", kOperandsNames},
+                             {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
+                             {"schemas", kSchemas}};
+
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
@@ -100,12 +113,14 @@ FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
 FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(static_cast<Standin>(level)); }
-FLASHPLUG_EXPORT int flashplug_backend_name(int id, char* out, int capacity) {
-  return copy_text(id >= 0 && id < kNumBackends ? kBackendNames[id] : "", out, capacity);
-}
-FLASHPLUG_EXPORT int flashplug_feature_name(int bit, char* out, int capacity) {
-  return copy_text(bit >= 0 && bit < static_cast<int>(std::size(kFeatureNames)) ? kFeatureNames[bit] : "", out,
-                   capacity);
+
+// Names that Python has, too, each list in the order of its numbers or bits; empty after the last one. Tests ask.
+FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int capacity) {
+  for (const Names& names : kVocabulary) {
+    if (std::strcmp(names.list, list) == 0 && number >= 0 && number < names.count)
+      return copy_text(names.names[number], out, capacity);
+  }
+  return copy_text("", out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {

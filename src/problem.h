@@ -71,6 +71,7 @@ struct Facts {
   Problem problem;
   TensorClass operand[kNumOperands];
   Shape shape[kNumOperands];
+  int32_t device_index() const { return operand[0].device_index; }  // where the call runs
 };
 
 // What can be asked of any tensors: dims, dtypes, device, settings. False where they do not tell.

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "schemas.h"
 
 namespace flashplug {
 
@@ -49,12 +50,17 @@ RepairedForward owned(const FusedResult& raw) {
   return result;
 }
 
-// output, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, two of dropout's, debug_attn_mask
+// Flash's two of dropout's have other names, and the same places.
 void give_back(RepairedForward result, StableIValue* stack) {
-  constexpr int places[] = {0, 1, 2, 3, 6, 7, 8};  // of the tensors among the results
+  constexpr Schema op = kCudnnForward;
+  constexpr int places[] = {op.result("output"),         op.result("logsumexp"),   op.result("cum_seq_q"),
+                            op.result("cum_seq_k"),      op.result("philox_seed"), op.result("philox_offset"),
+                            op.result("debug_attn_mask")};
+  static_assert(op.result("max_q") == kFlashForward.result("max_q") &&
+                op.result("debug_attn_mask") == kFlashForward.result("debug_attn_mask"));
   for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
-  stack[4] = box::from(result.max_q);
-  stack[5] = box::from(result.max_k);
+  stack[op.result("max_q")] = box::from(result.max_q);
+  stack[op.result("max_k")] = box::from(result.max_k);
 }
 
 // ---- cuDNN ----
@@ -74,24 +80,26 @@ Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
   return scatters_rows(query, value) ? packed_copy(query) : readable(query);
 }
 
-// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale?
 void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              bias = box::to_optional_tensor(stack[3]);
+  constexpr Schema op = kCudnnForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
   const CudnnForwardCall call{q.get(),
                               k.get(),
                               v.get(),
                               bias.defined() ? bias.get() : nullptr,
-                              box::to<bool>(stack[4]),
-                              box::to<double>(stack[5]),
-                              box::to<bool>(stack[6]),
-                              box::to<bool>(stack[7]),
-                              box::to_optional_double(stack[8])};
+                              box::to<bool>(stack[op["compute_log_sumexp"]]),
+                              box::to<double>(stack[op["dropout_p"]]),
+                              box::to<bool>(stack[op["is_causal"]]),
+                              box::to<bool>(stack[op["return_debug_mask"]]),
+                              box::to_optional_double(stack[op["scale"]])};
   give_back(repaired_cudnn_forward(call), stack);
 }
 
-constexpr int kTensors = 11;  // the first arguments: grad_out, query, key, value, out, and six that are passed on
-constexpr int kGradOut = 0, kQuery = 1, kKey = 2, kValue = 3, kOut = 4;
+// The backward's tensors are its first arguments.
+constexpr int kTensors = kCudnnBackward["max_q"];
+constexpr int kGradOut = kCudnnBackward["grad_out"], kQuery = kCudnnBackward["query"], kKey = kCudnnBackward["key"],
+              kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"];
 
 double its_neighbour(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
@@ -124,14 +132,14 @@ std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
   return given;
 }
 
-// ... max_q, max_k, dropout_p, is_causal, scale? -> dq, dk, dv
 void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCudnnBackward;
   Owned tensors[kTensors];
   for (int i = 0; i < kTensors; ++i) tensors[i] = box::to_tensor(stack[i]);
-  const auto max_q = box::to<int64_t>(stack[kTensors]), max_k = box::to<int64_t>(stack[kTensors + 1]);
-  const auto dropout_p = box::to<double>(stack[kTensors + 2]);
-  const auto is_causal = box::to<bool>(stack[kTensors + 3]);
-  const std::optional<double> scale = box::to_optional_double(stack[kTensors + 4]);
+  const auto max_q = box::to<int64_t>(stack[op["max_q"]]), max_k = box::to<int64_t>(stack[op["max_k"]]);
+  const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
+  const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   std::array<Owned, 3> given;
   const bool mending = needs_mending(tensors);
   if (mending) given = mend(tensors);
@@ -184,48 +192,54 @@ void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
   for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(Owned(tensors[i]));
 }
 
-// query, key, value, dropout_p, is_causal, return_debug_mask, scale?
 void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2}, {0, 1, 2});
+  constexpr Schema op = kFlashForward;
+  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
   const auto [q, k, v] = taken.handles;
-  give_back(owned(stock_flash_forward({q, k, v, box::to<double>(stack[3]), box::to<bool>(stack[4]),
-                                       box::to<bool>(stack[5]), box::to_optional_double(stack[6])})),
+  give_back(owned(stock_flash_forward(
+                {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
+                 box::to<bool>(stack[op["return_debug_mask"]]), box::to_optional_double(stack[op["scale"]])})),
             stack);
 }
 
-// query, key, value, attn_bias?, compute_log_sumexp, dropout_p, is_causal, scale? -> output, log_sumexp, philox_seed,
-// philox_offset
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned bias = box::to_optional_tensor(stack[3]);
-  const Taken taken(stack, {0, 1, 2}, {0, 1, 2});
+  constexpr Schema op = kEfficientForward;
+  const Owned bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
   const auto [q, k, v] = taken.handles;
   AtenTensorHandle results[4];
-  stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr, box::to<bool>(stack[4]),
-                           box::to<double>(stack[5]), box::to<bool>(stack[6]), box::to_optional_double(stack[7])},
+  stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr,
+                           box::to<bool>(stack[op["compute_log_sumexp"]]), box::to<double>(stack[op["dropout_p"]]),
+                           box::to<bool>(stack[op["is_causal"]]), box::to_optional_double(stack[op["scale"]])},
                           results);
   give_back(results, stack);
 }
 
-// grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
-// philox_offset, scale? -> dq, dk, dv
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 12, 13}, {0, 1, 2, 3, 4});
+  constexpr Schema op = kFlashBackward;
+  const Taken taken(stack,
+                    {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"], op["cum_seq_q"],
+                     op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
+                    {0, 1, 2, 3, 4});
   AtenTensorHandle grads[3];
-  stock_flash_backward(taken.handles, box::to<int64_t>(stack[8]), box::to<int64_t>(stack[9]),
-                       box::to<double>(stack[10]), box::to<bool>(stack[11]), box::to_optional_double(stack[14]), grads);
+  stock_flash_backward(taken.handles, box::to<int64_t>(stack[op["max_q"]]), box::to<int64_t>(stack[op["max_k"]]),
+                       box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
+                       box::to_optional_double(stack[op["scale"]]), grads);
   give_back(grads, stack);
 }
 
-// grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p, grad_input_mask,
-// is_causal, scale? -> dq, dk, dv, d(attn_bias)
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
-  const Taken taken(stack, {0, 1, 2, 3, 4, 5, 6, 7, 8}, {0, 1, 2, 3, 5});  // attn_bias stays as it is
-  const auto listed = box::to<std::vector<bool>>(stack[10]);
+  constexpr Schema op = kEfficientBackward;
+  const Taken taken(stack,
+                    {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
+                     op["philox_seed"], op["philox_offset"]},
+                    {0, 1, 2, 3, 5});  // attn_bias stays as it is
+  const auto listed = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
   AtenTensorHandle grads[4];
-  stock_efficient_backward(taken.handles, box::to<double>(stack[9]), wanted, box::to<bool>(stack[11]),
-                           box::to_optional_double(stack[12]), grads);
+  stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted,
+                           box::to<bool>(stack[op["is_causal"]]), box::to_optional_double(stack[op["scale"]]), grads);
   give_back(grads, stack);
 }
 

@@ -63,7 +63,7 @@ Verdict judge(const Call& call, Mode mode) {
   Problem& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts) || !p.on_cuda) return Verdict::kStock;
   const bool forced = mode.forces_kernels();
-  const DeviceFacts device = device_facts(facts.operand[0].device_index);
+  const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call.q, call.k, call.v);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.

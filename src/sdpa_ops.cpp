@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "schemas.h"
 
 namespace flashplug {
 
@@ -49,6 +50,7 @@ Facts read_facts(const ForwardCall& call) {
 // mode goes on to stock).
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
+  const TensorClass& query = facts.operand[0];
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     result->seed = Owned();  // as the kernels: nothing is drawn, so nothing is returned
@@ -56,7 +58,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, facts.operand[0].device_index, call.mode.forces_kernels());
+  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, call.mode.forces_kernels());
   if (kernel == nullptr) return false;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -69,19 +71,18 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   if (!writable) pack_strides(out_size, out_stride);
   static const int32_t fp32 = aoti_torch_dtype_float32();
   result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
-  result->lse =
-      empty_strided(3, lse_size, lse_stride, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
+  result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
   const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
   if (row.kind == kDecode) {
     Owned partials;
     if (plan.splits.in_memory()) {
       const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-      partials = empty_strided(1, &floats, &one, fp32, facts.operand[0].device_type, facts.operand[0].device_index);
+      partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
     }
-    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, facts.operand[0].device_index);
+    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, query.device_index);
   } else {
-    launch_forward(*kernel, row, tensors, positive.scale, facts.operand[0].device_index);
+    launch_forward(*kernel, row, tensors, positive.scale, query.device_index);
   }
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
@@ -114,7 +115,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 ForwardResult forward(const ForwardCall& call) {
   Facts facts = read_facts(call);
   Problem& p = facts.problem;
-  const DeviceFacts device = device_facts(facts.operand[0].device_index);
+  const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
     p.deterministic = grad && torch_symbols().deterministic();
@@ -136,14 +137,14 @@ BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
-  const DeviceFacts device = device_facts(facts.operand[0].device_index);
+  const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
   const bool fused = efficient_can_run(p);
   Mode mode = call.forward.mode;
   // No measured row is asked where the choice is between ours and math.
   if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
   const bool math = mode.backend() == Backend::kMath;
-  if (math || !our_backward(call, p, device, facts.operand[0].device_index, mode, &result))
+  if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !fused ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();
@@ -158,46 +159,46 @@ Mode own_op_mode(int64_t baked) {
 
 // ---- door 1: the aten carrier ----
 
-// query, key, value, attn_bias?, dropout_p, is_causal, return_debug_mask, scale? -> out, lse, cum_seq_q, cum_seq_k,
-// max_q, max_k, seed, offset, debug
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              mask = box::to_optional_tensor(stack[3]);
-  const Causal causal = box::to<bool>(stack[5]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[7])},
-      effective_mode(),
-      wants_grad(q.get(), k.get(), v.get())};
+  constexpr Schema op = kCarrierForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         effective_mode(),
+                         wants_grad(q.get(), k.get(), v.get())};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
   check_shim(aoti_torch_get_size(call.k, 2, &keys), "get_size");
-  stack[0] = box::from_tensor(std::move(result.out));
-  stack[1] = box::from_tensor(std::move(result.lse));
-  stack[2] = box::from_tensor(Owned());
-  stack[3] = box::from_tensor(Owned());
-  stack[4] = box::from(rows | (call.mode.word << kModeShift));
-  stack[5] = box::from(keys);
-  stack[6] = box::from_tensor(std::move(result.seed));
-  stack[7] = box::from_tensor(std::move(result.offset));
-  stack[8] = box::from_tensor(Owned());
+  stack[op.result("output")] = box::from_tensor(std::move(result.out));
+  stack[op.result("logsumexp")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("cum_seq_q")] = box::from_tensor(Owned());
+  stack[op.result("cum_seq_k")] = box::from_tensor(Owned());
+  stack[op.result("max_q")] = box::from(rows | (call.mode.word << kModeShift));
+  stack[op.result("max_k")] = box::from(keys);
+  stack[op.result("philox_seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("philox_offset")] = box::from_tensor(std::move(result.offset));
+  stack[op.result("debug_attn_mask")] = box::from_tensor(Owned());
 }
 
-// grad_out, query, key, value, attn_bias, bool[4], out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-// seed, offset, scale? -> 4 grads
 void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
-              v = box::to_tensor(stack[3]);
-  const Owned mask = box::to_tensor(stack[4]), out = box::to_tensor(stack[6]), lse = box::to_tensor(stack[7]);
-  const Owned cum_q = box::to_tensor(stack[8]), cum_k = box::to_tensor(stack[9]), seed = box::to_tensor(stack[14]),
-              offset = box::to_tensor(stack[15]);
-  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[5]);
-  const std::optional<double> scale = box::to_optional_double(stack[16]);
-  const Mode mode{(box::to<int64_t>(stack[10]) >> kModeShift) & kModeMask};
+  constexpr Schema op = kCarrierBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["logsumexp"]]);
+  const Owned cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
+              seed = box::to_tensor(stack[op["philox_seed"]]), offset = box::to_tensor(stack[op["philox_offset"]]);
+  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
+  const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const bool has_mask = mask.defined();
   BackwardCall call{grad.get(),
-                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr, box::to<double>(stack[12]),
-                      box::to<bool>(stack[13]) ? Causal::kTopLeft : Causal::kNone, scale},
+                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr,
+                      box::to<double>(stack[op["dropout_p"]]), causal, scale},
                      mode},
                     out.get(),
                     lse.get(),
@@ -218,37 +219,37 @@ Owned placeholder(const ForwardCall& call, int32_t dtype) {
   return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
 }
 
-// query, key, value, attn_bias?, dropout_p, causal_mode, scale?, mode -> out, lse, seed, offset
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned q = box::to_tensor(stack[0]), k = box::to_tensor(stack[1]), v = box::to_tensor(stack[2]),
-              mask = box::to_optional_tensor(stack[3]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[5]));
-  const ForwardCall call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[4]), causal, box::to_optional_double(stack[6])},
-      own_op_mode(box::to<int64_t>(stack[7]))};
+  constexpr Schema op = kOwnForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
   if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
     result.offset = placeholder(call, aoti_torch_dtype_int64());
   }
-  stack[0] = box::from_tensor(std::move(result.out));
-  stack[1] = box::from_tensor(std::move(result.lse));
-  stack[2] = box::from_tensor(std::move(result.seed));
-  stack[3] = box::from_tensor(std::move(result.offset));
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("offset")] = box::from_tensor(std::move(result.offset));
 }
 
-// grad_out, query, key, value, attn_bias?, out, lse, seed, offset, dropout_p, causal_mode, scale?, mode, bias_grad ->
-// dq, dk, dv, dbias
 void own_backward(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad = box::to_tensor(stack[0]), q = box::to_tensor(stack[1]), k = box::to_tensor(stack[2]),
-              v = box::to_tensor(stack[3]);
-  const Owned mask = box::to_optional_tensor(stack[4]), out = box::to_tensor(stack[5]), lse = box::to_tensor(stack[6]);
-  const Owned seed = box::to_tensor(stack[7]), offset = box::to_tensor(stack[8]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[10]));
-  const ForwardCall forward_call{
-      {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[9]), causal, box::to_optional_double(stack[11])},
-      own_op_mode(box::to<int64_t>(stack[12]))};
-  const bool bias_grad = box::to<bool>(stack[13]) && mask.defined();
+  constexpr Schema op = kOwnBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
+  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
+                                  causal, box::to_optional_double(stack[op["scale"]])},
+                                 own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+  const bool bias_grad = box::to<bool>(stack[op["bias_grad"]]) && mask.defined();
   BackwardCall call{
       grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
   BackwardResult result = backward(call);

@@ -47,8 +47,10 @@ void Tables::add(const ArgumentRow& row) {
                                  [&row](const char* known) { return std::strcmp(known, row.name) == 0; });
   if (name == std::end(kSlotNames))
     throw std::runtime_error(std::string("torch_flashplug: launch.cpp has no argument named ") + row.name);
+  Signature& signature = signatures[row.kind];
   const auto slot = static_cast<Slot>(name - kSlotNames);
-  parameters[row.kind].push_back(Parameter{slot, row.rank, row.type, row.optional != 0});
+  signature.parameters[name - kSlotNames] = Parameter{signature.count++, row.rank, row.type};
+  if (row.optional == 0) signature.required |= bit_of(slot);
 }
 
 Tables& tables() { return state().tables; }

@@ -72,11 +72,6 @@ bool is_defined(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &answer) == 0 && answer;
 }
 
-void add_forward_arguments(OpCall* op, const ForwardCall& call) {
-  op->add(box::from_borrowed(call.q), box::from_borrowed(call.k), box::from_borrowed(call.v));
-  op->add(box::from_optional_tensor(is_defined(call.mask) ? call.mask : nullptr));
-}
-
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
@@ -108,47 +103,66 @@ bool efficient_can_run(const Problem& p) {
 
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
-  OpCall op("aten::_scaled_dot_product_efficient_attention");
-  op.add(box::from_tensor(aligned_ones(Owned::share(call.q))), box::from_tensor(repeat_heads(call.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(call.v, p.group())), box::from_optional_tensor(nullptr), box::from(true));
-  op.add(box::from(call.dropout_p), box::from(call.causal == Causal::kTopLeft), box::from_optional_double(call.scale));
+  constexpr const Schema& schema = kEfficientForward;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_tensor(aligned_ones(Owned::share(call.q)));
+  op[schema["key"]] = box::from_tensor(repeat_heads(call.k, p.group()));
+  op[schema["value"]] = box::from_tensor(repeat_heads(call.v, p.group()));
+  op[schema["attn_bias"]] = box::from_optional_tensor(nullptr);
+  op[schema["compute_log_sumexp"]] = box::from(true);
+  op[schema["dropout_p"]] = box::from(call.dropout_p);
+  op[schema["is_causal"]] = box::from(call.causal == Causal::kTopLeft);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
   op.require();
   ForwardResult result;
-  result.out = in_output_layout(op.result(0), call.q);
-  result.lse = slice_lse(op.result(1), p);
-  result.seed = op.result(2);
-  result.offset = op.result(3);
+  result.out = in_output_layout(op.result(schema.result("output")), call.q);
+  result.lse = slice_lse(op.result(schema.result("log_sumexp")), p);
+  result.seed = op.result(schema.result("philox_seed"));
+  result.offset = op.result(schema.result("philox_offset"));
   return result;
 }
 
 ForwardResult math_forward(const ForwardCall& call) {
-  OpCall op("torch_flashplug::_math_fwd");
-  add_forward_arguments(&op, call);
-  op.add(box::from(call.dropout_p), box::from(static_cast<int64_t>(call.causal)),
-         box::from_optional_double(call.scale));
-  op.add(box::from(call.mode.word)).require();
+  constexpr const Schema& schema = kMathForward;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+  op[schema["attn_bias"]] = box::from_optional_tensor(is_defined(call.mask) ? call.mask : nullptr);
+  op[schema["dropout_p"]] = box::from(call.dropout_p);
+  op[schema["causal_mode"]] = box::from(static_cast<int64_t>(call.causal));
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op[schema["mode"]] = box::from(call.mode.word);
+  op.require();
   ForwardResult result;
-  result.out = op.result(0);
-  result.lse = op.result(1);
-  result.seed = op.result(2);
-  result.offset = op.result(3);
+  result.out = op.result(schema.result("out"));
+  result.lse = op.result(schema.result("lse"));
+  result.seed = op.result(schema.result("seed"));
+  result.offset = op.result(schema.result("offset"));
   return result;
 }
 
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;
-  OpCall op("aten::_scaled_dot_product_efficient_attention_backward");
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
-  op.add(box::from_tensor(readable(under_strides(call.grad_out, stride).get())),
-         box::from_tensor(aligned_ones(Owned::share(forward.q))), box::from_tensor(repeat_heads(forward.k, p.group())));
-  op.add(box::from_tensor(repeat_heads(forward.v, p.group())), box::from_borrowed(nullptr),
-         box::from_tensor(under_strides(call.out, stride)));
-  op.add(box::from_tensor(pad_lse(call.lse, p)), box::from_borrowed(call.seed), box::from_borrowed(call.offset));
+  constexpr const Schema& schema = kEfficientBackward;
+  OpCall op(schema);
+  op[schema["grad_out_"]] = box::from_tensor(readable(under_strides(call.grad_out, stride).get()));
+  op[schema["query"]] = box::from_tensor(aligned_ones(Owned::share(forward.q)));
+  op[schema["key"]] = box::from_tensor(repeat_heads(forward.k, p.group()));
+  op[schema["value"]] = box::from_tensor(repeat_heads(forward.v, p.group()));
+  op[schema["attn_bias"]] = box::from_borrowed(nullptr);
+  op[schema["out"]] = box::from_tensor(under_strides(call.out, stride));
+  op[schema["logsumexp"]] = box::from_tensor(pad_lse(call.lse, p));
+  op[schema["philox_seed"]] = box::from_borrowed(call.seed);
+  op[schema["philox_offset"]] = box::from_borrowed(call.offset);
+  op[schema["dropout_p"]] = box::from(forward.dropout_p);
   const bool wanted[4] = {true, true, true, false};
-  op.add(box::from(forward.dropout_p), box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4)));
-  op.add(box::from(forward.causal == Causal::kTopLeft), box::from_optional_double(forward.scale));
+  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
+  op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
+  op[schema["scale"]] = box::from_optional_double(forward.scale);
   op.require();
   BackwardResult result;
   result.grads[0] = laid_out_like(op.result(0), forward.q);
@@ -160,13 +174,23 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
 
 BackwardResult math_backward(const BackwardCall& call) {
   count(Path::kMathBackward);
-  OpCall op("torch_flashplug::_math_bwd");
-  op.add(box::from_borrowed(call.grad_out));
-  add_forward_arguments(&op, call.forward);
-  op.add(box::from_borrowed(call.out), box::from_borrowed(call.lse), box::from_borrowed(call.seed),
-         box::from_borrowed(call.offset));
-  op.add(box::from(call.forward.dropout_p), box::from(static_cast<int64_t>(call.forward.causal)));
-  op.add(box::from_optional_double(call.forward.scale), box::from(call.forward.mode.word), box::from(call.wanted[3]));
+  const ForwardCall& forward = call.forward;
+  constexpr const Schema& schema = kMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  op[schema["query"]] = box::from_borrowed(forward.q);
+  op[schema["key"]] = box::from_borrowed(forward.k);
+  op[schema["value"]] = box::from_borrowed(forward.v);
+  op[schema["attn_bias"]] = box::from_optional_tensor(is_defined(forward.mask) ? forward.mask : nullptr);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["seed"]] = box::from_borrowed(call.seed);
+  op[schema["offset"]] = box::from_borrowed(call.offset);
+  op[schema["dropout_p"]] = box::from(forward.dropout_p);
+  op[schema["causal_mode"]] = box::from(static_cast<int64_t>(forward.causal));
+  op[schema["scale"]] = box::from_optional_double(forward.scale);
+  op[schema["mode"]] = box::from(forward.mode.word);
+  op[schema["bias_grad"]] = box::from(call.wanted[3]);
   op.require();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);

@@ -16,6 +16,7 @@ constexpr int kHopper = 90, kAmpere = 80;
 
 enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode };  // KINDS of spec.py
 constexpr int kNumKinds = 5;
+constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
 
 // One kernel, and the calls that it fits.
 struct KernelRow {
@@ -45,6 +46,7 @@ struct KernelRow {
 // What the operands of a class of calls look like to the kernel that takes them: by vectors, as far as head dims go; or
 // by what no vector fits. OPERANDS of choices.py.
 enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8, kColumns = 16 };
+constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
 struct ChoiceRow {
   const char* measured;  // date, machine, suite
@@ -65,7 +67,7 @@ struct RescueRow {
   const char* evidence;  // date, machine, how it was seen
   int64_t facts;         // a sum of CallFact
 };
-enum CallFact : int64_t {  // in the order of FACTS in rescues.py
+enum CallFact : int64_t {  // FACTS of rescues.py
   kOddBase = 1,            // of any operand, as the next
   kOddOnes = 2,
   kBroadcastQuery = 4,
@@ -77,13 +79,16 @@ enum CallFact : int64_t {  // in the order of FACTS in rescues.py
   kRows = 256,  // the last dims are contiguous; else stock takes math
 };
 
+constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims", "whole_dims",
+                                          "one_row",  "one_key",  "unusual_scale",   "rows"};
+
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {
   const char* said;   // of a call that needs it
   const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
 };
 
-// What a kernel can be given (arguments.py says what each is); what a kind of kernels takes is a row of parameters.
+// What a kernel can be given (arguments.py says what each is); which of them a kind of kernels takes is a signature.
 enum class Slot : int32_t {
   kQ,
   kK,
@@ -110,6 +115,7 @@ constexpr const char* kSlotNames[kNumSlots] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",     "dk",      "dv",    "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits", "cluster", "wanted"};
 enum class NumberType : int32_t { kElement, kFp32, kInt32 };  // DTYPES of arguments.py
+constexpr const char* kNumberTypeNames[] = {"element", "fp32", "int32"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames
   Kind kind;         // of the kernels that take it, in the order of its rows
@@ -117,11 +123,18 @@ struct ArgumentRow {
   NumberType type;
   int32_t optional;  // None where a call has none
 };
+constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << static_cast<int>(slot); }
 struct Parameter {
-  Slot slot;
-  int rank;
-  NumberType type;
-  bool optional;
+  int32_t place = -1;  // among the arguments; -1: not taken
+  int32_t rank = 0;
+  NumberType type = NumberType::kElement;
+};
+// What a kind of kernels takes.
+struct Signature {
+  int32_t count = 0;
+  uint64_t required = 0;  // bits of slots
+  Parameter parameters[kNumSlots];
+  const Parameter& of(Slot slot) const { return parameters[static_cast<int>(slot)]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -148,7 +161,7 @@ struct Tables {
   std::vector<ChoiceRow> choices;
   std::vector<RescueRow> rescues;
   std::vector<FeatureRow> features;
-  std::vector<Parameter> parameters[kNumKinds];
+  Signature signatures[kNumKinds];
   GateRow gate = {};
   uint64_t version = 1;  // another one after every change
 

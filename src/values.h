@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "schemas.h"
 #include "torch_symbols.h"
 
 namespace flashplug {
@@ -90,10 +91,13 @@ T to(StableIValue value) {
 
 }  // namespace box
 
-// A call of one op: arguments go in order, results come out in order. Arguments are freed by the dispatcher.
+// A call of one op: arguments go to their places, or in order; results come out in order. Arguments are freed by the
+// dispatcher.
 class OpCall {
  public:
   explicit OpCall(const char* name) : name_(name) {}
+  explicit OpCall(const Schema& op) : name_(op.name()) {}  // which lives as long
+  StableIValue& operator[](int place) { return stack_[place]; }
   template <typename... Values>
   OpCall& add(Values... values) {
     ((stack_[count_++] = values), ...);

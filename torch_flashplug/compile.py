@@ -138,8 +138,8 @@ def fingerprint(spec: KernelSpec) -> str:
 
 
 def source_fingerprint() -> str:
-    """Hash of everything that generated code depends on: the kernels and the spec."""
-    return _hash_of([_PACKAGE / "spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
+    """Hash of everything that generated code depends on: the kernels, the spec, the features."""
+    return _hash_of([_PACKAGE / "spec.py", _PACKAGE / "features.py", *(_PACKAGE / "kernels").rglob("*.py")])
 
 
 def sources_of(spec: KernelSpec) -> list[Path]:

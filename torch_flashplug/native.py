@@ -114,21 +114,14 @@ def set_standin(on: bool | int) -> None:
     lib().flashplug_set_standin(int(on))
 
 
-def backend_names() -> tuple[str, ...]:
-    """Names by id, as C++ knows them."""
-    return _names(lib().flashplug_backend_name)
-
-
-def feature_names() -> tuple[str, ...]:
-    """Names by bit, as C++ knows them."""
-    return _names(lib().flashplug_feature_name)
-
-
-def _names(name_of: Callable[[int, ctypes.Array[ctypes.c_char], int], int]) -> tuple[str, ...]:
-    names: list[str] = []
-    while name := text(lambda out, size: name_of(len(names), out, size)):
-        names.append(name)
-    return tuple(names)
+def names(of: str) -> tuple[str, ...]:
+    """A list of names as C++ knows them, by number or bit: backends, features, kinds, operands, call facts, number
+    types; schemas of the ops whose arguments it takes from stacks.
+    """
+    found: list[str] = []
+    while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):
+        found.append(name)
+    return tuple(found)
 
 
 # ---- device facts ----

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from . import features
 
-# Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_plan holds the two together.
+# Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_facts holds the two together.
 BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.

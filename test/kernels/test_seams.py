@@ -1,5 +1,5 @@
-"""Features that no product kernel has yet are compiled as stages of the kernel files as they are: nothing spills, and the
-tensor cores' instructions stay what they were. No GPU, and no numbers: those come with the features.
+"""Features that no product kernel has yet are compiled as stages of the kernel files as they are: nothing spills, and
+the tensor cores' instructions stay what they were. No GPU, and no numbers: those come with the features.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ of plans goes by all of them. No GPU.
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from plans import call
 
-from torch_flashplug import _start, choices, features, library, native, rows
+from torch_flashplug import _start, arguments, choices, features, library, native, rescues, rows
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, DTYPES
+from torch_flashplug.spec import BACKENDS, DTYPES, KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +27,9 @@ def own_table() -> Iterator[None]:
 
 def test_ids_are_mirrored() -> None:
     """Names and positions have one Python home; C++ answers with the same."""
-    assert native.backend_names() == BACKENDS
-    assert native.feature_names() == features.NAMES
+    homes = {"backends": BACKENDS, "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
+             "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
+    assert {of: native.names(of) for of in homes} == homes
     assert {name: i for i, name in enumerate(DTYPES)} == {name: rows.DTYPE_IDS[name] for name in DTYPES}
 
 
@@ -63,6 +67,12 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
     native.push_rows((causal,), (), choices.GATE)
     assert kernel() == ""
+
+
+def test_arguments_of_features_are_optional() -> None:
+    """Kernels without the feature get None for them."""
+    known = {one.name for taken in arguments.OF_KIND.values() for one in taken if one.optional}
+    assert {name for feature in features.FEATURES for name in feature.arguments} == known
 
 
 def test_tags_are_sets_of_features() -> None:
@@ -111,3 +121,25 @@ def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
     assert made[0] != made[1]
     assert [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other) * 2] == made * 2
+
+
+MEMBER_TYPES = {
+    "const char*": ctypes.c_char_p, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32,
+    "Kind": ctypes.c_int32, "DType": ctypes.c_int32, "NumberType": ctypes.c_int32,
+}  # fmt: skip
+STRUCTS = {name: row for name, row in vars(rows).items() if name.endswith("Row") and isinstance(row, type)}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_rows_have_the_members_of_their_structs(name: str) -> None:
+    """In the same order, as src/tables.h says them; their sizes are checked where they cross."""
+    source = (Path(__file__).parent.parent / "src" / "tables.h").read_text()
+    body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
+    members = [
+        (re.sub(r"\[.*\]", "", member.strip()), MEMBER_TYPES[kind])
+        for kind, listed in re.findall(r"(const char\*|\w+) ([^;]+);", body)
+        for member in listed.split(",")
+    ]
+    plain = [(member, getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind)
+             for member, kind in STRUCTS[name]._fields_]  # fmt: skip
+    assert plain == members

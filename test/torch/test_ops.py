@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import CUDA
 from torch import Tensor
 
-from torch_flashplug import ops
+from torch_flashplug import native, ops
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FORCE_FA3 = 1
@@ -125,6 +125,13 @@ def test_math_is_torchs(name: str, dtype: torch.dtype) -> None:
     grad = torch.randn_like(ours)
     for got, want in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, grad)):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("schema", native.names("schemas"), ids=lambda schema: schema.partition("(")[0])
+def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
+    """It takes arguments from stacks, and leaves results there, by their names in these."""
+    namespace, name = schema.partition("(")[0].split("::")
+    assert str(getattr(getattr(torch.ops, namespace), name).default._schema) == schema
 
 
 def test_bottom_right_is_the_mask_it_says() -> None:

@@ -1,0 +1,106 @@
+// The ops whose calls we take or make, by the schemas that torch prints for them (test_ops.py holds them against
+// torch's own). Places on a stack are looked up in them by name, when this is compiled.
+#pragma once
+
+#include <string_view>
+
+namespace flashplug {
+
+class Schema {
+ public:
+  consteval explicit Schema(const char* text) : text_(text) {
+    for (size_t i = 0; text[i] != '('; ++i) name_[i] = text[i];
+  }
+  constexpr const char* text() const { return text_.data(); }
+  const char* name() const { return name_; }
+  // Of an argument by its name; a name that the op does not have is no constant, so it does not compile.
+  consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
+  consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
+
+ private:
+  consteval std::string_view between(std::string_view begin, std::string_view end) const {
+    const size_t first = text_.find(begin) + begin.size();
+    return text_.substr(first, text_.find(end, first) - first);
+  }
+  static consteval int place(std::string_view list, std::string_view name) {
+    for (int at = 0; !list.empty();) {
+      const size_t comma = list.find(", ");
+      const std::string_view item = list.substr(0, comma);
+      list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
+      if (item == "*") continue;  // what follows has to be named, and has its place all the same
+      const std::string_view word = item.substr(item.rfind(' ') + 1);
+      if (word.substr(0, word.find('=')) == name) return at;
+      ++at;
+    }
+    throw "the schema has no such name";
+  }
+
+  std::string_view text_;
+  char name_[96] = {};
+};
+
+// ---- the carrier, and the project's own (ops.py defines these) ----
+
+inline constexpr Schema kCarrierForward(
+    "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_bias=None, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
+inline constexpr Schema kCarrierBackward(
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward(Tensor grad_out, Tensor query, Tensor key, "
+    "Tensor value, Tensor attn_bias, bool[4] grad_input_mask, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+    "Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor grad_attn_bias)");
+inline constexpr Schema kOwnForward(
+    "torch_flashplug::sdpa_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
+    "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");
+inline constexpr Schema kOwnBackward(
+    "torch_flashplug::sdpa_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, "
+    "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
+    "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+inline constexpr Schema kMathForward(
+    "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
+    "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");
+inline constexpr Schema kMathBackward(
+    "torch_flashplug::_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "Tensor out, Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
+    "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+
+// ---- stock's ----
+
+inline constexpr Schema kCudnnForward(
+    "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
+inline constexpr Schema kCudnnBackward(
+    "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, "
+    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
+    "float? scale=None) -> (Tensor, Tensor, Tensor)");
+inline constexpr Schema kFlashForward(
+    "aten::_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, "
+    "Tensor debug_attn_mask)");
+inline constexpr Schema kFlashBackward(
+    "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, "
+    "Tensor grad_key, Tensor grad_value)");
+inline constexpr Schema kEfficientForward(
+    "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, "
+    "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)");
+inline constexpr Schema kEfficientBackward(
+    "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
+    "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+    "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)");
+
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
+                                           kOwnBackward.text(),    kMathForward.text(),      kMathBackward.text(),
+                                           kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
+                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text()};
+
+}  // namespace flashplug
