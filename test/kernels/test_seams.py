@@ -42,7 +42,7 @@ def counted(tmp_path_factory) -> dict[tuple[str, tuple[str, ...]], dict[str, int
     """What each trial's cubin holds, and each kernel's without a stage, compiled in a process of its own."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     wanted = [(name, stages) for name, trials in TRIALS.items() for stages in ((), *trials)]
-    command = [sys.executable, "-c", COMPILE, ROOT / "tools", ROOT / "test" / "kernels", json.dumps(wanted)]
+    command = [sys.executable, "-c", COMPILE, ROOT / "tools", ROOT / "test", json.dumps(wanted)]
     environment = {"CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("dumps")), "CUTE_DSL_ARCH": "sm_90a"}
     run = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=600
