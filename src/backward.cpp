@@ -26,7 +26,7 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
 
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
-  if (standin() != Standin::kOff || call.wanted[3]) return false;
+  if (standin() == Standin::kMath || call.wanted[3]) return false;
   const ForwardCall& forward = call.forward;
   Problem problem = p;
   problem.grad = true;
@@ -40,9 +40,11 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const int64_t tile_m = shape.tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
   const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   const int64_t floats = std::max<int64_t>(scratch_floats(p, shape), 4), one = 1;  // some, so that there is an address
-  const int32_t fp32 = aoti_torch_dtype_float32(), cuda = aoti_torch_device_type_cuda();
-  const Owned rows = empty_strided(4, row_size, row_stride, fp32, cuda, device_index);
-  const Owned scratch = empty_strided(1, &floats, &one, fp32, cuda, device_index);
+  const int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t device_type = 0;
+  check_shim(aoti_torch_get_device_type(forward.q, &device_type), "get_device_type");
+  const Owned rows = empty_strided(4, row_size, row_stride, fp32, device_type, device_index);
+  const Owned scratch = empty_strided(1, &floats, &one, fp32, device_type, device_index);
   const Owned out = read_by(shape, call.out), grad_out = read_by(shape, call.grad_out);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = shape.kind == kPartBwd ? parts : kWantAll;

@@ -17,7 +17,7 @@ import torch
 
 from torch_flashplug import _start, arguments, choices, native, ops, up_calls
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
-from torch_flashplug.arguments import DECODE, FORWARD, Argument
+from torch_flashplug.arguments import BACKWARD, DECODE, FORWARD, Argument
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, TARGETS
 
@@ -95,6 +95,8 @@ SAME(fwd_sm90_bf16_d128_full_m128n128s2)
 SAME(decode_sm90_bf16_d64_full_m64n64s2)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1)
 SAME(fwd_sm80_bf16_d64_full_m64n64s1e)
+SAME(bwd_sm90_bf16_d64_full_m64n128s4)
+SAME(partbwd_sm90_bf16_d64_full_m64n64s4)
 """
 
 
@@ -170,6 +172,22 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
         CARRIER(query, key, key)
         numbers = {"splits": splits, "cluster": cluster}
         assert_noted(fake_pack, expected(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
+
+
+def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
+    """All gradients by one kernel; in parts, with what is wanted, where dQ alone is."""
+    rows = (KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4), KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4))
+    native.push_rows((*KERNELS, *rows), (), choices.GATE)
+    of_rows, of_keys = [17920, 64, 256, 1], [25600, 12800, 64, 1]
+    strides = dict.fromkeys(("q", "o", "do", "dq"), of_rows) | dict.fromkeys(("k", "v", "dk", "dv"), of_keys)
+    strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
+    for keys_too, wanted in ((True, 3), (False, 1)):
+        query, grad = (torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+        key, value = (torch.zeros(2, 2, 200, 64, dtype=torch.bfloat16, requires_grad=keys_too) for _ in range(2))
+        CARRIER(query.requires_grad_(), key, value, scale=0.5)[0].backward(grad)
+        numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "wanted": wanted}
+        assert_noted(fake_pack, expected(BACKWARD, strides, numbers))
+        assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
 
 def test_what_a_call_does_not_have_is_none(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
