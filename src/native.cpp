@@ -153,7 +153,7 @@ FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t s
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
-    choice.measured = t.keep(choice.measured);
+    choice.said = t.keep(choice.said), choice.measured = t.keep(choice.measured);
     t.choices.push_back(choice);
   });
 }

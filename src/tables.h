@@ -49,6 +49,7 @@ enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8,
 constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
 struct ChoiceRow {
+  const char* said;      // its class in words
   const char* measured;  // date, machine, suite
   double ratio;          // stock default time / our time
   int64_t features;      // exactly what its calls need

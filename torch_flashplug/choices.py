@@ -12,6 +12,10 @@ from .spec import CLUSTER
 # fits: head dims that are no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are
 # apart. "vectors" in a row stands for the first two.
 OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
+_OPERANDS_SAID = {
+    **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
+    **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
+}
 # In which rows with gradients count tiles: the backward's, which has fewer where few query rows meet many keys.
 KEYS_OF_TILE = 128
 ANY = 1 << 40  # upper end of an open range
@@ -69,9 +73,31 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
     @property
+    def said(self) -> str:
+        """Its class in words, which stay when rows come and go."""
+        ranges = (
+            ("D", self.d_min, self.d_max),
+            ("Sq", self.min_sq, self.max_sq),
+            ("Sk", self.min_sk, self.max_sk),
+            ("tiles", self.min_tiles, ANY),
+            ("packed rows", self.min_packed, self.max_packed),
+        )
+        words = [self.kind, self.mask, _OPERANDS_SAID[self.operands], "gradients" if self.grad else ""]
+        words += [said for what, low, high in ranges if (said := _range(what, low, high))]
+        words += [f"tiles of {self.tile_m} rows" if self.tile_m else ""]
+        return ", ".join(filter(None, words))
+
+    @property
     def keys_of_tile(self) -> int:
         """0: tiles are the forward's."""
         return KEYS_OF_TILE if self.grad and self.kind == "fwd" and self.operands in {"square", "mixed"} else 0
+
+
+def _range(what: str, low: int, high: int) -> str:
+    """Empty where it says nothing."""
+    if high == ANY:
+        return f"{what} >= {low}" if low > 1 else ""
+    return f"{what} {low}" if low == high else f"{what} {low} to {high}" if low > 1 else f"{what} <= {high}"
 
 
 # 2026-11-22, H100 and H200: fitted, with cost of the decode kernels' rows, to 1443 times of 101 calls on each

@@ -37,7 +37,7 @@ class KernelRow(ctypes.Structure):
 
 class ChoiceRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_char_p, "measured"),
+        *_members(c_char_p, "said measured"),
         *_members(c_double, "ratio"),
         *_members(c_int64, "features d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
         *_members(c_int32, "kind arch grad operands tile_m keys_of_tile serve"),
@@ -94,6 +94,7 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
     return _same(
         ChoiceRow,
         row,
+        said=row.said.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask]),
         kind=KINDS.index(row.kind),

@@ -140,7 +140,7 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
 std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
-  return "choice row " + number(choice_row) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
+  return std::string(row.said) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
 }
 
 std::string rescue_text(int rescue_row, const Tables& tables) {

@@ -133,7 +133,7 @@ STRUCTS = {name: row for name, row in vars(rows).items() if name.endswith("Row")
 @pytest.mark.parametrize("name", STRUCTS)
 def test_rows_have_the_members_of_their_structs(name: str) -> None:
     """In the same order, as src/tables.h says them; their sizes are checked where they cross."""
-    source = (Path(__file__).parent.parent / "src" / "tables.h").read_text()
+    source = (Path(__file__).parents[2] / "src" / "tables.h").read_text()
     body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
     members = [
         (re.sub(r"\[.*\]", "", member.strip()), MEMBER_TYPES[kind])

@@ -128,7 +128,8 @@ misaligned
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, causal, D 65 to 128, Sq >= 16: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite choice)
       fa2: fa3 comes first and serves this call
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
   a100
@@ -150,7 +151,8 @@ prefill_4k_d128_causal
 head_dim_60
   h100
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
-      choice row 41: 1.360 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
+      fwd, full, D or Dv no multiple of 8, D <= 64, Sq <= 1024, Sk <= 1024: 1.360 x stock
+        (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
       fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
   a100
@@ -263,7 +265,7 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
     plan = native.plan(odd, DEVICES["h100"])
     assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
     assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 comes first" in plan["reasons"]["stock"]
-    assert "choice row 0" in plan["row"]
+    assert plan["row"].startswith("fwd, full, D or Dv no multiple of 8")
     assert native.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
     for device in ("a100", "l4", "rtx4090"):
         plan = native.plan(odd, DEVICES[device])

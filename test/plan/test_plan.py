@@ -69,56 +69,66 @@ class TestGolden(expecttest.TestCase):
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 106: 0.977 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      fwd, causal, D = Dv, gradients, D 65 to 128, Sq >= 16: 0.977 x stock (2026-11-22 H100, torch
+        2.11 + cuDNN 9.19, bench --suite grad)
       gradients: bwd_sm90_bf16_d128_causal_m64n128s2
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 train_4k_d192v128_causal
   h100
     stock
-      choice row 117: 0.934 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite grad)
+      fwd, causal, D != Dv, gradients, D 129 to 192, Sq >= 2049: 0.934 x stock (2026-11-22 H100,
+        torch 2.11 + cuDNN 9.19, bench --suite grad)
       fa3: measured 0.934 x stock's speed, auto needs the table's serve ratio; stock is faster
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 5: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, causal, D 65 to 128, Sq >= 16: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite choice)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 encoder_512_d64
   h100
     fa3 fwd_sm90_bf16_d64_full_m192n128s2 tiles=576 splits=1
-      choice row 1: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, full, D <= 64, Sq >= 16: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench
+        --suite choice)
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
 prefill_16k_d64_fp16
   h100
     fa3 fwd_sm90_fp16_d64_full_m192n128s2 tiles=1376 splits=1
-      choice row 1: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, full, D <= 64, Sq >= 16: 0.977 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench
+        --suite choice)
       gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
 one_small_tile
   h100
     fa3 decode_sm90_bf16_d64_full_m64n64s4 tiles=1 splits=1
-      choice row 13: 1.030 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      decode, full, D = Dv, D 57 to 64: 1.030 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite decode)
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
-      choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, full, D 65 to 128, Sq >= 16: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite choice)
       gate: Sq*G = 113*1 = 113 > 64, <= 256: about 7.434 us packed, 3.747 not: not a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d96_full_m192n112s2 tiles=1408 splits=1
-      choice row 4: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice)
+      fwd, full, D 65 to 128, Sq >= 16: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite choice)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=8 splits=16
-      choice row 16: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      decode, full, D = Dv, D 121 to 128: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s3 tiles=512 splits=1
-      choice row 16: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode)
+      decode, full, D = Dv, D 121 to 128: 0.995 x stock (2026-11-22 H100, torch 2.11 + cuDNN 9.19,
+        bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
@@ -138,17 +148,17 @@ train_4k_d192v128_causal
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 2: 1.200 x stock (test row: causal)
+      fwd, causal, D 8 to 128, tiles >= 132: 1.200 x stock (test row: causal)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 encoder_512_d64
   h100
     fa3 fwd_sm90_bf16_d64_full_m128n128s2 tiles=768 splits=1
-      choice row 1: 1.100 x stock (test row: full)
+      fwd, full, D 8 to 128: 1.100 x stock (test row: full)
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
 prefill_16k_d64_fp16
   h100
     fa3 fwd_sm90_fp16_d64_full_m128n128s2 tiles=2048 splits=1
-      choice row 1: 1.100 x stock (test row: full)
+      fwd, full, D 8 to 128: 1.100 x stock (test row: full)
       gate: Sq*G = 16384*1 = 16384 > 64: not a decode call
 one_small_tile
   h100
@@ -160,23 +170,23 @@ one_small_tile
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
-      choice row 1: 1.100 x stock (test row: full)
+      fwd, full, D 8 to 128: 1.100 x stock (test row: full)
       gate: Sq*G = 113*1 = 113 > 64, <= 256: about 6.604 us packed, 3.000 not: not a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1
-      choice row 1: 1.100 x stock (test row: full)
+      fwd, full, D 8 to 128: 1.100 x stock (test row: full)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
-      choice row 4: 1.000 x stock (test row: decode)
+      decode, full, D = Dv, D 8 to 128, packed rows <= 32: 1.000 x stock (test row: decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
 decode_b64_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=512 splits=1
-      choice row 4: 1.000 x stock (test row: decode)
+      decode, full, D = Dv, D 8 to 128, packed rows <= 32: 1.000 x stock (test row: decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
 """)
@@ -188,7 +198,7 @@ decode_b64_1x8k_d128_gqa4
 prefill_4k_d128_causal
   h100 h200
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      choice row 2: 1.200 x stock (test row: causal)
+      fwd, causal, D 8 to 128, tiles >= 132: 1.200 x stock (test row: causal)
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
   a100
     stock
@@ -204,7 +214,7 @@ prefill_4k_d128_causal
 decode_1x8k_d128_gqa4
   h100 h200
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
-      choice row 4: 1.000 x stock (test row: decode)
+      decode, full, D = Dv, D 8 to 128, packed rows <= 32: 1.000 x stock (test row: decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 8 on 132 SMs: splits 16 of 8 blocks
         of 64 keys, 128 CTAs (96 % of the SMs)
   a100
