@@ -71,7 +71,11 @@ class Words(Stage):
         place, count = self.place, cute.size(self.now)
         _, columns = self.tiles()
         first = block * place.block // TILE
-        line = Int64(self.line + zero_of(block))  # an address is made in every step: registers are few
+        line = Int64(self.line)
+        if cutlass.const_expr(place.transposed):
+            # The backward has few registers: an address is made in every step. (In the forward ptxas would serialise
+            # every product for it.)
+            line = Int64(self.line + zero_of(block))
         start = self.words.iterator + (line * (columns + 1) * THREADS + cute.arch.thread_idx()[0] % THREADS)
         if cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
