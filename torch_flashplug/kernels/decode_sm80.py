@@ -177,9 +177,9 @@ class DecodeSm80(DecodeCall):
         k = sm80.Tile(start + away, self.keys, self.d)
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
-        first_key = keys.begin * self.tile_n + team * self.keys
-        blocks = keys.end - keys.begin
-        return Ring(mover, part.of_head(mK), part.of_head(mV), k, v, self.stages, keys, first_key, self.tile_n, blocks)
+        gK, gV = part.of_head(mK), part.of_head(mV)
+        first_key, blocks = keys.begin * self.tile_n + team * self.keys, keys.end - keys.begin
+        return Ring(mover, gK, gV, k, v, self.stages, keys, first_key, self.tile_n, blocks)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
