@@ -13,9 +13,11 @@ from cutlass import Float32, Int32
 
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales
+from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.scores.chain import Chain, Kept, Stage
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
+from torch_flashplug.kernels.parts.walk import Walk
 from torch_flashplug.spec import KernelSpec
 
 
@@ -29,6 +31,10 @@ class Extra:
     planes_of_head: Int32
     share: Float32
     inverse: Float32
+    key_counts: cute.Tensor  # (Pb, Ph, R) Int32, of masked blocks; in a trial of whole ones, too
+    key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
+    query_counts: cute.Tensor
+    query_blocks: cute.Tensor
 
 
 STAGES = {
@@ -43,9 +49,16 @@ class TrialSeams(Seams):
 
     stages: tuple[str, ...] = ()
 
+    def walk(self, call) -> Walk:
+        if "listed" not in self.stages:
+            return super().walk(call)
+        x = call.extra
+        keys, queries = (x.key_counts, x.key_blocks), (x.query_counts, x.query_blocks)
+        return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
+
     def chain(self, call) -> Chain:
         own: tuple[Stage, ...] = (self.visible(),)
-        return Chain((*own, *(STAGES[name](call.extra) for name in self.stages)))
+        return Chain((*own, *(STAGES[name](call.extra) for name in self.stages if name in STAGES)))
 
 
 @dataclass(frozen=True)
@@ -58,9 +71,18 @@ class TrialGradients(Gradients):
     extra: Extra
 
 
+def strides(count: int) -> list:
+    return [cute.sym_int64() for _ in range(count)]
+
+
 def fake_extra() -> tuple:
     words = [cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16) for _ in range(2)]
-    return (Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9)),)
+    lists = [
+        cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in range(rank)), (*strides(rank - 1), 1))
+        for _ in range(2)
+        for rank in (3, 4)
+    ]
+    return (Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists),)
 
 
 def trial(spec: KernelSpec, *stages: str):

@@ -27,11 +27,11 @@ from .parts import fragments, sm80
 from .parts.arguments import BackwardCall, Gradients, Scales
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.pieces import Dense
+from .parts.pieces import Dense, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 from .parts.seams import Seams
-from .parts.walk import Band, Downward, Sizes
+from .parts.walk import Downward, Sizes, Walk
 
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
@@ -195,7 +195,7 @@ class Operands:
 class Keys:
     """The CTA's block of keys, and the query heads that see it."""
 
-    n_block: Int32
+    tile: Tile
     first_head: Int32  # of the group
     heads_before: Int32  # those of earlier batches
     group: Int32
@@ -264,7 +264,7 @@ class BackwardSm80(BackwardCall):
         mScratch: cute.Tensor,
         scales: Scales,
         section: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         B, Hkv, Sk, _ = tensors.k.shape
@@ -290,7 +290,7 @@ class BackwardSm80(BackwardCall):
         mover.load(tile.rows(tensors.v), first_key, v)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
         tiles, group = Tiles(k, v, weights), Hq // Hkv
-        keys = Keys(tile.block, tile.head * group, tile.batch * Hq, group)
+        keys = Keys(tile, tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
             self.step_together(order, queries, tiles, scratch, keys, scales, chain)
         else:
@@ -332,10 +332,11 @@ class BackwardSm80(BackwardCall):
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         my = self.share(tiles.k, first_slab, part, part)
         gradient = self.gradient(tiles, scratch, warp)
-        key = keys.n_block * self.tile_n + first_slab * SLAB + lane // 4
-        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + part * HALF, Int32(0), None, transposed=True)
+        key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
+        column = lane % 4 * 2 + part * HALF
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.batch, None, transposed=True)
 
-        run = order.walk.queries(keys.n_block)
+        run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
         head, j, last, last_block = keys.first_head, run.begin, Int32(0), Int32(0)
         queries.load_q(head, run.nth(j), Int32(0))
@@ -347,7 +348,7 @@ class BackwardSm80(BackwardCall):
                 queries.load_q(later_head, run.nth(later), 1 - i % 2)
                 queries.load_do(later_head, run.nth(later), 1 - i % 2)
             if i > 0:
-                gradient.add(1 - i % 2, last, self.turn(order, keys.n_block, last_block))
+                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, last_block))
             here = Here(chain, place, run, j)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
@@ -357,7 +358,7 @@ class BackwardSm80(BackwardCall):
             head, j = later_head, later
         sm80.arrive()
         if total > 0:
-            gradient.add((total - 1) % 2, last, self.turn(order, keys.n_block, last_block))
+            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, last_block))
         sm80.arrive()
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
@@ -483,11 +484,12 @@ class BackwardSm80(BackwardCall):
         slab, half = first_slab + part // 2, part % 2
         my = self.share(k, slab, half, part)
         gradient = self.gradient(tiles, scratch, warp)
-        key = keys.n_block * self.tile_n + slab * SLAB + lane // 4
-        place = Place(order.walk.sizes, self.tile_m, key, lane % 4 * 2 + half * HALF, Int32(0), None, transposed=True)
+        key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
+        column = lane % 4 * 2 + half * HALF
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.batch, None, transposed=True)
         left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
-        run = order.walk.queries(keys.n_block)
+        run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
         head, j = keys.first_head, run.begin
         queries.load_q(head, run.nth(j), Int32(0))
@@ -512,7 +514,7 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
                 queries.load_do(later_head, run.nth(later), Int32(0))
-            gradient.add(zero, number, self.turn(order, keys.n_block, block))
+            gradient.add(zero, number, self.turn(order, keys.tile.block, block))
             head, j = later_head, later
         sm80.arrive()
         first_row = first_slab * SLAB + (fragments.zero_of(head) if self.elementwise else 0)

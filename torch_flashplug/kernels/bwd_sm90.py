@@ -40,7 +40,7 @@ from .parts.pieces import Dense, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import UNITS, Ahead, Scratch
 from .parts.seams import Seams
-from .parts.walk import Band, Downward, Sizes
+from .parts.walk import Downward, Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
@@ -100,14 +100,14 @@ class Work:
     rings: Rings
     queue: sm90.TileQueue
     pieces: Dense
-    walk: Band
+    walk: Walk
     group: Int32  # query heads of a KV head
     tile_m: int
     tile_n: int
 
     def run(self, tile: Tile) -> Downward:
         """Steps of a tile."""
-        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile.block)
+        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class BackwardSm90(BackwardCall):
         mCounter: cute.Tensor,
         section: Int32,
         heads_ahead: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())

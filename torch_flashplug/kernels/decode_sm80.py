@@ -26,7 +26,7 @@ from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
-from .parts.walk import Band, BoundBand, Sizes, Split
+from .parts.walk import BoundBand, Sizes, Split, Walk
 
 PAIR = 2  # neighbouring columns of a thread
 
@@ -139,7 +139,7 @@ class DecodeSm80(DecodeCall):
         partials: cute.Pointer,
         scale: Float32,
         splits: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         smem = cutlass.memory.SmemAllocator()

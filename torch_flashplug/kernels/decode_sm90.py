@@ -28,7 +28,7 @@ from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, vector_at
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
-from .parts.walk import Band, BoundBand, Sizes, Split
+from .parts.walk import BoundBand, Sizes, Split, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of one 16-byte access
@@ -136,7 +136,7 @@ class DecodeSm90(DecodeCall):
         outside: Outside,
         scale: Float32,
         splits: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
         clustered: cutlass.Constexpr[bool],
     ):

@@ -30,7 +30,7 @@ from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Dense
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
-from .parts.walk import Band, Section, Sizes
+from .parts.walk import Section, Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
@@ -83,7 +83,7 @@ class Work:
     rings: Rings
     queue: sm90.TileQueue
     pieces: Dense
-    walk: Band
+    walk: Walk
     group: Int32  # query heads of a KV head
 
 
@@ -219,7 +219,7 @@ class KeyGradientsSm90:
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -261,7 +261,7 @@ class KeyGradientsSm90:
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile.block)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
                 gRows = cute.local_tile(tile.queries(mRows, g), (1, TILE_M), (None, None))
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
@@ -343,7 +343,7 @@ class KeyGradientsSm90:
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile.block)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             end = done + run.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
             of_tile = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, tile.batch, None, transposed=True))

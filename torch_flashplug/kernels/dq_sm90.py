@@ -24,7 +24,7 @@ from .parts.pieces import Dense, Tile
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
-from .parts.walk import Band, Sizes
+from .parts.walk import Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
@@ -70,7 +70,7 @@ class Work:
     rings: Rings
     queue: sm90.TileQueue
     pieces: Dense
-    walk: Band
+    walk: Walk
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class QueryGradientSm90:
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -188,7 +188,7 @@ class QueryGradientSm90:
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile.block)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
@@ -239,7 +239,7 @@ class QueryGradientSm90:
             here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.batch, tile.head))
             two = self.my_rows(mRows, tile, row, scales.log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
-            others, run = walk.keys_of_part(tile.block, wg_tile * ROWS, ROWS, walk.uneven)
+            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
             for count in cutlass.range(done, done + others, unroll=1):
                 for ring in (rings.k, rings.v):
                     ring.wait(count)

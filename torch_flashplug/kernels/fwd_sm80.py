@@ -19,12 +19,12 @@ from ..spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments import Call, ForwardCall, Scales
 from .parts.element import Element
-from .parts.pieces import Dense
+from .parts.pieces import Dense, Tile
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
-from .parts.walk import Band, BoundBand, Sizes
+from .parts.walk import BoundBand, Sizes, Walk
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ForwardSm80(ForwardCall):
         mLSE: cute.Tensor,
         scales: Scales,
         section: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         B, Hq, Sq = mLSE.shape
@@ -126,7 +126,7 @@ class ForwardSm80(ForwardCall):
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
         mover.load(tile.rows(mQ), first_row, q)
-        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), keys, first_row, left_q, slabs)
+        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
             lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, chain.kept_share)
@@ -135,12 +135,14 @@ class ForwardSm80(ForwardCall):
             mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
 
     @cute.jit
-    def attend(self, walk: BoundBand, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]):
+    def attend(
+        self, walk: BoundBand, tile: Tile, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]
+    ):  # fmt: skip
         """All KV blocks that a row of the tile sees: the masked ones first."""
         product = sm80.Product.create(self.element.dtype)
         right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
-        run = walk.keys_of_rows(first_row)
+        run = walk.keys_of_rows(tile, first_row)
         masked = run.num_masked
         keys.load_k(run.nth(0), whole=False)
         sm80.arrive()

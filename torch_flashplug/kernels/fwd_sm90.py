@@ -27,7 +27,7 @@ from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
-from .parts.walk import Band, Sizes
+from .parts.walk import Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 
@@ -67,7 +67,7 @@ class Work:
     ring_v: sm90.Ring
     queue: sm90.TileQueue
     pieces: Dense
-    walk: Band
+    walk: Walk
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ForwardSm90(ForwardCall):
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
-        walk: Band,
+        walk: Walk,
         chain: Chain,
     ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -229,7 +229,7 @@ class ForwardSm90(ForwardCall):
         number = cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile.block)
+            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
@@ -278,7 +278,7 @@ class ForwardSm90(ForwardCall):
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
-            others, run = walk.keys_of_part(tile.block, wg_tile * ROWS, ROWS, self.uneven)
+            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, done)
             sections = run.sections()
             nth_q = nth * self.warpgroups + wg  # of the Q's

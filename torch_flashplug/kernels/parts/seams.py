@@ -10,7 +10,7 @@ from ...spec import KernelSpec
 from .element import ELEMENTS, Element
 from .scores.chain import Chain, Stage
 from .scores.visible import CausalVisible, Visible
-from .walk import Band, CausalBand
+from .walk import Band, CausalBand, Walk
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Seams:
         """Whether rows of a tile may see different numbers of keys."""
         return self.band.uneven
 
-    def walk(self, call: object) -> Band:
+    def walk(self, call: object) -> Walk:
         return self.band()
 
     def chain(self, call: object) -> Chain:

@@ -9,10 +9,14 @@ for `sections()`, which loops follow, and for `nth(j)`, the number of the block 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+if TYPE_CHECKING:
+    from .pieces import Tile
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,17 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Band:
+class Walk:
+    """What a kernel takes: any of its kinds."""
+
+    uneven = False  # whether rows of a tile may see different numbers of keys: then tiles differ in length, too
+
+
+@dataclass(frozen=True)
+class Band(Walk):
     """Every query sees every key: blocks follow each other. Holds nothing, so that a kernel has no argument for it."""
 
     causal = False
-    uneven = False  # whether rows of a tile may see different numbers of keys: then tiles differ in length, too
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundBand:
         return BoundBand(self.causal, sizes, tile_m, tile_n)
@@ -74,20 +84,20 @@ class BoundBand:
         """KV blocks that hold one of those keys; at least one."""
         return cute.ceil_div(self.num_visible(end_row), self.tile_n)
 
-    def keys(self, m_block: Int32) -> Leftward:
+    def keys(self, tile: Tile) -> Leftward:
         """KV blocks of a tile of tile_m rows."""
-        return Leftward(self, self.num_blocks((m_block + 1) * self.tile_m), m_block * self.tile_m)
+        return Leftward(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
 
-    def keys_of_rows(self, first_row: Int32) -> Leftward:
-        """The same by the tile's first row."""
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> Leftward:
+        """The same; first_row: the tile's."""
         return Leftward(self, self.num_blocks(first_row + self.tile_m), first_row)
 
-    def keys_of_part(self, m_block: Int32, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, Leftward]:
+    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, Leftward]:
         """How many KV blocks of a tile only other rows of it need, which come first, and the run of its `rows` rows
         from first_row on. Rows beyond the last take part in one block; their results go nowhere. uneven: whether some
         of the tile's parts may see fewer blocks than others.
         """
-        blocks = self.num_blocks((m_block + 1) * self.tile_m)
+        blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not uneven:
             return Int32(0), Leftward(self, blocks, first_row)
         mine = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
@@ -98,9 +108,9 @@ class BoundBand:
         """KV blocks that some query sees."""
         return self.num_blocks(self.sizes.Sq)
 
-    def queries(self, n_block: Int32) -> Downward:
+    def queries(self, tile: Tile) -> Downward:
         """Query blocks that see a KV block. Keys beyond the last mask every step; else only the diagonal does."""
-        first_key, end = n_block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
+        first_key, end = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
         begin = middle = Int32(0)
         if self.causal:
             begin = cutlass.min(first_key // self.tile_m, end)

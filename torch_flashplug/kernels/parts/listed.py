@@ -1,0 +1,173 @@
+"""Walks from lists: block-sparse attention (FlashAttention, arXiv 2205.14135, section 3.3). The lists are those of
+FlexAttention's BlockMask as they are: padded, int32, blocks of LISTED queries and keys, for each row of blocks those
+that hide something and those that hide nothing. What a masked block hides is a stage's (scores/words.py).
+
+A tile may be smaller than a listed block: it walks over the parts of each that are its own size. The first block of a
+forward's tile and the last one of dQ's count as masked, whatever list they are in: words of a whole block are ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from .fragments import zero_of
+from .pieces import Tile
+from .walk import Section, Sizes, Walk
+
+LISTED = 128  # queries and keys of a listed block
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Of one direction: rows of blocks R, room for C blocks in each; contiguous; Pb and Ph may be 1 (broadcast)."""
+
+    masked_count: cute.Tensor  # (Pb, Ph, R) Int32
+    masked: cute.Tensor  # (Pb, Ph, R, C) Int32
+    whole_count: cute.Tensor  # (Pb, Ph, R) Int32
+    whole: cute.Tensor  # (Pb, Ph, R, C) Int32
+
+    def row(self, batch: Int32, head: Int32, row: Int32) -> Int32:
+        """Of all rows of blocks."""
+        planes_of_batch, planes_of_head, rows = self.masked_count.shape
+        return (batch % planes_of_batch * planes_of_head + head % planes_of_head) * rows + row
+
+    def counts(self, row: Int32, parts: int) -> tuple[Int32, Int32]:
+        """Masked blocks of a row, and all; parts: a listed block's, that are walked over one by one."""
+        masked, whole = (cute.arch.load(x.iterator + row, Int32) for x in (self.masked_count, self.whole_count))
+        return masked * parts, (masked + whole) * parts
+
+
+@dataclass(frozen=True)
+class Listed(Walk):
+    """Block-sparse."""
+
+    keys: Lists  # of each block of queries
+    queries: Lists  # of each block of keys
+    uneven = True
+
+    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundLists:
+        return BoundLists(self, sizes, tile_m, tile_n)
+
+
+@dataclass(frozen=True)
+class BoundLists:
+    """For tiles of these sizes."""
+
+    of: Listed
+    sizes: Sizes
+    tile_m: int
+    tile_n: int
+    uneven = True
+
+    def keys(self, tile: Tile) -> KeysRun:
+        row = tile.block // (LISTED // self.tile_m)
+        return KeysRun.create(self.of.keys, self.of.keys.row(tile.batch, tile.head, row), LISTED // self.tile_n)
+
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> KeysRun:
+        return self.keys(tile)
+
+    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, KeysRun]:
+        """Every part of a tile walks over all of its blocks."""
+        return Int32(0), self.keys(tile)
+
+    def queries(self, tile: Tile) -> Heads:
+        return Heads(self, tile)
+
+    def turn(self, n_block: Int32, m_block: Int32, num_n_blocks: Int32) -> Int32:
+        raise NotImplementedError("an ordered backward on lists reads its turns from a list, too (docs/layouts.md)")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The blocks of queries of a tile of keys: a list for every query head."""
+
+    walk: BoundLists
+    tile: Tile
+
+    def of_head(self, nth: Int32) -> QueriesRun:
+        walk, tile = self.walk, self.tile
+        row = walk.of.queries.row(tile.batch, tile.query_head(nth), tile.block // (LISTED // walk.tile_n))
+        return QueriesRun.create(walk.of.queries, row, LISTED // walk.tile_m)
+
+    @cute.jit
+    def total(self, heads: Int32) -> Int32:
+        """Steps of so many query heads."""
+        steps = Int32(0)
+        for nth in cutlass.range(heads, unroll=1):
+            steps += self.of_head(nth).count
+        return steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` blocks, those that hide something first."""
+
+    lists: Lists
+    row: Int32
+    num_masked: Int32
+    count: Int32
+    parts: int
+
+    @classmethod
+    def create(cls, lists: Lists, row: Int32, parts: int) -> Run:
+        return cls(lists, row, *lists.counts(row, parts), parts)
+
+    def nth(self, j: Int32) -> Int32:
+        """A load: whoever follows it closely asks for it a step ahead (`next`)."""
+        whole = j >= self.num_masked
+        entry = cutlass.select_(whole, j - self.num_masked, j) // self.parts
+        start = cutlass.select_(whole, *(x.iterator.toint() for x in (self.lists.whole, self.lists.masked)))
+        place = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
+        first = Int64(self.row + zero_of(j)) * self.lists.masked.shape[3]  # an address is made in every step
+        return cute.arch.load(place + (first + entry), Int32) * self.parts + j % self.parts
+
+    def next(self, j: Int32, section: Section) -> Int32:
+        return self.nth(cutlass.min(j + 1, section.end - 1))
+
+
+@dataclass(frozen=True)
+class QueriesRun(Run):
+    """Of a block of keys."""
+
+    def sections(self) -> tuple[Section, Section]:
+        return Section(True, Int32(0), self.num_masked), Section(False, self.num_masked, self.count)
+
+    def whole(self) -> Section:
+        """For those who do not see scores."""
+        return Section(False, Int32(0), self.count)
+
+
+@dataclass(frozen=True)
+class KeysRun(Run):
+    """Of a block of queries."""
+
+    def before(self, j: Int32) -> Int32:
+        return self.nth(j - 1)
+
+    def last(self) -> Int32:
+        return self.nth(self.count - 1)
+
+    def more(self, j: Int32) -> cutlass.Boolean:
+        return j + 1 < self.count
+
+    def after(self, j: Int32) -> Int32:
+        return self.nth(j + 1)
+
+    def sections(self) -> tuple[Section, Section]:
+        """After the first one."""
+        masked = cutlass.max(self.num_masked, 1)
+        return Section(True, 1, masked), Section(False, masked, self.count)
+
+    def sections_before_last(self) -> tuple[Section, Section]:
+        """All but the last one, which counts as masked."""
+        last = self.count - 1
+        masked = cutlass.min(self.num_masked, last)
+        return Section(True, 0, masked), Section(False, masked, last)
+
+    def columns_of_first(self, rows: int) -> Int32:
+        """More than a block has: all."""
+        return Int32(LISTED)
