@@ -84,7 +84,7 @@ struct Names {
 const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
                              {"kinds", kKindNames},          {"operands", kOperandsNames},
                              {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-                             {"schemas", kSchemas}};
+                             {"dtypes", kDtypeNames},        {"schemas", kSchemas}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {

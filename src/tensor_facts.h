@@ -9,6 +9,7 @@ namespace flashplug {
 
 enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
 constexpr int kNumDTypes = 4;
+constexpr const char* kDtypeNames[kNumDTypes] = {"bfloat16", "float16", "float32", "other"};
 
 constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
 constexpr int64_t kElementBytes = 2;  // of the element types of kernels

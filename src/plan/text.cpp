@@ -10,7 +10,6 @@ namespace flashplug {
 namespace {
 
 const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
-const char* const kDtypeNames[kNumDTypes] = {"bfloat16", "float16", "float32", "other"};
 
 std::string number(int64_t value) { return std::to_string(value); }
 

@@ -1,0 +1,45 @@
+"""What C++ passes to a kernel (torch_flashplug/arguments.py) is what its signature takes: names, order, ranks and types.
+No GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from torch_flashplug import arguments, configs
+
+pytest.importorskip("cutlass", reason="the DSL is needed to make kernels")
+
+from torch_flashplug.kernels import builder  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = {"fwd": "ForwardCall", "decode": "DecodeCall", "bwd": "BackwardCall"}
+KINDS = {spec.kind: spec for arch in (90, 80) for spec in configs.specs(arch)}
+
+
+def signature(name: str) -> list[str]:
+    """Names of the parameters of a class's __call__, which the DSL has wrapped."""
+    tree = ast.parse((ROOT / "torch_flashplug" / "kernels" / "parts" / "arguments.py").read_text())
+    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    (call,) = (node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    return [argument.arg for argument in call.args.args[1:]]
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_parameters_are_named_as_the_table_names_arguments(kind):
+    assert signature(CALLS[kind]) == [*(one.name for one in arguments.OF_KIND[kind]), "stream"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(kind):
+    kernel = builder(KINDS[kind])
+    types = {"element": kernel.element.dtype.__name__, "fp32": "Float32", "int32": "Int32"}
+    *given, _ = kernel.fake_arguments()
+    for one, value in zip(arguments.OF_KIND[kind], given, strict=True):
+        if one.scalar:
+            assert type(value).__name__ == types[one.dtype], one.name
+        else:
+            assert (len(value.shape), value.element_type.__name__) == (one.rank, types[one.dtype]), one.name
