@@ -1,4 +1,4 @@
-"""What C++ passes to a kernel (torch_flashplug/arguments.py) is what its signature takes: names, order, ranks and types.
+"""What C++ passes to a kernel (torch_flashplug/arguments.py) is what its signature takes: names, order, ranks, types.
 No GPU.
 """
 
