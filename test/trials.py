@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales
+from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
-from torch_flashplug.kernels.parts.scores.chain import Chain, Kept, Stage
+from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
@@ -57,8 +57,8 @@ class TrialSeams(Seams):
         return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
 
     def chain(self, call) -> Chain:
-        own: tuple[Stage, ...] = (self.visible(),)
-        return Chain((*own, *(STAGES[name](call.extra) for name in self.stages if name in STAGES)))
+        more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
+        return Chain((*super().chain(call).stages, *more))
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,14 @@ class TrialGradients(Gradients):
     extra: Extra
 
 
-def strides(count: int) -> list:
-    return [cute.sym_int64() for _ in range(count)]
+def fake_list(rank: int) -> cute.Tensor:
+    sizes, strides = (cute.sym_int() for _ in range(rank)), (cute.sym_int64() for _ in range(rank - 1))
+    return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
-def fake_extra() -> tuple:
-    words = [cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16) for _ in range(2)]
-    lists = [
-        cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in range(rank)), (*strides(rank - 1), 1))
-        for _ in range(2)
-        for rank in (3, 4)
-    ]
-    return (Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists),)
+def fake_extra() -> Extra:
+    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
 
 
 def trial(spec: KernelSpec, *stages: str):
@@ -98,7 +94,7 @@ def trial(spec: KernelSpec, *stages: str):
     class Forward(base):
         def fake_arguments(self) -> tuple:
             *arguments, stream = base.fake_arguments(self)
-            return (*arguments, *fake_extra(), stream)
+            return (*arguments, fake_extra(), stream)
 
         @cute.jit
         def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)

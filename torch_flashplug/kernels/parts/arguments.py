@@ -45,6 +45,11 @@ def fake_forward(dtype: type[cutlass.Numeric], elementwise: bool = False) -> tup
     return (*(fake_operand(dtype, *size, elementwise=elementwise) for size in sizes), lse)
 
 
+def fake_vector(dtype: type[cutlass.Numeric], align: int, size: int | None = None) -> cute.Tensor:
+    """Numbers on end, as many as come."""
+    return cute.runtime.make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), (1,), assumed_align=align)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call's arguments, but for the stream; tensors as ForwardCall says."""
@@ -67,8 +72,7 @@ class ForwardCall:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4)
-        tensors = fake_forward(self.element.dtype, self.elementwise)
+        counter, tensors = fake_vector(Int32, 4, size=1), fake_forward(self.element.dtype, self.elementwise)
         return (*tensors, Float32(1.0), Float32(1.0), counter, Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
@@ -110,8 +114,7 @@ class DecodeCall:
 
     def fake_arguments(self) -> tuple:
         """Arguments for cute.compile, sizes symbolic."""
-        partials = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (1,), assumed_align=16)
-        tensors = (*fake_forward(self.element.dtype), partials)
+        tensors = (*fake_forward(self.element.dtype), fake_vector(Float32, 16))
         return (*tensors, Float32(1.0), Int32(1), Int32(1), cute.runtime.make_fake_stream())
 
     @cute.jit
@@ -163,11 +166,10 @@ class BackwardCall:
         q, k, v, out, lse = fake_forward(self.element.dtype, self.elementwise)
         fake = lambda x: fake_operand(self.element.dtype, *x.shape, elementwise=self.elementwise)  # noqa: E731
         grad, *gradients = (fake(x) for x in (out, q, k, v))
-        fp32 = cute.runtime.make_fake_tensor
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-        rows = fp32(Float32, (*lse.shape[:2], 2, cute.sym_int()), strides, assumed_align=16)
-        counter = fp32(Int32, (1,), (1,), assumed_align=4)
-        scratch = fp32(Float32, (cute.sym_int(),), (1,), assumed_align=16)
+        size = (*lse.shape[:2], 2, cute.sym_int())
+        rows = cute.runtime.make_fake_tensor(Float32, size, strides, assumed_align=16)
+        counter, scratch = fake_vector(Int32, 4, size=1), fake_vector(Float32, 16)
         scales = (Float32(1.0), Float32(1.0))
         tensors = (q, k, v, out, grad, lse, *gradients, rows, scratch)
         return (*tensors, *scales, counter, Int32(1), Int32(1), cute.runtime.make_fake_stream())

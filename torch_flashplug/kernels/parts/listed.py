@@ -16,7 +16,7 @@ from cutlass import Int32, Int64
 
 from .fragments import zero_of
 from .pieces import Tile
-from .walk import Section, Sizes, Walk
+from .walk import Run, RunOfKeys, Section, Sizes, Walk
 
 LISTED = 128  # queries and keys of a listed block
 
@@ -103,7 +103,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Run:
+class ListedRun(Run):
     """`count` blocks, those that hide something first."""
 
     lists: Lists
@@ -113,7 +113,7 @@ class Run:
     parts: int
 
     @classmethod
-    def create(cls, lists: Lists, row: Int32, parts: int) -> Run:
+    def create(cls, lists: Lists, row: Int32, parts: int) -> ListedRun:
         return cls(lists, row, *lists.counts(row, parts), parts)
 
     def nth(self, j: Int32) -> Int32:
@@ -125,12 +125,9 @@ class Run:
         first = Int64(self.row + zero_of(j)) * self.lists.masked.shape[3]  # an address is made in every step
         return cute.arch.load(place + (first + entry), Int32) * self.parts + j % self.parts
 
-    def next(self, j: Int32, section: Section) -> Int32:
-        return self.nth(cutlass.min(j + 1, section.end - 1))
-
 
 @dataclass(frozen=True)
-class QueriesRun(Run):
+class QueriesRun(ListedRun):
     """Of a block of keys."""
 
     def sections(self) -> tuple[Section, Section]:
@@ -142,7 +139,7 @@ class QueriesRun(Run):
 
 
 @dataclass(frozen=True)
-class KeysRun(Run):
+class KeysRun(ListedRun, RunOfKeys):
     """Of a block of queries."""
 
     def before(self, j: Int32) -> Int32:
@@ -161,12 +158,6 @@ class KeysRun(Run):
         """After the first one."""
         masked = cutlass.max(self.num_masked, 1)
         return Section(True, 1, masked), Section(False, masked, self.count)
-
-    def sections_before_last(self) -> tuple[Section, Section]:
-        """All but the last one, which counts as masked."""
-        last = self.count - 1
-        masked = cutlass.min(self.num_masked, last)
-        return Section(True, 0, masked), Section(False, masked, last)
 
     def columns_of_first(self, rows: int) -> Int32:
         """More than a block has: all."""

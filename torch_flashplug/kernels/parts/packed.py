@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from . import sm90
+from .pieces import of_head
 from .walk import BoundBand, Sizes, Split
 
 
@@ -40,9 +41,7 @@ class Part:
 
     def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V of its KV head."""
-        if isinstance(x, sm90.Operand):
-            return x.head(self.kv_head, self.batch)
-        return x[self.batch, self.kv_head, None, None]
+        return of_head(x, self.kv_head, self.batch)
 
     def place(self, row: Int32) -> tuple[Int32, Int32]:
         """Query head and query of a packed row."""

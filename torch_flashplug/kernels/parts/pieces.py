@@ -27,23 +27,24 @@ class Tile:
 
     def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """Of its own head: those of a query head's tensors, or of a KV head's for a block of keys."""
-        return _of_head(x, self.head, self.batch)
+        return of_head(x, self.head, self.batch)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V that a block of rows meets."""
         kv_head = self.head // self.group if self.kv_head is None else self.kv_head
-        return _of_head(x, kv_head, self.batch)
+        return of_head(x, kv_head, self.batch)
 
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
         """Of the nth query head that a block of keys meets."""
-        return _of_head(x, self.query_head(nth), self.batch)
+        return of_head(x, self.query_head(nth), self.batch)
 
     def query_head(self, nth: Int32) -> Int32:
         """The nth of those that a block of keys meets."""
         return self.head * self.group + nth
 
 
-def _of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+    """One head of what TMA reads (rows, columns, heads, batch), or of a tensor (batch, heads, rows, columns)."""
     return x.head(head, batch) if isinstance(x, sm90.Operand) else x[batch, head, None, None]
 
 
@@ -70,6 +71,6 @@ class Dense:
         return Tile(*self.order.tile(number), self.sizes, group)
 
     def only_tile(self, number: Int32) -> Tile:
-        """For a CTA that has no other."""
+        """For a CTA that has no other: its KV head is divided out here, once, and not where it is asked for."""
         tile = replace(self.tile(number), group=self.group)
         return replace(tile, kv_head=tile.head // tile.group)

@@ -3,7 +3,7 @@ whoever adds up their results ask the same object, so that they agree.
 
 A kernel has a walk as an argument and binds it to the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`. What is known
 when a kernel is traced are class attributes and Python values; what a call brings are fields. A run of blocks is asked
-for `sections()`, which loops follow, and for `nth(j)`, the number of the block at a position: once a step, in order.
+for `sections()`, which loops follow, and for `nth(j)`, the number of the block at a position.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BoundBand:
         return Leftward(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> Leftward:
-        """The same; first_row: the tile's."""
+        """The same; first_row: the tile's, from which sums of rows are formed where a kernel has it at hand."""
         return Leftward(self, self.num_blocks(first_row + self.tile_m), first_row)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, Leftward]:
@@ -123,8 +123,26 @@ class BoundBand:
         return cutlass.min(m_block * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
 
 
+class Run:
+    """Blocks of a tile, by position: nth(j)."""
+
+    def next(self, j: Int32, section: Section) -> Int32:
+        """The block of the next step; of the last one of a section, its own."""
+        return self.nth(cutlass.min(j + 1, section.end - 1))
+
+
+class RunOfKeys(Run):
+    """`count` KV blocks of some rows, the first `num_masked` of them masked."""
+
+    def sections_before_last(self) -> tuple[Section, Section]:
+        """All but the last one, which counts as masked."""
+        last = self.count - 1
+        masked = cutlass.min(self.num_masked, last)
+        return Section(True, 0, masked), Section(False, masked, last)
+
+
 @dataclass(frozen=True)
-class Leftward:
+class Leftward(RunOfKeys):
     """`count` KV blocks of some rows from the right: the masked ones first. The first always counts as one: its code is
     there anyway.
     """
@@ -135,10 +153,6 @@ class Leftward:
 
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
-
-    def next(self, j: Int32, section: Section) -> Int32:
-        """The block of the next step; of the last one of a section, its own."""
-        return self.nth(cutlass.min(j + 1, section.end - 1))
 
     def before(self, j: Int32) -> Int32:
         """The block at the position before, behind nth(j)."""
@@ -168,19 +182,13 @@ class Leftward:
         masked = self.num_masked
         return Section(True, 1, masked), Section(False, masked, self.count)
 
-    def sections_before_last(self) -> tuple[Section, Section]:
-        """All but the last one, which counts as masked."""
-        last = self.count - 1
-        masked = cutlass.min(self.num_masked, last)
-        return Section(True, 0, masked), Section(False, masked, last)
-
     def columns_of_first(self, rows: int) -> Int32:
         """Keys of the first block that some of `rows` rows see; more than it has: all."""
         return self.band.num_visible(self.first_row + rows) - (self.count - 1) * self.band.tile_n
 
 
 @dataclass(frozen=True)
-class Downward:
+class Downward(Run):
     """Query blocks of a KV block, one after the other, the same of every query head: the masked ones first."""
 
     begin: Int32
@@ -189,10 +197,6 @@ class Downward:
 
     def nth(self, j: Int32) -> Int32:
         return j
-
-    def next(self, j: Int32, section: Section) -> Int32:
-        """The block of the next step; of the last one of a section, its own."""
-        return cutlass.min(j + 1, section.end - 1)
 
     def masked(self, j: Int32) -> cutlass.Boolean:
         return j < self.middle
