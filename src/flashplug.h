@@ -159,6 +159,7 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
                 int limit);
 inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
 bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
+bool whole_rows(const Problem& p);                       // the elements of a row follow each other, in every operand
 bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1

@@ -89,8 +89,7 @@ namespace {
 
 Operands operands_of(const Problem& p, const KernelRow& kernel) {
   if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
-  const auto rows_whole = [](const Layout& layout) { return layout.last_stride == 1; };
-  if (!std::all_of(p.layout, p.layout + kNumOperands, rows_whole)) return kColumns;
+  if (!whole_rows(p)) return kColumns;
   return whole_dims(p) ? kUnaligned : kOddDims;
 }
 

@@ -73,6 +73,10 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
   return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
 }
 
+bool whole_rows(const Problem& p) {
+  return std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; });
+}
+
 bool whole_units(const Problem& p) {
   const auto whole = [](const Layout& layout) { return whole_units(layout); };
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
@@ -91,8 +95,7 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
-      {kRows,
-       std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; })},
+      {kRows, whole_rows(p)},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
