@@ -159,6 +159,13 @@ def test_packs_export_the_table_and_nothing_else(target, packs):
     assert sorted(exported) == sorted(f"__tvm_ffi_{spec.name()}" for built, spec in BUILT if built == target)
 
 
+def test_builds_name_the_packs_that_there_are():
+    """CMake's default, and that of pip."""
+    names = ";".join(pack.name for pack in configs.PACKS)
+    assert f'set(FLASHPLUG_PACKS "{names}" CACHE' in (ROOT / "CMakeLists.txt").read_text()
+    assert f'env = "FLASHPLUG_PACKS", default = "{names}"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize("pack", configs.PACKS, ids=lambda pack: pack.name)
 def test_a_pack_stays_small(pack):
     assert len(pack.specs()) <= CEILINGS[pack.name]
