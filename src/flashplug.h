@@ -17,6 +17,7 @@
 // Units: sizes and strides in elements, `*_bytes` in bytes, scale is the softmax scale, LSE is natural log.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -32,19 +33,28 @@ namespace flashplug {
 
 // ---- vocabulary (mirrors torch_flashplug/spec.py; test_facts.py holds the two together) ----
 
-enum class Backend : int { kAuto = 0, kFa3 = 1, kFa2 = 2, kMath = 3, kStock = 4 };
-constexpr int kNumBackends = 5;
-extern const char* const kBackendNames[kNumBackends];
+// Those of our kernels follow, one for each family of the tables, in their order.
+enum class Backend : int { kAuto = 0, kMath = 1, kStock = 2, kFirstFamily = 3 };
+constexpr const char* kBackendNames[] = {"auto", "math", "stock"};
+constexpr Backend backend_of(int family) {
+  return static_cast<Backend>(static_cast<int>(Backend::kFirstFamily) + family);
+}
+constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamily; }
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
 struct Mode {
   int64_t word = 0;
   static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | 0x80}; }
+  static Mode forcing(int family) { return Mode{static_cast<int64_t>(backend_of(family))}; }
   Backend backend() const { return static_cast<Backend>(word & 0x7f); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
   bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
-  bool forces_kernels() const { return !is_preference() && (backend() == Backend::kFa3 || backend() == Backend::kFa2); }
+  // The family that is asked for; -1: none.
+  int family() const {
+    return is_ours(backend()) ? static_cast<int>(backend()) - static_cast<int>(Backend::kFirstFamily) : -1;
+  }
+  bool forces_kernels() const { return !is_preference() && is_ours(backend()); }
 };
 constexpr int64_t kModeMask = 0xffffff;
 
@@ -118,18 +128,9 @@ struct Plan {
   double packed_ns = 0, unpacked_ns = 0;  // as estimated, where they decided
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
-  Reason fa3, fa2;  // why not, where not taken
-  bool ours() const { return backend == Backend::kFa3 || backend == Backend::kFa2; }
+  std::array<Reason, kMostFamilies> why;  // not by the kernels of each family, where they were asked and not taken
+  bool ours() const { return is_ours(backend); }
 };
-
-// The backends that are ours, in the order in which auto asks: whose kernels, and where a plan says why not.
-struct Family {
-  Backend backend;
-  int arch;
-  Reason Plan::* why;
-};
-constexpr Family kFa3Family{Backend::kFa3, kHopper, &Plan::fa3}, kFa2Family{Backend::kFa2, kAmpere, &Plan::fa2};
-constexpr Family kFamilies[] = {kFa3Family, kFa2Family};
 
 // ---- 1. router.cpp ----
 
@@ -152,10 +153,10 @@ void repair(int backends);
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// support.cpp: everything that keeps kernels of an architecture from running this call at all (speed aside); stops
-// after `limit`. Returns how many.
+// support.cpp: everything that keeps kernels of a family from running this call at all (speed aside); stops after
+// `limit`. Returns how many.
 constexpr int kMaxReasons = 8;
-int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
+int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
 inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
 bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
@@ -167,7 +168,7 @@ int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row th
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
 // row that holds the call as `tiles` output tiles of that kernel, -1 where the class was not measured.
-int find_kernel_row(const Problem& p, Kind kind, int arch, const DeviceFacts& device, const Tables& tables);
+int find_kernel_row(const Problem& p, Kind kind, int family, const DeviceFacts& device, const Tables& tables);
 double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
 int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind kPartBwd

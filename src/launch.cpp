@@ -74,19 +74,19 @@ void run_on(Kernel& kernel, const Arguments& arguments, int device_index) {
 }
 
 void add_forward(const ForwardTensors& tensors, double scale, Arguments* arguments) {
-  arguments->tensor(Slot::kQ, tensors.q);
-  arguments->tensor(Slot::kK, tensors.k);
-  arguments->tensor(Slot::kV, tensors.v);
-  arguments->tensor(Slot::kO, tensors.out, true);
-  arguments->tensor(Slot::kLse, tensors.lse, true);
-  arguments->real(Slot::kScaleLog2, scale * kLog2e);
-  arguments->real(Slot::kScale, scale);
+  arguments->tensor("q", tensors.q);
+  arguments->tensor("k", tensors.k);
+  arguments->tensor("v", tensors.v);
+  arguments->tensor("o", tensors.out, true);
+  arguments->tensor("lse", tensors.lse, true);
+  arguments->real("scale_log2", scale * kLog2e);
+  arguments->real("scale", scale);
 }
 
 // What persistent kernels draw their tiles from.
 void add_counter(void* stream, int device_index, Arguments* arguments) {
-  arguments->one_number(Slot::kCounter, launch_counter(device_index, stream));
-  arguments->integer(Slot::kNumCtas, device_facts(device_index).sm_count);
+  arguments->one_number("counter", launch_counter(device_index, stream));
+  arguments->integer("num_ctas", device_facts(device_index).sm_count);
 }
 
 }  // namespace
@@ -108,11 +108,11 @@ void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& t
   Arguments arguments(row, device_index);
   add_forward(tensors, scale, &arguments);
   if (partials != nullptr)
-    arguments.tensor(Slot::kPartials, partials, true);
+    arguments.tensor("partials", partials, true);
   else  // nothing is written there, but an argument has an address: that of the LSE
-    arguments.one_number(Slot::kPartials, mutable_data(tensors.lse));
-  arguments.integer(Slot::kSplits, splits.n);
-  arguments.integer(Slot::kCluster, splits.cluster);
+    arguments.one_number("partials", mutable_data(tensors.lse));
+  arguments.integer("splits", splits.n);
+  arguments.integer("cluster", splits.cluster);
   arguments.stream(current_cuda_stream(device_index));
   std::optional<RelaxedCapture> relaxed;  // the kernels of splits may run for the first time, whatever ran before
   if (splits.n > 1) relaxed.emplace();
@@ -125,21 +125,21 @@ void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors
   void* stream = current_cuda_stream(device_index);
   const bool writes_dq = (tensors.written & kWantDq) != 0, writes_dkdv = (tensors.written & kWantDkDv) != 0;
   Arguments arguments(row, device_index);
-  arguments.tensor(Slot::kQ, tensors.q);
-  arguments.tensor(Slot::kK, tensors.k);
-  arguments.tensor(Slot::kV, tensors.v);
-  arguments.tensor(Slot::kO, tensors.out);
-  arguments.tensor(Slot::kGradO, tensors.grad_out);
-  arguments.tensor(Slot::kLse, tensors.lse);
-  arguments.tensor(Slot::kDq, tensors.dq, writes_dq);
-  arguments.tensor(Slot::kDk, tensors.dk, writes_dkdv);
-  arguments.tensor(Slot::kDv, tensors.dv, writes_dkdv);
-  arguments.tensor(Slot::kRows, tensors.rows, true);
-  arguments.tensor(Slot::kScratch, tensors.scratch, true);
-  arguments.real(Slot::kScaleLog2, scale * kLog2e);
-  arguments.real(Slot::kScale, scale);
+  arguments.tensor("q", tensors.q);
+  arguments.tensor("k", tensors.k);
+  arguments.tensor("v", tensors.v);
+  arguments.tensor("o", tensors.out);
+  arguments.tensor("do", tensors.grad_out);
+  arguments.tensor("lse", tensors.lse);
+  arguments.tensor("dq", tensors.dq, writes_dq);
+  arguments.tensor("dk", tensors.dk, writes_dkdv);
+  arguments.tensor("dv", tensors.dv, writes_dkdv);
+  arguments.tensor("rows", tensors.rows, true);
+  arguments.tensor("scratch", tensors.scratch, true);
+  arguments.real("scale_log2", scale * kLog2e);
+  arguments.real("scale", scale);
   add_counter(stream, device_index, &arguments);
-  arguments.integer(Slot::kWanted, tensors.written);
+  arguments.integer("wanted", tensors.written);
   arguments.stream(stream);
   // A part that runs for the first time may have to be loaded, whatever ran before.
   std::optional<RelaxedCapture> relaxed;

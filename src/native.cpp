@@ -142,6 +142,9 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
   t.version = version;
   forget_kernels();
 }
+FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const FamilyRow& family) { t.add(family); });
+}
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const KernelRow& kernel) {
     t.add(kernel);

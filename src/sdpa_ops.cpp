@@ -142,7 +142,7 @@ BackwardResult backward(const BackwardCall& call) {
   const bool fused = efficient_can_run(p);
   Mode mode = call.forward.mode;
   // No measured row is asked where the choice is between ours and math.
-  if (mode.backend() == Backend::kAuto && !fused) mode = Mode{static_cast<int64_t>(Backend::kFa3)};
+  if (mode.backend() == Backend::kAuto && !fused) mode = Mode::forcing(0);
   const bool math = mode.backend() == Backend::kMath;
   if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !fused ? math_backward(call) : efficient_backward(call, p);
@@ -153,6 +153,8 @@ BackwardResult backward(const BackwardCall& call) {
 }
 
 Mode own_op_mode(int64_t baked) {
+  if (Mode{baked}.family() >= tables().num_families())
+    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of spec.py");
   const Mode now = effective_mode();
   return process_backend() != Backend::kAuto || (baked & kModeMask) == 0 ? now : Mode{baked & kModeMask};
 }

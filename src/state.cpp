@@ -14,8 +14,6 @@
 
 namespace flashplug {
 
-const char* const kBackendNames[kNumBackends] = {"auto", "fa3", "fa2", "math", "stock"};
-
 State& state() {
   static State* instance = new State();  // never destroyed: ops may run while the process ends
   return *instance;
@@ -33,11 +31,19 @@ int64_t exchange_thread_mode(int64_t word) {
 
 int64_t current_thread_mode() { return thread_mode; }
 
+void Tables::add(FamilyRow row) {
+  if (families.size() == kMostFamilies)
+    throw std::runtime_error("torch_flashplug: kMostFamilies is less than FAMILIES");
+  row.backend = keep(row.backend), row.gpus = keep(row.gpus);
+  families.push_back(row);
+  groups.emplace_back();
+}
+
 void Tables::add(KernelRow row) {
   row.name = keep(row.name);
-  const bool hopper = row.arch == kHopper;
-  groups[row.kind][hopper][static_cast<int>(row.element)].push_back(static_cast<int>(kernels.size()));
-  taken[hopper] = std::max<int64_t>(taken[hopper], 0) | row.takes;
+  Group& group = groups.at(row.family);
+  group.of[row.kind][static_cast<int>(row.element)].push_back(static_cast<int>(kernels.size()));
+  group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
   elements |= int64_t{1} << static_cast<int>(row.element);
   kernels.push_back(row);
 }
@@ -48,8 +54,8 @@ void Tables::add(const ArgumentRow& row) {
   if (name == std::end(kSlotNames))
     throw std::runtime_error(std::string("torch_flashplug: launch.cpp has no argument named ") + row.name);
   Signature& signature = signatures[row.kind];
-  const auto slot = static_cast<Slot>(name - kSlotNames);
-  signature.parameters[name - kSlotNames] = Parameter{signature.count++, row.rank, row.type};
+  const Slot slot(static_cast<int>(name - kSlotNames));
+  signature.parameters[slot.number()] = Parameter{signature.count++, row.rank, row.type};
   if (row.optional == 0) signature.required |= bit_of(slot);
 }
 

@@ -4,15 +4,27 @@
 
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "problem.h"
 
 namespace flashplug {
 
-// What kernels are written for: Hopper's run on Hopper alone, Ampere's on every GPU since.
-constexpr int kHopper = 90, kAmpere = 80;
+// Kernels that are written for one architecture, and the backend that asks for them (FAMILIES of spec.py). Their order
+// is the one in which auto asks.
+struct FamilyRow {
+  const char* backend;
+  const char* gpus;  // that run them, in words
+  int32_t arch;      // their compute capability: 90 is 9.0
+  int32_t later;     // every one since runs them; else that one alone
+};
+inline bool runs_on(const FamilyRow& family, int cc) {
+  return family.later != 0 ? cc >= family.arch : cc == family.arch;
+}
+constexpr int kMostFamilies = 4;
 
 enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode };  // KINDS of spec.py
 constexpr int kNumKinds = 5;
@@ -25,7 +37,7 @@ struct KernelRow {
   int64_t takes;   // features that it has,
   int64_t always;  // and of them those that it applies to every call
   Kind kind;
-  int32_t arch;
+  int32_t family;  // a row of `families`
   DType element;
   int32_t element_bytes;  // of which each has so many,
   int32_t element_code;   // and is this to DLPack
@@ -54,7 +66,7 @@ struct ChoiceRow {
   double ratio;          // stock default time / our time
   int64_t features;      // exactly what its calls need
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
-  int32_t kind, arch, grad;
+  int32_t kind, family, grad;
   int32_t operands;      // a sum of Operands
   int32_t tile_m;        // only calls whose kernel has this many query rows; 0: any
   int32_t keys_of_tile;  // tiles are blocks of so many keys; 0: those of the forward
@@ -89,32 +101,23 @@ struct FeatureRow {
   const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
 };
 
-// What a kernel can be given (arguments.py says what each is); which of them a kind of kernels takes is a signature.
-enum class Slot : int32_t {
-  kQ,
-  kK,
-  kV,
-  kO,
-  kGradO,
-  kLse,
-  kDq,
-  kDk,
-  kDv,
-  kRows,
-  kScratch,
-  kPartials,
-  kScaleLog2,
-  kScale,
-  kCounter,
-  kNumCtas,
-  kSplits,
-  kCluster,
-  kWanted
+// What a kernel can be given, by name; what each is, and which of them a kind of kernels takes: arguments.py.
+constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
+                                      "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
+                                      "counter", "num_ctas", "splits", "cluster", "wanted"};
+constexpr int kNumSlots = std::size(kSlotNames);
+// One of them. A name that is not there does not compile.
+class Slot {
+ public:
+  consteval Slot(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
+    while (std::string_view(kSlotNames[number_]) != name) ++number_;
+  }
+  constexpr explicit Slot(int number) : number_(number) {}
+  constexpr int number() const { return number_; }
+
+ private:
+  int number_ = 0;
 };
-constexpr int kNumSlots = 19;
-constexpr const char* kSlotNames[kNumSlots] = {
-    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",     "dk",      "dv",    "rows",
-    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits", "cluster", "wanted"};
 enum class NumberType : int32_t { kElement, kFp32, kInt32 };  // DTYPES of arguments.py
 constexpr const char* kNumberTypeNames[] = {"element", "fp32", "int32"};
 struct ArgumentRow {
@@ -124,7 +127,7 @@ struct ArgumentRow {
   NumberType type;
   int32_t optional;  // None where a call has none
 };
-constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << static_cast<int>(slot); }
+constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << slot.number(); }
 struct Parameter {
   int32_t place = -1;  // among the arguments; -1: not taken
   int32_t rank = 0;
@@ -135,7 +138,7 @@ struct Signature {
   int32_t count = 0;
   uint64_t required = 0;  // bits of slots
   Parameter parameters[kNumSlots];
-  const Parameter& of(Slot slot) const { return parameters[static_cast<int>(slot)]; }
+  const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -158,6 +161,7 @@ struct GateRow {
 };
 
 struct Tables {
+  std::vector<FamilyRow> families;
   std::vector<KernelRow> kernels;
   std::vector<ChoiceRow> choices;
   std::vector<RescueRow> rescues;
@@ -166,23 +170,37 @@ struct Tables {
   GateRow gate = {};
   uint64_t version = 1;  // another one after every change
 
+  void add(FamilyRow row);  // throws where there are kMostFamilies
   void add(KernelRow row);
   void add(const ArgumentRow& row);  // throws where there is no such slot
   // Rows of `kernels`, in their order.
-  const std::vector<int>& of(Kind kind, int arch, DType element) const {
-    return groups[kind][arch == kHopper][static_cast<int>(element)];
+  const std::vector<int>& of(Kind kind, int family, DType element) const {
+    return groups[family].of[kind][static_cast<int>(element)];
   }
-  // What the kernels of an architecture take, each some of it, and what any are made of; everything where there are
-  // none, which is a reason of its own.
-  int64_t takes(int arch) const { return taken[arch == kHopper]; }
+  // What the kernels of a family take, each some of it, and what any are made of; everything where there are none,
+  // which is a reason of its own.
+  int64_t takes(int family) const { return groups[family].taken; }
   bool made_of(DType element) const { return elements == 0 || (elements >> static_cast<int>(element) & 1) != 0; }
+  int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
  private:
   std::deque<std::string> texts;  // what the rows' pointers point to
-  std::vector<int> groups[kNumKinds][2][kNumDTypes];
-  int64_t taken[2] = {-1, -1};
-  int64_t elements = 0;  // bit i: there are kernels for DType i
+  struct Group {
+    std::vector<int> of[kNumKinds][kNumDTypes];
+    int64_t taken = -1;
+  };
+  std::vector<Group> groups;  // one for each family
+  int64_t elements = 0;       // bit i: there are kernels for DType i
 };
+
+// Whether the answer is yes for a family; asks in their order, until it is.
+template <typename Ask>
+bool any_family(const Tables& tables, Ask ask) {
+  for (int family = 0; family < tables.num_families(); ++family) {
+    if (ask(family)) return true;
+  }
+  return false;
+}
 
 }  // namespace flashplug

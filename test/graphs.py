@@ -14,12 +14,13 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from torch_flashplug import ops, sdpa_backend
+from torch_flashplug.spec import BACKENDS
 
 OWN_OPS = {
     ops.namespace.sdpa_fwd.default: ("fwd", ops.ForwardArgs),
     ops.namespace.sdpa_bwd.default: ("bwd", ops.BackwardArgs),
 }
-AUTO, FA3, FA2, MATH, STOCK = range(5)
+AUTO, FA3, FA2, MATH, STOCK = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2", "math", "stock"))
 sdpa = F.scaled_dot_product_attention
 TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import _start, choices, composite, configs, env, native, problem, repair, rescues, tracing
 from .ops import never_a_frame
-from .spec import BACKENDS
+from .spec import BACKENDS, FAMILIES, KERNEL_BACKENDS
 
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
@@ -39,7 +39,7 @@ def _cache_mark() -> str:
     """What a traced graph depends on besides the program: the table and the settings that the router reads while
     tracing.
     """
-    table = zlib.crc32(repr((configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
+    table = zlib.crc32(repr((FAMILIES, configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
     return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{env.REPAIR.get()}:{table:08x}"
 
 
@@ -108,8 +108,9 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     def __init__(self, backend: str, *, num_splits: int = 0) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
-        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in {"fa3", "fa2"}):
-            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with 'fa3' or 'fa2'")
+        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
+            ours = " or ".join(map(repr, KERNEL_BACKENDS))
+            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with {ours}")
         self.backend, self.num_splits = backend, num_splits
         self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT
 
@@ -208,7 +209,7 @@ def explain(
         stock_choice = torch.nn.attention.SDPBackend(choice).name
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if outside is not None:
-        return Plan(call, "stock", reasons=dict.fromkeys(("fa3", "fa2", "math"), outside), stock_choice=stock_choice)
+        return Plan(call, "stock", reasons=dict.fromkeys((*KERNEL_BACKENDS, "math"), outside), stock_choice=stock_choice)
     facts = (
         DEVICES[device]
         if device is not None

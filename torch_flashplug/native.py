@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import features, rows
 from .library import doubles, ints, lib, text
-from .spec import BACKENDS
+from .spec import BACKENDS, KERNEL_BACKENDS
 
 if TYPE_CHECKING:
     from . import choices, configs, rescues
@@ -98,10 +98,14 @@ def backend_of(mode_word: int) -> str:
     return BACKENDS[mode_word & _BACKEND_BITS]
 
 
+def names_backend(mode_word: int) -> bool:
+    return mode_word & _BACKEND_BITS < len(BACKENDS)
+
+
 def forced_kernels(mode_word: int) -> str | None:
-    """ "fa3" or "fa2" where calls that it cannot run must raise."""
+    """One of KERNEL_BACKENDS where calls that it cannot run must raise."""
     backend = backend_of(mode_word)
-    return backend if backend in ("fa3", "fa2") and not mode_word & PREFERENCE else None
+    return backend if backend in KERNEL_BACKENDS and not mode_word & PREFERENCE else None
 
 
 def set_process_backend(backend: int) -> None:
@@ -166,6 +170,8 @@ def push_rows(
         _push(core.flashplug_add_feature_row, feature)
     for argument in rows.of_arguments():
         _push(core.flashplug_add_argument_row, argument)
+    for family in rows.of_families():
+        _push(core.flashplug_add_family_row, family)
     for kernel_row in kernel_rows:
         for kernel in rows.of_kernels(kernel_row):
             _push(core.flashplug_add_kernel_row, kernel)

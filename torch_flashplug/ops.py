@@ -168,6 +168,9 @@ def check_arguments(a: ForwardArgs) -> None:
         a.causal_mode in (CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT),
         lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
     )
+    torch._check(
+        native.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/spec.py"
+    )
     _check_bias(a)
 
 

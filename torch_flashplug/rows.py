@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from . import arguments, features
 from .choices import OPERANDS
 from .rescues import FACTS
-from .spec import CLUSTER, DTYPES, ELEMENTS, KINDS
+from .spec import CLUSTER, DTYPES, ELEMENTS, FAMILIES, KINDS
 
 if TYPE_CHECKING:
     from . import choices, configs, rescues
@@ -24,11 +24,15 @@ def _members(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+class FamilyRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "backend gpus"), *_members(c_int32, "arch later"))
+
+
 class KernelRow(ctypes.Structure):
     _fields_ = (
         *_members(c_char_p, "name"),
         *_members(c_int64, "d_max dv_max takes always"),
-        *_members(c_int32, "kind arch element element_bytes element_code tile_m tile_n stages cost elementwise"),
+        *_members(c_int32, "kind family element element_bytes element_code tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_columns whole_sectors group_rows max_cluster peers_at_once counters"),
         *_members(c_int32, "dkdv_alone"),
         *_members(c_double, "last_tile"),
@@ -40,7 +44,7 @@ class ChoiceRow(ctypes.Structure):
         *_members(c_char_p, "said measured"),
         *_members(c_double, "ratio"),
         *_members(c_int64, "features d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
-        *_members(c_int32, "kind arch grad operands tile_m keys_of_tile serve"),
+        *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
     )
 
 
@@ -71,6 +75,14 @@ def _same(structure: type[ctypes.Structure], row: object, **more: object) -> cty
     return structure(**{name: getattr(row, name) for name in names}, **more)
 
 
+def of_families() -> Iterator[FamilyRow]:
+    return (_same(FamilyRow, family, backend=family.backend.encode(), gpus=family.gpus.encode()) for family in FAMILIES)
+
+
+def _family(arch: int) -> int:
+    return next(number for number, family in enumerate(FAMILIES) if family.arch == arch)
+
+
 def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
     """One for each of its kernels."""
     for spec in row.specs():
@@ -82,6 +94,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             takes=features.bits(spec.features),
             always=features.always(spec.features),
             kind=KINDS.index(row.kind),
+            family=_family(row.arch),
             element=DTYPE_IDS[spec.dtype],
             element_bytes=element.bytes,
             element_code=element.dlpack,
@@ -98,6 +111,7 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask]),
         kind=KINDS.index(row.kind),
+        family=_family(row.arch),
         operands=sum(1 << OPERANDS.index(one) for one in operands),
     )
 

@@ -12,8 +12,30 @@ from dataclasses import dataclass
 
 from . import features
 
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Kernels that are written for one architecture, and the backend that asks for them."""
+
+    backend: str
+    arch: int  # 90: compute capability 9.0
+    later: bool  # every GPU since runs them; else that one alone
+
+    @property
+    def gpus(self) -> str:
+        capability = f"{self.arch // 10}.{self.arch % 10}"
+        return f"{capability} or more" if self.later else f"exactly {capability} ({GPUS[self.arch]})"
+
+    def runs_on(self, cc: int) -> bool:
+        return cc >= self.arch if self.later else cc == self.arch
+
+
+GPUS = {90: "H100, H200"}  # by compute capability, in words
+FAMILIES = (Family("fa3", 90, later=False), Family("fa2", 80, later=True))  # in the order in which auto asks
+KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_facts holds the two together.
-BACKENDS = ("auto", "fa3", "fa2", "math", "stock")
+BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
@@ -33,7 +55,10 @@ DTYPES = tuple(ELEMENTS)
 
 # What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
 # every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
-TARGETS = {"sm_80": (80,), "sm_90a": (90, 80), "sm_100": (80,), "sm_120": (80,)}
+TARGETS = {
+    target: tuple(family.arch for family in FAMILIES if family.runs_on(cc))
+    for target, cc in {"sm_80": 80, "sm_90a": 90, "sm_100": 100, "sm_120": 120}.items()
+}
 
 WARP, WARPGROUP = 32, 128  # threads
 ELEMENT_BYTES, FP32_BYTES = 2, 4

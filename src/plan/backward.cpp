@@ -13,10 +13,10 @@ constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
 // bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
 // and dV are four, but narrow ones lose more by their halves of the columns.
-int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, int64_t wanted) {
-  const int parts = find_kernel_row(p, kPartBwd, arch, device, tables);
+int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
   if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
-  const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, arch, device, tables);
+  const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
   const int faster = find_parts_row(p, tables.kernels[fused], tables);
@@ -25,11 +25,11 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
 
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, why}; }
 
-// By kernels of one architecture.
-BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, int64_t wanted) {
+// By kernels of one family.
+BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   Reason why;
-  if (unsupported(p, device, tables, arch, &why, 1) != 0) return refused(why);
-  const int row = find_backward_row(p, device, tables, arch, wanted);
+  if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
+  const int row = find_backward_row(p, device, tables, family, wanted);
   if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   return BackwardPlan{row, {}};
 }
@@ -44,17 +44,19 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 }
 
 // Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
-// math's. Hopper's kernels before Ampere's, unless the forward was forced to Ampere's.
+// math's. The family that is asked for comes first, then all in their order.
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc)
     return refused(Reason{Why::kUnmeasuredDevice, device.cc});
-  const bool fa2 = mode.backend() == Backend::kFa2;
-  const BackwardPlan first = attempt(p, device, tables, fa2 ? kAmpere : kHopper, wanted);
-  if (first.kernel_row >= 0) return first;
-  const BackwardPlan second = attempt(p, device, tables, fa2 ? kHopper : kAmpere, wanted);
-  return second.kernel_row >= 0 ? second : first;
+  const BackwardPlan first = attempt(p, device, tables, std::max(mode.family(), 0), wanted);
+  BackwardPlan plan = first;
+  const auto serves = [&](int family) {
+    plan = attempt(p, device, tables, family, wanted);
+    return plan.kernel_row >= 0;
+  };
+  return first.kernel_row >= 0 || !any_family(tables, serves) ? first : plan;
 }
 
 }  // namespace flashplug

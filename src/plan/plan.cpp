@@ -13,12 +13,12 @@ namespace {
 
 // Packed rows in splits, or -1: where they are few enough, where splits are asked for, and, of calls with some rows
 // more, where that should take less time than the forward of `unpacked`, whose tiles they do not fill.
-int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int arch,
+int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
   const int64_t wanted = mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
   if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
-  const int found = find_kernel_row(p, kDecode, arch, device, tables);
+  const int found = find_kernel_row(p, kDecode, family, device, tables);
   if (found < 0) return -1;
   const KernelRow& row = tables.kernels[found];
   const Splits splits = wanted > 0 ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
@@ -32,13 +32,13 @@ int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, cons
   return found;
 }
 
-// Support, kernel row, splits, tiles; or why kernels of that architecture cannot run.
-Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int arch, Plan* plan) {
+// Support, kernel row, splits, tiles; or why kernels of that family cannot run.
+Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
   Reason why;
-  if (unsupported(p, device, tables, arch, &why, 1) != 0) return why;
+  if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
-  const int forward = find_kernel_row(p, kFwd, arch, device, tables);
-  const int decode = find_decode_row(p, device, mode, tables, arch, forward, plan);
+  const int forward = find_kernel_row(p, kFwd, family, device, tables);
+  const int decode = find_decode_row(p, device, mode, tables, family, forward, plan);
   if (mode.num_splits() > 1 && decode < 0) return Reason{Why::kSplits, mode.num_splits(), 1};
   plan->kernel_row = decode >= 0 ? decode : forward;
   if (plan->kernel_row < 0) return Reason{Why::kNoKernel};
@@ -64,38 +64,43 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 // What one family makes of a call: its plan, or stock's with its reason.
-Plan attempt(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, const Family& family) {
+Plan attempt(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family) {
   Plan plan;
-  Reason& why = plan.*family.why;
-  why = resolve(p, device, mode, tables, family.arch, &plan);
+  Reason& why = plan.why[family];
+  why = resolve(p, device, mode, tables, family, &plan);
   if (!why && !mode.forces_kernels()) why = unwanted(p, device, mode, tables, &plan);
-  if (!why) plan.backend = family.backend;
+  if (!why) plan.backend = backend_of(family);
   return plan;
 }
 
 }  // namespace
 
-// Stock where neither family serves; under a forced backend the op turns that into an error.
+// Stock where no family serves; under a forced backend the op turns that into an error.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Backend wanted = mode.backend();
-  if (wanted == Backend::kMath || wanted == Backend::kStock) {
-    Plan plan;
+  if (mode.family() >= 0) return attempt(p, device, mode, tables, mode.family());
+  Plan plan;
+  if (wanted != Backend::kAuto) {
     plan.backend = wanted;
     return plan;
   }
-  Plan first = attempt(p, device, mode, tables, wanted == Backend::kFa2 ? kFa2Family : kFa3Family);
-  if (first.ours() || wanted != Backend::kAuto) return first;
-  Plan second = attempt(p, device, mode, tables, kFa2Family);
-  Plan& plan = second.ours() ? second : first;
-  plan.fa3 = first.fa3, plan.fa2 = second.fa2;
+  decltype(plan.why) why;
+  any_family(tables, [&](int family) {
+    const Plan next = attempt(p, device, mode, tables, family);
+    why[family] = next.why[family];
+    if (family == 0 || next.ours()) plan = next;
+    return next.ours();
+  });
+  plan.why = why;
   return plan;
 }
 
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables) {
   Plan plan;
-  for (const Family& family : kFamilies) {
-    if (!plan.ours()) plan = plan_call(p, device, Mode{static_cast<int64_t>(family.backend)}, tables);
-  }
+  any_family(tables, [&](int family) {
+    plan = plan_call(p, device, Mode::forcing(family), tables);
+    return plan.ours();
+  });
   return plan;
 }
 

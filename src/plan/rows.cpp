@@ -66,10 +66,10 @@ double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& devic
 
 // Of the rows that fit those with the fewest features that the call does not need; of these, those for the smallest
 // head dims (all, where few of the smallest suit); of these the one that should be done first.
-int find_kernel_row(const Problem& p, Kind kind, int arch, const DeviceFacts& device, const Tables& tables) {
+int find_kernel_row(const Problem& p, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
   int best = -1, fewest = 0;
   double least = 0;
-  for (int i : tables.of(kind, arch, p.dtype[0])) {
+  for (int i : tables.of(kind, family, p.dtype[0])) {
     const KernelRow& row = tables.kernels[i];
     if (!row_fits(p, device, row)) continue;
     const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
@@ -96,7 +96,7 @@ Operands operands_of(const Problem& p, const KernelRow& kernel) {
 bool holds(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
   const int64_t d = std::max(p.D, p.Dv), packed = packed_rows(p);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
-  return row.arch == kernel.arch && (row.grad != 0) == p.grad && row.features == p.needs && d >= row.d_min &&
+  return row.family == kernel.family && (row.grad != 0) == p.grad && row.features == p.needs && d >= row.d_min &&
          d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
          tiles >= row.min_tiles && packed >= row.min_packed && packed <= row.max_packed &&
          (row.tile_m == 0 || row.tile_m == kernel.tile_m);
@@ -121,7 +121,7 @@ int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& table
 }
 
 Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables) {
-  if (choice_row < 0) return Reason{Why::kNoRow, kernel.arch};
+  if (choice_row < 0) return Reason{Why::kNoRow, kernel.family};
   const ChoiceRow& row = tables.choices[choice_row];
   return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
 }

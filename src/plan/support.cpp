@@ -9,8 +9,6 @@ namespace flashplug {
 
 namespace {
 
-bool runs_on(int arch, const DeviceFacts& device) { return arch == kHopper ? device.cc == kHopper : device.cc >= arch; }
-
 // Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
 struct Collector {
   Reason* reasons;
@@ -26,10 +24,10 @@ struct Collector {
 struct HeadDims {
   int64_t d = 0, dv = 0;
 };
-HeadDims largest_head_dims(int arch, bool elementwise, const DeviceFacts& device, const Tables& tables) {
+HeadDims largest_head_dims(int family, bool elementwise, const DeviceFacts& device, const Tables& tables) {
   HeadDims most;
   for (int element = 0; element < kNumDTypes; ++element) {
-    for (int i : tables.of(kFwd, arch, static_cast<DType>(element))) {
+    for (int i : tables.of(kFwd, family, static_cast<DType>(element))) {
       const KernelRow& row = tables.kernels[i];
       if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
       most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
@@ -39,16 +37,16 @@ HeadDims largest_head_dims(int arch, bool elementwise, const DeviceFacts& device
 }
 
 // What is known before shapes are.
-void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Collector* out) {
+void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Collector* out) {
   if (!p.on_cuda || device.cc == 0)
     out->add(Why::kDevice);
-  else if (!runs_on(arch, device))
-    out->add(Why::kArch, device.cc, arch);
+  else if (!runs_on(tables.families[family], device.cc))
+    out->add(Why::kArch, device.cc, family);
   if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
     out->add(Why::kMixedDtype);
   else if (!tables.made_of(p.dtype[0]))
     out->add(Why::kDtype);
-  for (int64_t missing = p.needs & ~tables.takes(arch); missing != 0; missing &= missing - 1)
+  for (int64_t missing = p.needs & ~tables.takes(family); missing != 0; missing &= missing - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(missing)));
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
 }
@@ -104,22 +102,22 @@ int find_rescue(const Problem& p, const Tables& tables) {
   return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
 }
 
-int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int arch, Reason* reasons,
+int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit) {
   Collector out{reasons, limit};
-  add_class_reasons(p, device, tables, arch, &out);
+  add_class_reasons(p, device, tables, family, &out);
   if (out.full()) return out.count;
   if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
     out.add(Why::kEmpty);
     return out.count;
   }
   const bool whole = whole_units(p);
-  const DeviceFacts holder =
-      runs_on(arch, device) ? device : DeviceFacts{};  // what others could hold is not in the way
-  HeadDims most = largest_head_dims(arch, !whole, holder, tables);
-  if (!whole && most.d == 0) {  // no kernel of this architecture goes element by element
+  // What others could hold is not in the way.
+  const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
+  HeadDims most = largest_head_dims(family, !whole, holder, tables);
+  if (!whole && most.d == 0) {  // no kernel of this family goes element by element
     add_broken_units(p, &out);
-    most = largest_head_dims(arch, false, holder, tables);
+    most = largest_head_dims(family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);
   if (most.d != 0 && p.D > most.d) out.add(Why::kHeadDimLimit, p.D, most.d, 0);
@@ -127,13 +125,16 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
   return out.count;
 }
 
-// A preferred backend goes ahead of choice rows. Those hold for Hopper: no other GPU was measured.
+// A backend that is asked for goes ahead of choice rows, which hold for the GPU that was measured.
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  Reason why;
-  Collector out{&why, 1};
-  add_class_reasons(p, device, tables, mode.backend() == Backend::kFa2 ? kAmpere : kHopper, &out);
-  if (out.full()) return false;
-  if (mode.backend() != Backend::kAuto) return true;
+  const auto may_run = [&](int family) {
+    Reason why;
+    Collector out{&why, 1};
+    add_class_reasons(p, device, tables, family, &out);
+    return !out.full();
+  };
+  if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
+  if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
   return std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kPartBwd && row.serve && row.grad == p.grad && row.features == p.needs;
   });

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 namespace flashplug {
 
@@ -43,17 +44,20 @@ std::string elements_text(const Tables& tables) {
 std::string with_facts(std::string words, Problem p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
     const std::string hole = "{" + std::string(name) + "}";
-    if (const size_t at = words.find(hole); at != std::string::npos)
-      words.replace(at, hole.size(), fixed(static_cast<double>(fact)));
+    const size_t at = words.find(hole);
+    if (at == std::string::npos) return;
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(fact)>>)
+      words.replace(at, hole.size(), fixed(fact));
+    else
+      words.replace(at, hole.size(), number(static_cast<int64_t>(fact)));
   });
   return words;
 }
 
-std::string device_reason(const Reason& reason, const DeviceFacts& device) {
+std::string device_reason(const Reason& reason, const DeviceFacts& device, const Tables& tables) {
   if (reason.why == Why::kArch) {
     return "compute capability " + capability(reason.given) + ", these kernels need " +
-           (reason.allowed == kHopper ? "exactly 9.0 (H100, H200)" : capability(reason.allowed) + " or more") +
-           "; stock attention serves this device";
+           tables.families[reason.allowed].gpus + "; stock attention serves this device";
   }
   if (device.cc == 0) return "no CUDA device; these kernels run on GPUs";
   return "tensors are not all on one CUDA device; move query, key and value to the same GPU";
@@ -83,7 +87,7 @@ std::string operand_reason(const Reason& reason, const Problem& p, const Tables&
   }
 }
 
-std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device) {
+std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   switch (reason.why) {
     case Why::kUnmeasuredDevice:
       return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
@@ -92,7 +96,7 @@ std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFac
       return "no measured row for this class of calls (compute capability " + capability(device.cc) +
              (p.grad ? ", with grad" : ", no grad") +
              "); auto takes only what was measured; force it with sdpa_backend('" +
-             (reason.given == kHopper ? "fa3" : "fa2") + "')";
+             tables.families[reason.given].backend + "')";
     case Why::kSlower:
       return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
              " x stock's speed, auto needs the table's serve ratio; stock is faster";
@@ -148,22 +152,27 @@ std::string rescue_text(int rescue_row, const Tables& tables) {
   return std::string(row.stock) + " (" + row.evidence + ")";
 }
 
+std::string name_of(Backend backend, const Tables& tables) {
+  return is_ours(backend) ? tables.families[Mode{static_cast<int64_t>(backend)}.family()].backend
+                          : kBackendNames[static_cast<int>(backend)];
+}
+
 // Why a backend that was not looked at was not needed.
-std::string not_needed(const Plan& plan, Mode mode) {
+std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
   const bool asked = mode.backend() != Backend::kAuto;
-  const std::string name = kBackendNames[static_cast<int>(asked ? mode.backend() : plan.backend)];
-  return name + (!asked                 ? " comes first and serves this call"
-                 : mode.is_preference() ? " is asked for by TORCH_FLASHPLUG_BACKEND"
-                                        : " is forced");
+  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " comes first and serves this call"
+                                                                   : mode.is_preference()
+                                                                       ? " is asked for by TORCH_FLASHPLUG_BACKEND"
+                                                                       : " is forced");
 }
 
 // Everything that is in the way of one of our backends.
-std::string family_text(const Family& family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
+std::string family_text(int family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
                         const Tables& tables) {
-  const Reason& why = plan.*family.why;
-  if (!why) return not_needed(plan, mode);
+  const Reason& why = plan.why[family];
+  if (!why) return not_needed(plan, mode, tables);
   Reason all[kMaxReasons];
-  const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
+  const int count = unsupported(p, device, tables, family, all, kMaxReasons);
   std::string text = reason_text(why, p, device, tables);
   for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device, tables);
   return text;
@@ -177,7 +186,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "";
     case Why::kDevice:
     case Why::kArch:
-      return device_reason(reason, device);
+      return device_reason(reason, device, tables);
     case Why::kFeature:
       return with_facts(tables.features[reason.given].words, p);
     case Why::kScale:
@@ -197,7 +206,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kDecodeGate:
     case Why::kDeterministic:
     case Why::kNoBackward:
-      return speed_reason(reason, p, device);
+      return speed_reason(reason, p, device, tables);
     default:
       return operand_reason(reason, p, tables);
   }
@@ -211,21 +220,22 @@ std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mod
 }
 
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  std::string out = "{\"backend\": " + quoted(kBackendNames[static_cast<int>(plan.backend)]);
+  std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
   auto add = [&](Backend backend, const std::string& text) {
     if (backend == plan.backend) return;
-    out += separator + quoted(kBackendNames[static_cast<int>(backend)]) + ": " + quoted(text);
+    out += separator + quoted(name_of(backend, tables)) + ": " + quoted(text);
     separator = ", ";
   };
-  for (const Family& family : kFamilies) add(family.backend, family_text(family, plan, p, device, mode, tables));
+  for (int family = 0; family < tables.num_families(); ++family)
+    add(backend_of(family), family_text(family, plan, p, device, mode, tables));
   add(Backend::kMath, plan.backend == Backend::kStock && mode.backend() != Backend::kStock
                           ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
-                          : not_needed(plan, mode));
-  add(Backend::kStock, not_needed(plan, mode));
+                          : not_needed(plan, mode, tables));
+  add(Backend::kStock, not_needed(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
@@ -251,12 +261,12 @@ std::string call_text(const Problem& p, const Tables& tables) {
 
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
-  const Family& family = mode.backend() == Backend::kFa3 ? kFa3Family : kFa2Family;
+  const int family = mode.family();
   Reason all[kMaxReasons];
-  const int count = unsupported(p, device, tables, family.arch, all, kMaxReasons);
-  std::string text = std::string("torch_flashplug: backend '") + kBackendNames[static_cast<int>(mode.backend())] +
+  const int count = unsupported(p, device, tables, family, all, kMaxReasons);
+  std::string text = "torch_flashplug: backend '" + name_of(mode.backend(), tables) +
                      "' is forced and cannot run this call (" + call_text(p, tables) + "):";
-  if (count == 0) text += "\n  - " + reason_text(plan.*family.why, p, device, tables);
+  if (count == 0) text += "\n  - " + reason_text(plan.why[family], p, device, tables);
   for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device, tables);
   return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";
 }

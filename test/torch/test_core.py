@@ -29,14 +29,14 @@ KERNELS = (
 )
 
 
-FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
+FA3, FA2, STOCK = (BACKENDS.index(name) for name in ("fa3", "fa2", "stock"))
 
 
 def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
     before = native.set_mode(3)
     try:
         assert native.mode() == 3
-        native.set_process_backend(4)
+        native.set_process_backend(STOCK)
         assert native.backend_of(native.effective_mode()) == "stock"
         native.set_process_backend(FA2)
         assert native.backend_of(native.effective_mode()) == "fa2"

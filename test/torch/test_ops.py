@@ -13,9 +13,10 @@ from conftest import CUDA
 from torch import Tensor
 
 from torch_flashplug import native, ops
+from torch_flashplug.spec import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-FORCE_FA3 = 1
+FORCE_FA3 = BACKENDS.index("fa3")
 
 
 def qkv(
@@ -242,6 +243,7 @@ def test_vmap_with_dropout_asks_for_different_randomness() -> None:
         ({"attn_bias": torch.zeros(16, 16), "causal_mode": 1}, "Explicit attn_mask"),
         ({"dropout_p": 1.5}, "between 0 and 1"),
         ({"causal_mode": 3}, "causal_mode is 3"),
+        ({"mode": 0x7F}, "mode=127 asks for no backend"),
     ],
 )
 def test_own_op_refuses_what_has_no_meaning(change: dict, text: str) -> None:

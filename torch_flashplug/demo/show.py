@@ -9,6 +9,7 @@ from torch import Tensor
 
 import torch_flashplug
 
+from ..spec import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from .record import Kind, Recorder, distinct
@@ -35,7 +36,7 @@ def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
         for where, plan in plans.items():
             taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
-            why += [f"not {backend}: {plan.reasons[backend]}" for backend in ("fa3", "fa2") if backend in plan.reasons]
+            why += [f"not {backend}: {plan.reasons[backend]}" for backend in KERNEL_BACKENDS if backend in plan.reasons]
             why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
             name = plan.backend + (f"\n{taken}" if taken else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
