@@ -78,6 +78,7 @@ enum class Why : int {
   kDtype,
   kMixedDtype,
   kFeature,
+  kTogether,
   kScale,
   kEmpty,
   kHeadDimStep,

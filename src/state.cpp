@@ -44,8 +44,15 @@ void Tables::add(KernelRow row) {
   Group& group = groups.at(row.family);
   group.of[row.kind][static_cast<int>(row.element)].push_back(static_cast<int>(kernels.size()));
   group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
+  if (const Features set{row.takes, row.always}; std::ranges::find(group.sets, set) == group.sets.end())
+    group.sets.push_back(set);
   elements |= int64_t{1} << static_cast<int>(row.element);
   kernels.push_back(row);
+}
+
+bool Tables::takes_together(int family, int64_t needs) const {
+  const std::vector<Features>& sets = groups[family].sets;
+  return sets.empty() || std::ranges::any_of(sets, [needs](const Features& set) { return set.fit(needs); });
 }
 
 void Tables::add(const ArgumentRow& row) {

@@ -30,6 +30,14 @@ enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode };  // KINDS of spe
 constexpr int kNumKinds = 5;
 constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
 
+// Of a kernel.
+struct Features {
+  int64_t takes;   // those that it has,
+  int64_t always;  // and of them those that it applies to every call
+  bool fit(int64_t needs) const { return (needs & ~takes) == 0 && (always & ~needs) == 0; }
+  bool operator==(const Features&) const = default;
+};
+
 // One kernel, and the calls that it fits.
 struct KernelRow {
   const char* name;
@@ -180,6 +188,7 @@ struct Tables {
   // What the kernels of a family take, each some of it, and what any are made of; everything where there are none,
   // which is a reason of its own.
   int64_t takes(int family) const { return groups[family].taken; }
+  bool takes_together(int family, int64_t needs) const;  // whether some kernel takes all of it, and asks for no more
   bool made_of(DType element) const { return elements == 0 || (elements >> static_cast<int>(element) & 1) != 0; }
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
@@ -189,6 +198,7 @@ struct Tables {
   struct Group {
     std::vector<int> of[kNumKinds][kNumDTypes];
     int64_t taken = -1;
+    std::vector<Features> sets;  // that kernels have, each once
   };
   std::vector<Group> groups;  // one for each family
   int64_t elements = 0;       // bit i: there are kernels for DType i

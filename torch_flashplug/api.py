@@ -209,7 +209,8 @@ def explain(
         stock_choice = torch.nn.attention.SDPBackend(choice).name
     outside = problem.outside_dispatcher(query, key, value, enable_gqa)
     if outside is not None:
-        return Plan(call, "stock", reasons=dict.fromkeys((*KERNEL_BACKENDS, "math"), outside), stock_choice=stock_choice)
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
+        return Plan(call, "stock", reasons=reasons, stock_choice=stock_choice)
     facts = (
         DEVICES[device]
         if device is not None

@@ -41,8 +41,26 @@ NAMES = tuple(feature.name for feature in FEATURES)
 NONE = "full"  # the tag of kernels without any
 
 Features = frozenset[str]
-# The sets that kernels may have. Anything else is a reason why not, never a kernel.
-COMBINATIONS: tuple[Features, ...] = (frozenset(), frozenset({"causal"}))
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A set of features that a kernel may have, and which kinds of kernels have it on which architecture."""
+
+    features: Features
+    kinds: dict[int, tuple[str, ...]]  # of spec.KINDS, by architecture
+
+    def of(self, kind: str, arch: int) -> bool:
+        return kind in self.kinds.get(arch, ())
+
+
+_GRADIENTS = {90: ("bwd", "detbwd", "partbwd"), 80: ("bwd", "detbwd")}
+_LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
+# Anything else is a reason why not, never a kernel.
+COMBINATIONS = (
+    Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
+    Combination(frozenset({"causal"}), _LONG),
+)
 
 
 def bits(features: Iterable[str]) -> int:
@@ -61,4 +79,4 @@ def tag_of(features: Iterable[str]) -> str:
     return "+".join(feature.tag for feature in FEATURES if feature.name in wanted) or NONE
 
 
-TAGS = {tag_of(combination): combination for combination in COMBINATIONS}  # which says what a tag stands for
+TAGS = {tag_of(combination.features): combination for combination in COMBINATIONS}  # what a tag stands for

@@ -109,7 +109,7 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
         row,
         said=row.said.encode(),
         measured=row.measured.encode(),
-        features=features.bits(features.TAGS[row.mask]),
+        features=features.bits(features.TAGS[row.mask].features),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
         operands=sum(1 << OPERANDS.index(one) for one in operands),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from . import features
 
 
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """Kernels that are written for one architecture, and the backend that asks for them."""
@@ -138,7 +137,7 @@ class KernelSpec:
 
     @property
     def features(self) -> features.Features:
-        return features.TAGS[self.mask]
+        return features.TAGS[self.mask].features
 
     @property
     def is_backward(self) -> bool:
@@ -198,8 +197,11 @@ class KernelSpec:
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
         illegal = self.illegal_shape()
-        if illegal is None and self.is_decode and (self.mask != "full" or self.elementwise):
-            illegal = "a decode has no mask and reads vectors"
+        if illegal is None and self.is_decode and self.elementwise:
+            illegal = "a decode reads vectors"
+        if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
+            tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
+            illegal = f"features {self.mask}; a {self.kind} of sm_{self.arch} has {' or '.join(tags)} (features.py)"
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]

@@ -46,8 +46,10 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
     out->add(Why::kMixedDtype);
   else if (!tables.made_of(p.dtype[0]))
     out->add(Why::kDtype);
-  for (int64_t missing = p.needs & ~tables.takes(family); missing != 0; missing &= missing - 1)
-    out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(missing)));
+  const int64_t missing = p.needs & ~tables.takes(family);
+  for (int64_t left = missing; left != 0; left &= left - 1)
+    out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
+  if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
 }
 
@@ -63,9 +65,7 @@ void add_broken_units(const Problem& p, Collector* out) {
 
 }  // namespace
 
-bool has_features(const KernelRow& row, int64_t needs) {
-  return (needs & ~row.takes) == 0 && (row.always & ~needs) == 0;
-}
+bool has_features(const KernelRow& row, int64_t needs) { return Features{row.takes, row.always}.fit(needs); }
 
 bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
   return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown

@@ -54,6 +54,16 @@ std::string with_facts(std::string words, Problem p) {
   return words;
 }
 
+// Of features that kernels have, but none has all of them.
+std::string together_reason(int64_t needs) {
+  std::string names;
+  for (size_t i = 0; i < std::size(kFeatureNames); ++i) {
+    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatureNames[i]);
+  }
+  return names.empty() ? "every kernel has features that this call does not need (torch_flashplug/features.py)"
+                       : "no kernel has exactly " + names + " together; stock attention serves this call";
+}
+
 std::string device_reason(const Reason& reason, const DeviceFacts& device, const Tables& tables) {
   if (reason.why == Why::kArch) {
     return "compute capability " + capability(reason.given) + ", these kernels need " +
@@ -189,6 +199,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return device_reason(reason, device, tables);
     case Why::kFeature:
       return with_facts(tables.features[reason.given].words, p);
+    case Why::kTogether:
+      return together_reason(reason.given);
     case Why::kScale:
       return "scale is not finite; stock attention serves this call";
     case Why::kEmpty:

@@ -5,6 +5,7 @@ of plans goes by all of them. No GPU.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from plans import call
 
-from torch_flashplug import _start, arguments, choices, features, library, native, rescues, rows
+from torch_flashplug import _start, arguments, choices, configs, features, library, native, rescues, rows
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.spec import BACKENDS, DTYPES, KERNEL_BACKENDS, KINDS
@@ -61,14 +62,34 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
     def kernel(**needs: float) -> str:
         return native.plan(shape | needs, DEVICES["h100"], forced)["kernel"]
 
+    def reason(**needs: float) -> str:
+        return native.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
+
     for order in ((plain, many, causal), (causal, many, plain)):
         native.push_rows(order, (), choices.GATE)
         assert kernel() == plain.specs()[0].name()
         assert kernel(dropout=1, dropout_p=0.5) == many.specs()[0].name()
         assert kernel(causal=1) == causal.specs()[0].name()
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
+        assert reason(causal=1, dropout=1, dropout_p=0.5).startswith(
+            "no kernel has exactly causal and dropout together"
+        )
+        assert "together" not in reason(mask=1, dropout=1, dropout_p=0.5)
     native.push_rows((causal,), (), choices.GATE)
     assert kernel() == ""
+    assert "every kernel has features" in reason()
+
+
+def test_combinations_are_what_rows_have() -> None:
+    """Each has a kernel of every kind and architecture that it names; a kernel without one is refused."""
+    rows_of = {(spec.mask, spec.kind, spec.arch) for arch in (90, 80) for spec in configs.specs(arch)}
+    named = {
+        (tag, kind, arch) for tag, one in features.TAGS.items() for arch, kinds in one.kinds.items() for kind in kinds
+    }
+    assert rows_of == named
+    spec = next(spec for spec in configs.specs(90, "decode"))
+    refused = dataclasses.replace(spec, mask="causal").check()
+    assert "features causal; a decode of sm_90 has full" in refused
 
 
 def test_arguments_of_features_are_optional() -> None:
@@ -78,7 +99,7 @@ def test_arguments_of_features_are_optional() -> None:
 
 
 def test_tags_are_sets_of_features() -> None:
-    assert {features.tag_of(features.TAGS[tag]) for tag in features.TAGS} == set(features.TAGS)
+    assert {features.tag_of(features.TAGS[tag].features) for tag in features.TAGS} == set(features.TAGS)
     assert features.tag_of({"dropout", "causal"}) == "causal+dropout"
     assert features.always({"dropout", "causal"}) == features.bits({"causal"})
 
