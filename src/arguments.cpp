@@ -28,9 +28,7 @@ void* mutable_data(AtenTensorHandle tensor) {
 }
 
 Arguments::Arguments(const KernelRow& row, int device_index)
-    : signature_(tables().signatures[row.kind]),
-      element_{static_cast<uint8_t>(row.element_code), static_cast<uint8_t>(8 * row.element_bytes), 1},
-      device_index_(device_index) {
+    : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index) {
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
 }
 
@@ -40,8 +38,10 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLFloat, 32, 1};
     case NumberType::kInt32:
       return {kDLInt, 32, 1};
-    default:
-      return element_;
+    default: {
+      const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
+      return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
+    }
   }
 }
 
@@ -70,14 +70,16 @@ void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
   // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
   // there too.
   const int rank = parameter.rank;
+  const DLDataType type = type_of(parameter);
+  const int64_t unit = 8 * kUnitBytes / type.bits;
   for (int i = 0; i < rank; ++i) {
     const bool any_stride = shape.size[i] == 1 && i + 1 < rank;
-    out.stride[i] = any_stride ? ceil_div(shape.size[rank - 1], kUnitElements) * kUnitElements : shape.stride[i];
+    out.stride[i] = any_stride ? ceil_div(shape.size[rank - 1], unit) * unit : shape.stride[i];
   }
   out.tensor = DLTensor{const_cast<void*>(data),
                         DLDevice{kDLCUDA, device_index_},
                         rank,
-                        type_of(parameter),
+                        type,
                         const_cast<int64_t*>(shape.size),
                         out.stride,
                         0};

@@ -36,7 +36,7 @@ class Arguments {
   DLDataType type_of(const Parameter& parameter) const;
 
   const Signature& signature_;
-  const DLDataType element_;
+  const KernelRow& row_;
   const int device_index_;
   uint64_t said_ = 0;  // a bit for each slot
   Described described_[kNumSlots];

@@ -37,11 +37,12 @@ Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t
 // The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
 // differ, else a copy.
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
+int64_t element_bytes(AtenTensorHandle tensor);
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // of a tensor that has an address
 Owned packed_copy(AtenTensorHandle tensor);                            // of a 4-d tensor, row-major
 // Of a 4-d tensor, laid out as torch.empty_like would where rows stay consecutive, else row-major.
 Owned dense_copy(AtenTensorHandle tensor);
-// Whether a 4-d tensor of 16-bit elements lies in whole units. readable(): itself, or a dense copy.
+// Whether a 4-d tensor lies in whole units of 16 bytes. readable(): itself, or a dense copy.
 bool is_readable(AtenTensorHandle tensor);
 Owned readable(AtenTensorHandle tensor);
 // torch leaves any number as the stride of a dim of size 1, and stock's kernels look at it when they check alignment.

@@ -159,7 +159,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int kMaxReasons = 8;
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
-inline bool whole_dims(const Problem& p) { return p.D % kUnitElements == 0 && p.Dv % kUnitElements == 0; }
+bool whole_dims(const Problem& p);                       // head dims are whole units, too
 bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
 bool whole_rows(const Problem& p);                       // the elements of a row follow each other, in every operand
 bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need

@@ -42,10 +42,16 @@ Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
 }
 
+int64_t element_bytes(AtenTensorHandle tensor) {
+  int32_t dtype = 0;
+  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape) {
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
-  return layout_of(shape, reinterpret_cast<int64_t>(data));
+  return layout_of(shape, reinterpret_cast<int64_t>(data), element_bytes(tensor));
 }
 
 Owned packed_copy(AtenTensorHandle tensor) {
@@ -67,12 +73,13 @@ bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(
 Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
 
 Owned aligned_ones(Owned tensor) {
+  constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
   const Shape shape = shape_of(tensor.get());
   int64_t stride[4];
   bool changed = false;
   for (int i = 0; i < 4; ++i) {
-    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kUnitElements != 0;
-    stride[i] = odd ? (shape.size[3] + kUnitElements - 1) / kUnitElements * kUnitElements : shape.stride[i];
+    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kWholeElements != 0;
+    stride[i] = odd ? ceil_div(shape.size[3], kWholeElements) * kWholeElements : shape.stride[i];
     changed |= odd;
   }
   return changed ? view(tensor.get(), 4, shape.size, stride) : std::move(tensor);

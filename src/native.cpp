@@ -1,6 +1,7 @@
 // The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the
 // boundary.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
 
@@ -69,10 +70,16 @@ void copy_facts(Problem p, double* out) {
 Problem plain_call() {
   Problem p;
   p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
-  std::fill_n(p.dtype, kNumOperands, DType::kBf16);
+  std::fill_n(p.dtype, kNumOperands, DType::kFirst);
   p.on_cuda = true;
   return p;
 }
+
+constexpr auto kDTypeNames = [] {
+  std::array<const char*, kNumDTypes> names{};
+  for (int i = 0; i < kNumDTypes; ++i) names[i] = kDTypes[i].name;
+  return names;
+}();
 
 struct Names {
   const char* list;
@@ -80,11 +87,14 @@ struct Names {
   int count;
   template <int n>
   constexpr Names(const char* list, const char* const (&names)[n]) : list(list), names(names), count(n) {}
+  template <size_t n>
+  constexpr Names(const char* list, const std::array<const char*, n>& names)
+      : list(list), names(names.data()), count(n) {}
 };
 const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
                              {"kinds", kKindNames},          {"operands", kOperandsNames},
                              {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-                             {"dtypes", kDtypeNames},        {"schemas", kSchemas}};
+                             {"dtypes", kDTypeNames},        {"schemas", kSchemas}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {

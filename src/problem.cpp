@@ -26,11 +26,11 @@ bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
 }
 
 // What tells alignment. A tensor that is only traced has no address yet; its storage will have one that is aligned.
-int64_t address_of(AtenTensorHandle tensor, Memory memory) {
+int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes) {
   const void* data = nullptr;
   if (memory == Memory::kReal && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
   int64_t offset = 0;
-  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * kElementBytes : 0;
+  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
 }  // namespace
@@ -59,8 +59,10 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;
   }
   fill_shapes(facts->shape, &facts->problem);
-  for (int i = 0; i < kNumOperands; ++i)
-    facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory));
+  for (int i = 0; i < kNumOperands; ++i) {
+    const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
+    facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
+  }
   return true;
 }
 

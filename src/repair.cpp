@@ -68,7 +68,7 @@ void give_back(RepairedForward result, StableIValue* stack) {
 // Whether its output for a query would have rows that are no consecutive elements.
 bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
   const Shape q = shape_of(query);
-  return q.size[3] != shape_of(value).size[3] && layout_of(q, 0).broadcast;
+  return q.size[3] != shape_of(value).size[3] && layout_of(q, 0, element_bytes(query)).broadcast;
 }
 
 // Whether cuDNN takes them for what they are.
@@ -159,10 +159,8 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // Whether rows that are whole units of 16 bytes begin elsewhere. Other rows stock pads, or refuses.
 bool off_units(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
-  int32_t dtype = 0;
   const void* data = nullptr;
-  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
-  const auto bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  const int64_t bytes = element_bytes(tensor);
   if (shape.stride[3] != 1 || shape.size[3] * bytes % kUnitBytes != 0) return false;
   check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
   bool off = reinterpret_cast<int64_t>(data) % kUnitBytes != 0;

@@ -2,6 +2,7 @@
 // struct here, and the size of each is checked), pushed once at import.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <iterator>
@@ -45,10 +46,8 @@ struct KernelRow {
   int64_t takes;   // features that it has,
   int64_t always;  // and of them those that it applies to every call
   Kind kind;
-  int32_t family;  // a row of `families`
-  DType element;
-  int32_t element_bytes;  // of which each has so many,
-  int32_t element_code;   // and is this to DLPack
+  int32_t family;                 // a row of `families`
+  DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
   int32_t cost;            // ns of one KV block of one tile on one SM
   int32_t elementwise;     // takes any addresses and strides, and calls that need it alone
@@ -126,8 +125,8 @@ class Slot {
  private:
   int number_ = 0;
 };
-enum class NumberType : int32_t { kElement, kFp32, kInt32 };  // DTYPES of arguments.py
-constexpr const char* kNumberTypeNames[] = {"element", "fp32", "int32"};
+enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32 };  // DTYPES of arguments.py
+constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames
   Kind kind;         // of the kernels that take it, in the order of its rows
@@ -139,7 +138,7 @@ constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << slot.number(); }
 struct Parameter {
   int32_t place = -1;  // among the arguments; -1: not taken
   int32_t rank = 0;
-  NumberType type = NumberType::kElement;
+  NumberType type = NumberType::kQuery;
 };
 // What a kind of kernels takes.
 struct Signature {
@@ -182,14 +181,14 @@ struct Tables {
   void add(KernelRow row);
   void add(const ArgumentRow& row);  // throws where there is no such slot
   // Rows of `kernels`, in their order.
-  const std::vector<int>& of(Kind kind, int family, DType element) const {
-    return groups[family].of[kind][static_cast<int>(element)];
+  const std::vector<int>& of(Kind kind, int family, DType query) const {
+    return groups[family].of[kind][static_cast<int>(query)];
   }
   // What the kernels of a family take, each some of it, and what any are made of; everything where there are none,
   // which is a reason of its own.
   int64_t takes(int family) const { return groups[family].taken; }
   bool takes_together(int family, int64_t needs) const;  // whether some kernel takes all of it, and asks for no more
-  bool made_of(DType element) const { return elements == 0 || (elements >> static_cast<int>(element) & 1) != 0; }
+  bool made_of(const DType (&dtype)[kNumOperands]) const;
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
@@ -200,8 +199,8 @@ struct Tables {
     int64_t taken = -1;
     std::vector<Features> sets;  // that kernels have, each once
   };
-  std::vector<Group> groups;  // one for each family
-  int64_t elements = 0;       // bit i: there are kernels for DType i
+  std::vector<Group> groups;                          // one for each family
+  std::vector<std::array<DType, kNumOperands>> made;  // what kernels' query, key and value are, each once
 };
 
 // Whether the answer is yes for a family; asks in their order, until it is.

@@ -3,15 +3,11 @@
 
 namespace flashplug {
 
-namespace {
-
-DType to_dtype(int32_t shim) {
-  static const int32_t bf16 = aoti_torch_dtype_bfloat16(), fp16 = aoti_torch_dtype_float16(),
-                       fp32 = aoti_torch_dtype_float32();
-  return shim == bf16 ? DType::kBf16 : shim == fp16 ? DType::kFp16 : shim == fp32 ? DType::kFp32 : DType::kOther;
+DType dtype_of(int32_t torch) {
+  int place = 0;
+  while (kDTypes[place].torch != nullptr && kDTypes[place].torch() != torch) ++place;
+  return static_cast<DType>(place);
 }
-
-}  // namespace
 
 bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
   int32_t dtype = -1;
@@ -20,7 +16,7 @@ bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
       aoti_torch_get_device_index(tensor, &facts->device_index) != 0) {
     return false;
   }
-  facts->dtype = to_dtype(dtype);
+  facts->dtype = dtype_of(dtype);
   return true;
 }
 

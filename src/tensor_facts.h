@@ -4,16 +4,28 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
+#include <iterator>
 
 namespace flashplug {
 
-enum class DType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2, kOther = 3 };
-constexpr int kNumDTypes = 4;
-constexpr const char* kDtypeNames[kNumDTypes] = {"bfloat16", "float16", "float32", "other"};
+// What tensors are made of: a place in kDTypes, in the order of NUMBERS in spec.py. kOther: any that is not there.
+enum class DType : int { kFirst = 0, kOther = 3 };
+struct DTypeFacts {
+  const char* name;    // torch's
+  int32_t (*torch)();  // its number for it
+  int64_t bytes;
+  uint8_t dlpack;  // DLDataTypeCode
+};
+inline constexpr DTypeFacts kDTypes[] = {{"bfloat16", aoti_torch_dtype_bfloat16, 2, 4},
+                                         {"float16", aoti_torch_dtype_float16, 2, 2},
+                                         {"float32", aoti_torch_dtype_float32, 4, 2},
+                                         {"other", nullptr, 8, 0}};  // float64's bytes; none is looked at
+constexpr int kNumDTypes = std::size(kDTypes);
+static_assert(static_cast<int>(DType::kOther) == kNumDTypes - 1);
+constexpr const DTypeFacts& facts_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 
-constexpr int64_t kUnitElements = 8;  // TMA and vector loads move units of 16 bytes
-constexpr int64_t kElementBytes = 2;  // of the element types of kernels
-constexpr int64_t kUnitBytes = kUnitElements * kElementBytes;
+constexpr int64_t kUnitBytes = 16;  // TMA and vector loads move units of so many
+constexpr int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).bytes; }
 
 // How one operand lies in memory, as far as the kernels care, and stock's, whose faults some of this is (rescues).
 struct Layout {
@@ -35,6 +47,7 @@ struct TensorClass {
   int32_t device_index = 0;
 };
 bool read_class(AtenTensorHandle tensor, TensorClass* facts);
+DType dtype_of(int32_t torch);
 
 // Sizes and strides are borrowed from the tensor. False where they are symbolic: get_numel is asked first, because
 // get_sizes would specialise.
@@ -45,6 +58,6 @@ struct Shape {
 bool read_shape(AtenTensorHandle tensor, Shape* shape);
 
 // Alignment of outer strides and of `address` or storage offset (both in bytes); dims of size 1 do not count.
-Layout layout_of(const Shape& shape, int64_t address_bytes, int64_t element_bytes = kElementBytes);
+Layout layout_of(const Shape& shape, int64_t address_bytes, int64_t element_bytes);
 
 }  // namespace flashplug

@@ -1,7 +1,5 @@
 """Random calls of F.scaled_dot_product_attention: what one is (plain data), how (seed, index) draws it, and the tensors
-that pose it.
-
-The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
+that pose it. The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
 """
 
 from __future__ import annotations
@@ -17,7 +15,9 @@ from random import Random
 import torch
 from torch import Tensor
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+from torch_flashplug.testing import cases
+
+DTYPES = {**cases.DTYPES, "fp64": torch.float64}
 DIMS = "bhsd"
 TAIL = 64  # elements of NaN behind every operand
 # At and beside the edges of tiles, of vectors, of blocks of stock's kernels.

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 
-DTYPES = ("bf16", "fp16", "fp32")
+from .elements import NUMBERS
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
     explain.add_argument("--k", type=_shape, required=True, help="likewise of the key")
     explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")
-    explain.add_argument("--dtype", choices=DTYPES, default="bf16")
+    explain.add_argument("--dtype", choices=tuple(NUMBERS), default="bf16")
     explain.add_argument("--causal", action="store_true", help="is_causal=True")
     explain.add_argument("--grad", action="store_true", help="gradients are wanted")
     explain.add_argument("--backend", default="auto", help="as in sdpa_backend(...): auto, fa3, fa2, math or stock")

@@ -13,7 +13,7 @@ class Argument:
 
     name: str  # a slot of src/tables.h, which launch.cpp fills
     rank: int  # dims of a tensor; of a number 0
-    dtype: str  # "element" (the kernel's own: bf16, ...), "fp32" or "int32"
+    dtype: str  # one of DTYPES: the operand that the kernel takes it to be made like, or a fixed one
     scalar: bool  # passed by value
     optional: bool  # TVM-FFI's None where a call has none
     what: str  # shape of a tensor, who provides it, what it means
@@ -23,7 +23,7 @@ class Argument:
             raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
 
 
-DTYPES = ("element", "fp32", "int32")
+DTYPES = ("query", "key", "value", "output", "fp32", "int32")
 
 
 def _tensor(name: str, rank: int, dtype: str, what: str) -> Argument:
@@ -35,12 +35,12 @@ def _number(name: str, dtype: str, what: str) -> Argument:
 
 
 _OPERANDS = (
-    _tensor("q", 4, "element", "(B, Hq, Sq, D), the caller's"),
-    _tensor("k", 4, "element", "(B, Hkv, Sk, D), the caller's"),
-    _tensor("v", 4, "element", "(B, Hkv, Sk, Dv), the caller's"),
+    _tensor("q", 4, "query", "(B, Hq, Sq, D), the caller's"),
+    _tensor("k", 4, "key", "(B, Hkv, Sk, D), the caller's"),
+    _tensor("v", 4, "value", "(B, Hkv, Sk, Dv), the caller's"),
 )
 _RESULTS = (
-    _tensor("o", 4, "element", "(B, Hq, Sq, Dv), allocated by the op"),
+    _tensor("o", 4, "output", "(B, Hq, Sq, Dv), allocated by the op"),
     _tensor("lse", 3, "fp32", "(B, Hq, Sq), allocated by the op; natural logarithm"),
 )
 _SCALE = _number("scale", "fp32", "of the scores")
@@ -62,12 +62,12 @@ DECODE = (
 )
 BACKWARD = (
     *_OPERANDS,
-    _tensor("o", 4, "element", "(B, Hq, Sq, Dv), the forward's"),
-    _tensor("do", 4, "element", "(B, Hq, Sq, Dv), autograd's"),
+    _tensor("o", 4, "output", "(B, Hq, Sq, Dv), the forward's"),
+    _tensor("do", 4, "output", "(B, Hq, Sq, Dv), autograd's"),
     _tensor("lse", 3, "fp32", "(B, Hq, Sq), the forward's"),
-    _tensor("dq", 4, "element", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
-    _tensor("dk", 4, "element", "(B, Hkv, Sk, D), likewise"),
-    _tensor("dv", 4, "element", "(B, Hkv, Sk, Dv), likewise"),
+    _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
+    _tensor("dk", 4, "key", "(B, Hkv, Sk, D), likewise"),
+    _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), likewise"),
     _tensor("rows", 4, "fp32", "(B, Hq, 2, Sq rounded up to tile_m), scratch: LSE * log2(e) (inf: none), delta"),
     _tensor("scratch", 1, "fp32", "(n,), scratch: dQ in register order and counters; in parts: unused"),
     *_SCALES,

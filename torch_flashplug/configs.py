@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .spec import CLUSTER, DTYPES, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, TARGETS, KernelSpec
+from .elements import DTYPES
+from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, TARGETS, KernelSpec
 
 FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
 BOTH = FULL + CAUSAL

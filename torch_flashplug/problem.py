@@ -13,8 +13,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.attention import SDPBackend
 
 from . import native, rows
+from .elements import NUMBERS
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
 
 
@@ -92,7 +94,7 @@ def describe(
         "deterministic": grad and torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
-        problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_DTYPES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
     return native.with_operands(
         problem,
         [_hints(tensor.shape) for tensor in operands],

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from . import arguments, features
 from .choices import OPERANDS
+from .elements import ELEMENTS, NUMBERS
 from .rescues import FACTS
-from .spec import CLUSTER, DTYPES, ELEMENTS, FAMILIES, KINDS
+from .spec import CLUSTER, FAMILIES, KINDS
 
 if TYPE_CHECKING:
     from . import choices, configs, rescues
 
-DTYPE_IDS = {**{name: number for number, name in enumerate(DTYPES)}, "fp32": len(DTYPES)}  # any other: the next
+DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # any other: the next
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
@@ -32,7 +33,9 @@ class KernelRow(ctypes.Structure):
     _fields_ = (
         *_members(c_char_p, "name"),
         *_members(c_int64, "d_max dv_max takes always"),
-        *_members(c_int32, "kind family element element_bytes element_code tile_m tile_n stages cost elementwise"),
+        *_members(c_int32, "kind family"),
+        ("dtype", c_int32 * 4),
+        *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_columns whole_sectors group_rows max_cluster peers_at_once counters"),
         *_members(c_int32, "dkdv_alone"),
         *_members(c_double, "last_tile"),
@@ -86,7 +89,7 @@ def _family(arch: int) -> int:
 def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
     """One for each of its kernels."""
     for spec in row.specs():
-        element = ELEMENTS[spec.dtype]
+        made_of = ELEMENTS[spec.dtype]
         yield _same(
             KernelRow,
             row,
@@ -95,9 +98,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             always=features.always(spec.features),
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
-            element=DTYPE_IDS[spec.dtype],
-            element_bytes=element.bytes,
-            element_code=element.dlpack,
+            dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in (made_of.q, made_of.k, made_of.v, made_of.o))),
             smem_bytes=spec.smem_bytes(),
         )
 

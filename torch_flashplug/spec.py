@@ -1,8 +1,7 @@
 """What one compiled kernel is, and whether the hardware can hold it.
 
-Owns the vocabulary (backends, kinds, dtypes), the name that identifies a kernel everywhere (pack symbol, cache key,
-log line) and the budgets that make a tile legal. Imports only features.py: the dispatcher's table, the
-compiler, the tuner and the tests all build on it.
+Owns the vocabulary (backends, kinds), the name that identifies a kernel everywhere (pack symbol, cache key, log line)
+and the budgets that make a tile legal. The dispatcher's table, the compiler, the tuner and the tests all build on it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from . import features
+from .elements import DTYPES, ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,6 @@ KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
 MASKS = tuple(features.TAGS)
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
-    """What kernels are made of."""
-
-    bytes: int
-    dlpack: int  # DLDataTypeCode
-
-
-ELEMENTS = {"bf16": Element(2, dlpack=4), "fp16": Element(2, dlpack=2)}
-DTYPES = tuple(ELEMENTS)
-
 # What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
 # every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
 TARGETS = {
@@ -60,7 +49,7 @@ TARGETS = {
 }
 
 WARP, WARPGROUP = 32, 128  # threads
-ELEMENT_BYTES, FP32_BYTES = 2, 4
+FP32_BYTES = 4
 SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
 SMEM_RESERVED = 1024  # of every CTA beside that
 L2_BYTES = {90: 50 << 20}
@@ -187,12 +176,21 @@ class KernelSpec:
         """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
         return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
 
+    def row_bytes(self, operand: str) -> int:
+        """Of one row of "q", "k", "v" or "o" (its gradient is made of the same)."""
+        return (self.d if operand in "qk" else self.dv) * ELEMENTS[self.dtype].bytes(operand)
+
     def kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.d + self.dv) * ELEMENT_BYTES
+        return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
 
     def _step_bytes(self) -> int:
         """A backward's step: Q, dO, LSE, delta."""
-        return self.tile_m * ((self.d + self.dv) * ELEMENT_BYTES + 2 * FP32_BYTES)
+        return self.tile_m * (self.row_bytes("q") + self.row_bytes("o") + 2 * FP32_BYTES)
+
+    def _keys_bytes(self) -> int:
+        """A backward's: K and V, and dS twice, or P and dS."""
+        weights = 2 * self.tile_m * ELEMENTS[self.dtype].bytes("q")
+        return self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + weights)
 
     def check(self) -> str | None:
         """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
@@ -238,7 +236,7 @@ class HopperSpec(KernelSpec):
         return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
 
     def _q_slot_bytes(self) -> int:
-        return ROWS_PER_WARPGROUP * self.q_columns * ELEMENT_BYTES
+        return ROWS_PER_WARPGROUP * max(self.row_bytes("q"), self.row_bytes("o"))
 
     @property
     def early_rescale(self) -> bool:
@@ -256,9 +254,9 @@ class HopperSpec(KernelSpec):
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
-            written = DQ_WRITERS * (DQ_WRITER_BYTES + self.tile_m // 8 * self.d * ELEMENT_BYTES)
+            written = DQ_WRITERS * (DQ_WRITER_BYTES + self.tile_m // 8 * self.row_bytes("q"))
             return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
-        q_bytes = self.tile_m * self.d * ELEMENT_BYTES if self.is_decode else self.q_slots * self._q_slot_bytes()
+        q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
         return q_bytes + self.kv_bytes() + BARRIER_BYTES
 
     @property
@@ -268,11 +266,12 @@ class HopperSpec(KernelSpec):
 
     def _dq_bytes(self, stages_v: int) -> int:
         """Q and dO of every warpgroup, two blocks of K, V."""
-        return ROWS_PER_WARPGROUP * ((2 + 2) * self.d + (2 + stages_v) * self.dv) * ELEMENT_BYTES
+        q, k, v, do = (self.row_bytes(operand) for operand in "qkvo")
+        return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v)
 
     def _dkdv_bytes(self) -> int:
         """The rings of steps, K and V, dS twice (in parts: P and dS)."""
-        return self.stages * self._step_bytes() + self.tile_n * (self.d + self.dv + 2 * self.tile_m) * ELEMENT_BYTES
+        return self.stages * self._step_bytes() + self._keys_bytes()
 
     def accumulator_registers(self) -> int:
         """fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and their gradient (then dQ)
@@ -340,12 +339,11 @@ class AmpereSpec(KernelSpec):
         V, the steps, dS twice (or P and dS).
         """
         if self.is_backward:
-            weights = 2 * self.tile_m * self.tile_n * ELEMENT_BYTES
-            return self.stages * self._step_bytes() + self.tile_n * (self.d + self.dv) * ELEMENT_BYTES + weights
+            return self.stages * self._step_bytes() + self._keys_bytes()
         if self.is_decode:
             results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
-            return max(self.tile_m * self.d * ELEMENT_BYTES + self.kv_bytes(), results)
-        return self.tile_m * max(self.d, self.dv) * ELEMENT_BYTES + self.kv_bytes()
+            return max(self.tile_m * self.row_bytes("q") + self.kv_bytes(), results)
+        return self.tile_m * max(self.row_bytes("q"), self.row_bytes("o")) + self.kv_bytes()
 
     def accumulator_registers(self) -> int:
         """fwd: scores and output. bwd: dK and dV, scores or their gradient or dQ, and these in 16 bits."""

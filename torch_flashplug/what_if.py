@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .api import DEVICES, Plan, explain, sdpa_backend
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from .problem import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read onc
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
 int64_t kv_bytes(const Problem& p, const KernelRow& row) {
-  return p.B * p.Hkv * p.Sk * (p.D + p.Dv) * row.element_bytes;
+  return p.B * p.Hkv * p.Sk * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
 }
 
 double partial_ns(const Problem& p, const Tables& tables) {

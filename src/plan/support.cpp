@@ -42,10 +42,10 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
     out->add(Why::kDevice);
   else if (!runs_on(tables.families[family], device.cc))
     out->add(Why::kArch, device.cc, family);
-  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2])
-    out->add(Why::kMixedDtype);
-  else if (!tables.made_of(p.dtype[0]))
-    out->add(Why::kDtype);
+  if (!tables.made_of(p.dtype)) {
+    const bool mixed = p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2];
+    out->add(mixed ? Why::kMixedDtype : Why::kDtype);
+  }
   const int64_t missing = p.needs & ~tables.takes(family);
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
@@ -54,8 +54,9 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
 }
 
 void add_broken_units(const Problem& p, Collector* out) {
-  if (p.D % kUnitElements != 0) out->add(Why::kHeadDimStep, p.D, kUnitElements, 0);
-  if (p.Dv % kUnitElements != 0) out->add(Why::kHeadDimStep, p.Dv, kUnitElements, 2);
+  const int64_t step = unit_elements(p.dtype[0]), step_v = unit_elements(p.dtype[2]);
+  if (p.D % step != 0) out->add(Why::kHeadDimStep, p.D, step, 0);
+  if (p.Dv % step_v != 0) out->add(Why::kHeadDimStep, p.Dv, step_v, 2);
   for (int i = 0; i < kNumOperands; ++i) {
     const Layout& layout = p.layout[i];
     if (layout.last_stride != 1) out->add(Why::kLastStride, layout.last_stride, 1, i);
@@ -73,6 +74,11 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
 
 bool whole_rows(const Problem& p) {
   return std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; });
+}
+
+bool whole_dims(const Problem& p) {
+  return p.D % unit_elements(p.dtype[0]) == 0 && p.D % unit_elements(p.dtype[1]) == 0 &&
+         p.Dv % unit_elements(p.dtype[2]) == 0;
 }
 
 bool whole_units(const Problem& p) {

@@ -35,7 +35,8 @@ std::string quoted(const std::string& text) {
 std::string elements_text(const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
-    if (tables.made_of(static_cast<DType>(i))) out += (out.empty() ? "" : " and ") + std::string(kDtypeNames[i]);
+    const DType one = static_cast<DType>(i), all[kNumOperands] = {one, one, one};
+    if (tables.made_of(all)) out += (out.empty() ? "" : " and ") + std::string(kDTypes[i].name);
   }
   return out;
 }
@@ -77,12 +78,11 @@ std::string operand_reason(const Reason& reason, const Problem& p, const Tables&
   const std::string name = kOperandNames[reason.operand];
   switch (reason.why) {
     case Why::kMixedDtype:
-      return std::string("dtypes differ (") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", " +
-             kDtypeNames[static_cast<int>(p.dtype[1])] + ", " + kDtypeNames[static_cast<int>(p.dtype[2])] +
-             "); cast them to one 16-bit dtype";
+      return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
+             facts_of(p.dtype[2]).name + "); cast them to one 16-bit dtype";
     case Why::kDtype:
-      return std::string("dtype ") + kDtypeNames[static_cast<int>(p.dtype[0])] + ", kernels take " +
-             elements_text(tables) + "; cast, or use torch.autocast";
+      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " + elements_text(tables) +
+             "; cast, or use torch.autocast";
     case Why::kHeadDimStep:
       return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) +
              "; pad the head dim";
@@ -267,8 +267,7 @@ std::string call_text(const Problem& p, const Tables& tables) {
     if ((p.needs >> i & 1) != 0 && *said != 0) needs += std::string(" ") + said;
   }
   return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
-         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + kDtypeNames[static_cast<int>(p.dtype[0])] + needs +
-         (p.grad ? " with grad" : "");
+         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {

@@ -36,7 +36,8 @@ def test_parameters_are_named_as_the_table_names_arguments(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(kind):
     kernel = builder(KINDS[kind])
-    types = {"element": kernel.element.dtype.__name__, "fp32": "Float32", "int32": "Int32"}
+    types = dict.fromkeys(("query", "key", "value", "output"), kernel.element.dtype.__name__)
+    types |= {"fp32": "Float32", "int32": "Int32"}
     *given, _ = kernel.fake_arguments()
     for one, value in zip(arguments.OF_KIND[kind], given, strict=True):
         if one.scalar:

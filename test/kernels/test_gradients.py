@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import native
-from torch_flashplug.spec import DTYPES
+from torch_flashplug.elements import DTYPES
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,

@@ -16,7 +16,8 @@ from plans import call
 from torch_flashplug import _start, arguments, choices, configs, features, library, native, rescues, rows
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, DTYPES, KERNEL_BACKENDS, KINDS
+from torch_flashplug.elements import NUMBERS
+from torch_flashplug.spec import BACKENDS, KERNEL_BACKENDS, KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,7 @@ def test_ids_are_mirrored() -> None:
     homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
              "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
     assert {of: native.names(of) for of in homes} == homes
-    torchs = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    assert native.names("dtypes") == (*(torchs[name] for name in sorted(torchs, key=rows.DTYPE_IDS.get)), "other")
-    assert set(DTYPES) < set(rows.DTYPE_IDS) == set(torchs)
+    assert native.names("dtypes") == (*(number.torch for number in NUMBERS.values()), "other")
 
 
 def test_rows_cross_whole_or_not_at_all() -> None:

@@ -16,7 +16,8 @@ from torch_flashplug import _start, choices, configs, native
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, DTYPES, KernelSpec
+from torch_flashplug.elements import DTYPES
+from torch_flashplug.spec import BACKENDS, KernelSpec
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.
@@ -46,7 +47,9 @@ KERNELS = (
 CHOICES = (
     ChoiceRow("fwd", "vectors", 90, False, "full", 8, 64, 0, 255, 0, ANY, 0, ratio=0.8, measured="test row: short"),
     ChoiceRow("fwd", "vectors", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row: full"),
-    ChoiceRow("fwd", "vectors", 90, False, "causal", 8, 128, 0, ANY, 0, ANY, 132, ratio=1.2, measured="test row: causal"),
+    ChoiceRow(
+        "fwd", "vectors", 90, False, "causal", 8, 128, 0, ANY, 0, ANY, 132, ratio=1.2, measured="test row: causal"
+    ),
     ChoiceRow("fwd", "square", 90, True, "full", 8, 64, 0, ANY, 0, ANY, 0, ratio=1.0, measured="test row: grad"),
     ChoiceRow("decode", "square", 90, False, "full", 8, 128, 0, ANY, 0, ANY, 0, 1.0, "test row: decode", max_packed=32),
 )
@@ -65,7 +68,9 @@ def own_table() -> Iterator[None]:
 
 class TestGolden(expecttest.TestCase):
     def test_todays_table(self) -> None:
-        self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
+        self.assertExpectedInline(
+            table_of(CALLS, {"h100": DEVICES["h100"]}),
+            """\
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -131,11 +136,14 @@ decode_b64_1x8k_d128_gqa4
         bench --suite decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
-""")
+""",
+        )
 
     def test_rule(self) -> None:
         push(KERNELS, CHOICES)
-        self.assertExpectedInline(table_of(CALLS, {"h100": DEVICES["h100"]}), """\
+        self.assertExpectedInline(
+            table_of(CALLS, {"h100": DEVICES["h100"]}),
+            """\
 train_4k_d128_causal
   h100
     stock
@@ -189,12 +197,15 @@ decode_b64_1x8k_d128_gqa4
       decode, full, D = Dv, D 8 to 128, packed rows <= 32: 1.000 x stock (test row: decode)
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 512 on 132 SMs: splits 1 of 128
         blocks of 64 keys, 512 CTAs (387 % of the SMs)
-""")
+""",
+        )
 
     def test_devices(self) -> None:
         push(KERNELS, CHOICES)
         few = {name: CALLS[name] for name in ("prefill_4k_d128_causal", "decode_1x8k_d128_gqa4")}
-        self.assertExpectedInline(table_of(few, FACTS), """\
+        self.assertExpectedInline(
+            table_of(few, FACTS),
+            """\
 prefill_4k_d128_causal
   h100 h200
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -228,11 +239,14 @@ decode_1x8k_d128_gqa4
   none
     stock
       fa3: no CUDA device; these kernels run on GPUs
-""")
+""",
+        )
 
     def test_refused(self) -> None:
         push(KERNELS, CHOICES)
-        self.assertExpectedInline(table_of(REFUSED, {"h100": DEVICES["h100"]}), """\
+        self.assertExpectedInline(
+            table_of(REFUSED, {"h100": DEVICES["h100"]}),
+            """\
 fp32
   h100
     stock
@@ -292,7 +306,8 @@ three_reasons
       fa3: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: query has head dim 60,
         kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels take up
         to 128; stock attention serves larger ones
-""")
+""",
+        )
 
     def test_forced(self) -> None:
         push(KERNELS, CHOICES)
@@ -301,7 +316,9 @@ three_reasons
         text = table_of(few, {"h100": DEVICES["h100"], "a100": DEVICES["a100"]}, fa3)
         text += native.forced_error(REFUSED["three_reasons"], DEVICES["h100"], fa3) + "\n"
         text += native.forced_error(few["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -328,7 +345,8 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
   - no kernel row takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/configs.py
 Use sdpa_backend('auto') to let stock attention serve such calls.
-""")
+""",
+        )
 
 
 def test_a_kernel_is_named_for_its_element_type() -> None:

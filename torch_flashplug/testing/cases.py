@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ..elements import NUMBERS
+
+DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
+
 GUARD = 8  # elements of NaN around a "slice" layout: a multiple of 16 bytes, so that TMA can still take the view
 
 
