@@ -54,6 +54,7 @@ bool four_dims(const Facts& facts) {
 }
 
 bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
+  if (!four_dims(*facts)) return false;
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
   for (int i = 0; i < kNumOperands; ++i) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;

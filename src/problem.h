@@ -80,7 +80,7 @@ bool four_dims(const Facts& facts);  // of every operand, as all below wants the
 
 // Where operands lie: at their addresses; or, being only traced, where their storages will.
 enum class Memory { kReal, kTraced };
-// Sizes and layouts; false where there are none, or symbolic ones.
+// Sizes and layouts of what read_class() has read: they go by dtypes. False where there are none, or symbolic ones.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
 int64_t needs_of(Causal causal, bool mask, double dropout_p);
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone

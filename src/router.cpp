@@ -86,7 +86,7 @@ Verdict judge(const Call& call, Mode mode) {
   return plan.ours() && !kernel_missing(plan.kernel_row, device) ? Verdict::kOurs : Verdict::kStock;
 }
 
-// Whether the efficient attention reads operands of 16 bits as they are. It wants as many KV heads as query heads, and
+// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and
 // a mask whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
@@ -97,7 +97,7 @@ bool efficient_reads(const Call& call) {
   if (only_traced || wrapped(call)) quiet.emplace();
   Facts facts;
   const Problem& p = facts.problem;
-  if (!read_shapes(call, memory_of(only_traced), &facts)) return false;
+  if (!read_class(call, &facts) || !read_shapes(call, memory_of(only_traced), &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     Shape mask;

@@ -307,6 +307,16 @@ def test_environment_is_read_in_one_place():
             assert not flag, f"{name}:{node.lineno} names an environment flag; take it from env.py"
 
 
+def test_each_environment_flag_is_read():
+    """By a module, or by a function of env.py that one calls."""
+    home = PACKAGE / "env.py"
+    others = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
+    readers = {function.name: ast.unparse(function) for function in functions(home)}
+    for name in (name for name, flag in vars(env).items() if isinstance(flag, env.Flag)):
+        called = [reader for reader, code in readers.items() if f"{name}.get()" in code and f"env.{reader}()" in others]
+        assert called or f"env.{name}.get()" in others, f"nothing reads {name}"
+
+
 def _tracked_text() -> Iterator[tuple[str, str]]:
     for name in [*files_on_disk(), *PAGES, "CMakeLists.txt", "pyproject.toml", ".ci/run"]:
         path = ROOT / name

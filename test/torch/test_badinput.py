@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from standin import Road
 from torch import Tensor
 
+import torch_flashplug
+from torch_flashplug.spec import KERNEL_BACKENDS
+
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")
 Call = tuple[list[Any], dict[str, Any]]
@@ -204,6 +207,19 @@ def test_same_error_or_result_as_without(
         elif index > 0 and name not in FREE_GRADS:
             torch.testing.assert_close(a, b, atol=2e-1, rtol=2e-1, equal_nan=True)
     assert name != "large_values" or got[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_asks_what_the_router_asks(road: Road, name: str) -> None:
+    """problem.py asks of Python's tensors what router.cpp asks of torch's: a rule in one of them alone shows here."""
+    args, more = CASES[name](road)
+    road.took()
+    result = outcome((args, more), grad=False)
+    if isinstance(result, tuple):
+        pytest.skip("stock refuses the call")
+    served = road.took().get("ours_fwd", 0) > 0
+    plan = torch_flashplug.explain(*args, **more, device=None if road.device == "cuda" else "h100")
+    assert (plan.backend in KERNEL_BACKENDS) == served, plan
 
 
 IRREGULAR = {
