@@ -309,6 +309,8 @@ def test_environment_is_read_in_one_place():
 
 def test_each_environment_flag_is_read():
     """By a module, or by a function of env.py that one calls."""
+    from torch_flashplug import env
+
     home = PACKAGE / "env.py"
     others = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
     readers = {function.name: ast.unparse(function) for function in functions(home)}
