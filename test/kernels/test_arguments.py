@@ -5,11 +5,13 @@ No GPU.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from torch_flashplug import arguments, configs
+from torch_flashplug.testing import direct
 
 pytest.importorskip("cutlass", reason="the DSL is needed to make kernels")
 
@@ -31,6 +33,17 @@ def signature(name: str) -> list[str]:
 @pytest.mark.parametrize("kind", CALLS)
 def test_parameters_are_named_as_the_table_names_arguments(kind):
     assert signature(CALLS[kind]) == [*(one.name for one in arguments.OF_KIND[kind]), "stream"]
+
+
+def test_direct_calls_go_by_the_table():
+    values = {one.name: one.name for one in arguments.DECODE}
+    assert direct.in_order(arguments.DECODE, values) == tuple(values)
+    with pytest.raises(KeyError, match="lse"):
+        direct.in_order(arguments.DECODE, {name: name for name in values if name != "lse"})
+    with pytest.raises(KeyError, match="no argument window"):
+        direct.in_order(arguments.DECODE, values | {"window": 3})
+    extra = dataclasses.replace(arguments.DECODE[0], name="bias", optional=True)
+    assert direct.in_order((*arguments.DECODE, extra), values) == (*values, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

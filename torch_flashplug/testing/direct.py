@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..arguments import FORWARD, Argument
 from .cases import Case, Inputs
 
 
@@ -24,10 +25,23 @@ def load_pack(path: Path):
     return tvm_ffi.load_module(str(path))
 
 
-class DirectForward:
-    """One forward kernel on one problem: `call()` launches it into `out` (B, Hq, Sq, Dv) and `lse` (B, Hq, Sq)."""
+def in_order(taken: Sequence[Argument], values: Mapping[str, object]) -> tuple:
+    """Values by name in the order of a table of arguments.py; None for optional ones that are not there. KeyError for
+    others that are not, and for what the kernel does not take.
+    """
+    names = {one.name for one in taken}
+    if unknown := set(values) - names:
+        raise KeyError(f"no argument {', '.join(sorted(unknown))}; the kernel takes {', '.join(sorted(names))}")
+    return tuple(values.get(one.name) if one.optional else values[one.name] for one in taken)
 
-    def __init__(self, function: Callable, case: Case, inputs: Inputs):
+
+class DirectForward:
+    """One forward kernel on one problem: `call()` launches it into `out` (B, Hq, Sq, Dv) and `lse` (B, Hq, Sq).
+
+    `more`: arguments by their names in arguments.FORWARD, beside those of every call: what F.sdpa cannot say.
+    """
+
+    def __init__(self, function: Callable, case: Case, inputs: Inputs, **more: object):
         device = inputs.q.device
         out = torch.full((case.B, case.Sq, case.Hq, case.Dv), math.nan, dtype=case.torch_dtype, device=device)
         self.out = out.transpose(1, 2)
@@ -36,8 +50,10 @@ class DirectForward:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         scale = case.D**-0.5 if case.scale is None else case.scale
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        tensors = (*(t.detach() for t in inputs), self.out, self.lse)
-        self._args = (*tensors, scale * math.log2(math.e), scale, self._counter, sm_count)
+        tensors = {name: tensor.detach() for name, tensor in zip("qkv", inputs, strict=True)}
+        results = {"o": self.out, "lse": self.lse}
+        numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": sm_count}
+        self._args = in_order(FORWARD, {**tensors, **results, **numbers, "counter": self._counter, **more})
 
     def call(self) -> None:
         self._function(*self._args, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
