@@ -2,6 +2,7 @@
 #include "arguments.h"
 
 #include <bit>
+#include <numbers>
 #include <string>
 
 #include "values.h"
@@ -27,9 +28,18 @@ void* mutable_data(AtenTensorHandle tensor) {
   return data;
 }
 
-Arguments::Arguments(const KernelRow& row, int device_index)
+Arguments::Arguments(const KernelRow& row, const Problem& p, int device_index)
     : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index) {
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
+  for (const FactParameter& one : signature_.facts) {
+    const bool real = one.type == NumberType::kFp32;
+    TVMFFIAny& any = packed_[one.place] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
+    const double value = fact_of(p, one.fact);
+    if (real)
+      any.v_float64 = value;
+    else
+      any.v_int64 = static_cast<int64_t>(value);
+  }
 }
 
 DLDataType Arguments::type_of(const Parameter& parameter) const {
@@ -102,6 +112,11 @@ void Arguments::integer(Slot slot, int64_t value) {
 
 void Arguments::real(Slot slot, double value) {
   if (TVMFFIAny* any = place_of(slot, kTVMFFIFloat)) any->v_float64 = value;
+}
+
+void Arguments::scale(double scale) {
+  real("scale_log2", scale * std::numbers::log2e);
+  real("scale", scale);
 }
 
 void Arguments::stream(void* stream) {

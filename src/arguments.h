@@ -8,11 +8,12 @@
 
 namespace flashplug {
 
-// Those of one call of a kernel of `row`, packed as they are said. What it does not take is left out, what is not said
-// is None. Holds addresses into itself.
+// Those of one call of a kernel of `row`, packed as they are said; those that are named like facts of the call, at
+// once. What the kernel does not take is left out, what is not said is None. Holds addresses into itself and into
+// tensors' sizes.
 class Arguments {
  public:
-  Arguments(const KernelRow& row, int device_index);
+  Arguments(const KernelRow& row, const Problem& p, int device_index);
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
@@ -20,9 +21,12 @@ class Arguments {
   void one_number(Slot slot, void* address);  // in global memory, and no torch tensor
   void integer(Slot slot, int64_t value);
   void real(Slot slot, double value);
+  void scale(double scale);  // of the softmax
   // The last one. Throws where the kernel cannot go without one that was not said.
   void stream(void* stream);
 
+  bool takes(Slot slot) const { return signature_.of(slot).place >= 0; }
+  int device_index() const { return device_index_; }
   const TVMFFIAny* packed() const { return packed_; }
   int32_t count() const { return signature_.count + 1; }
 
@@ -39,10 +43,14 @@ class Arguments {
   const KernelRow& row_;
   const int device_index_;
   uint64_t said_ = 0;  // a bit for each slot
-  Described described_[kNumSlots];
-  TVMFFIAny packed_[kNumSlots + 1];
+  Described described_[kMostArguments];
+  TVMFFIAny packed_[kMostArguments + 1];
 };
 
 void* mutable_data(AtenTensorHandle tensor);
+
+// launch.cpp: a kernel on its device and on that device's current stream, with a counter to draw its tiles from.
+// loads: some of what it launches may run for the first time, whatever ran before.
+void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
 
 }  // namespace flashplug

@@ -1,6 +1,7 @@
 // Our gradients: scratch, outputs and one launch.
 #include <algorithm>
 
+#include "arguments.h"
 #include "attention.h"
 
 namespace flashplug {
@@ -52,19 +53,21 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
     result->grads[i] = writes(i) ? gradient_of(operands[i], shape.elementwise) : Owned::share(operands[i]);
   const SignedScale positive = with_positive_scale(forward, p);
-  const BackwardTensors tensors{positive.q.get(),
-                                forward.k,
-                                forward.v,
-                                out.get(),
-                                grad_out.get(),
-                                call.lse,
-                                result->grads[0].get(),
-                                result->grads[1].get(),
-                                result->grads[2].get(),
-                                rows.get(),
-                                scratch.get(),
-                                written};
-  launch_backward(*kernel, shape, tensors, positive.scale, device_index);
+  Arguments arguments(shape, p, device_index);
+  arguments.tensor("q", positive.q.get());
+  arguments.tensor("k", forward.k);
+  arguments.tensor("v", forward.v);
+  arguments.tensor("o", out.get());
+  arguments.tensor("do", grad_out.get());
+  arguments.tensor("lse", call.lse);
+  arguments.tensor("dq", result->grads[0].get(), writes(0));
+  arguments.tensor("dk", result->grads[1].get(), writes(1));
+  arguments.tensor("dv", result->grads[2].get(), writes(2));
+  arguments.tensor("rows", rows.get(), true);
+  arguments.tensor("scratch", scratch.get(), true);
+  arguments.scale(positive.scale);
+  arguments.integer("wanted", written);
+  launch(*kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);

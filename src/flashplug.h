@@ -9,7 +9,8 @@
 //                        order of questions), support.cpp (can kernels run it?), rows.cpp (which row of the tables?),
 //                        decode.cpp, backward.cpp, memo.cpp (plans made lately), text.cpp (reasons in words)
 //     kernels.cpp        Plan -> a loaded kernel: packs first, else one up-call into Python
-//     launch.cpp         what the call has for its kernel, stream, device; arguments.h packs it as TVM-FFI wants it
+//     arguments.h        what the call has for its kernel, by name, packed as TVM-FFI wants it
+//     launch.cpp         the kernel on its device and stream
 //     counters.cpp       the global counter from which a persistent kernel draws its tiles
 //   below all of them: state.cpp (switches and tables), torch_symbols.h (libtorch and driver symbols found at run
 //   time)
@@ -231,24 +232,10 @@ void expect_kernels(size_t rows);  // so many rows of the table may be looked up
 using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
 void set_compile_callback(CompileCallback callback);
 
-// ---- 5. launch.cpp ----
+// ---- 5. launch.cpp (arguments.h), counters.cpp ----
 
-struct ForwardTensors {
-  AtenTensorHandle q, k, v, out, lse;
-};
 // A global int32, zero now and zero again after the launch, that no other launch in flight uses (counters.cpp).
 void* launch_counter(int device_index, void* stream);
-void launch_forward(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, double scale,
-                    int device_index);
-// partials: partial_floats of them; null where none go through memory.
-void launch_decode(Kernel& kernel, const KernelRow& row, const ForwardTensors& tensors, AtenTensorHandle partials,
-                   Splits splits, double scale, int device_index);
-struct BackwardTensors {
-  AtenTensorHandle q, k, v, out, grad_out, lse, dq, dk, dv, rows, scratch;
-  int64_t written;  // a sum of kWant; what is not written may be any tensor of the right shape
-};
-void launch_backward(Kernel& kernel, const KernelRow& row, const BackwardTensors& tensors, double scale,
-                     int device_index);
 
 // ---- state.cpp ----
 

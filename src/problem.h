@@ -58,6 +58,14 @@ void visit_facts(Problem& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
 }
 
+inline double fact_of(Problem p, int number) {
+  double value = 0;
+  visit_facts(p, [&](const char*, const auto& fact) {
+    if (number-- == 0) value = static_cast<double>(fact);
+  });
+  return value;
+}
+
 // A call of attention as its caller gave it; tensors are borrowed, mask may be null.
 struct Attention {
   AtenTensorHandle q, k, v, mask;

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <memory>
 
+#include "arguments.h"
 #include "attention.h"
 #include "schemas.h"
 
@@ -73,17 +74,25 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
-  const ForwardTensors tensors{positive.q.get(), call.k, call.v, result->out.get(), result->lse.get()};
-  if (row.kind == kDecode) {
-    Owned partials;
-    if (plan.splits.in_memory()) {
-      const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-      partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
-    }
-    launch_decode(*kernel, row, tensors, partials.get(), plan.splits, positive.scale, query.device_index);
-  } else {
-    launch_forward(*kernel, row, tensors, positive.scale, query.device_index);
+  Owned partials;
+  if (plan.splits.in_memory()) {
+    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
+    partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
   }
+  Arguments arguments(row, p, query.device_index);
+  arguments.tensor("q", positive.q.get());
+  arguments.tensor("k", call.k);
+  arguments.tensor("v", call.v);
+  arguments.tensor("o", result->out.get(), true);
+  arguments.tensor("lse", result->lse.get(), true);
+  arguments.scale(positive.scale);
+  if (partials.get() != nullptr)
+    arguments.tensor("partials", partials.get(), true);
+  else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
+    arguments.one_number("partials", mutable_data(result->lse.get()));
+  arguments.integer("splits", plan.splits.n);
+  arguments.integer("cluster", plan.splits.cluster);
+  launch(*kernel, arguments, plan.splits.n > 1);
   if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
   count(Path::kOursForward);
   return true;

@@ -63,14 +63,25 @@ bool Tables::takes_together(int family, int64_t needs) const {
 }
 
 void Tables::add(const ArgumentRow& row) {
-  const auto name = std::find_if(std::begin(kSlotNames), std::end(kSlotNames),
-                                 [&row](const char* known) { return std::strcmp(known, row.name) == 0; });
-  if (name == std::end(kSlotNames))
-    throw std::runtime_error(std::string("torch_flashplug: launch.cpp has no argument named ") + row.name);
   Signature& signature = signatures[row.kind];
-  const Slot slot(static_cast<int>(name - kSlotNames));
-  signature.parameters[slot.number()] = Parameter{signature.count++, row.rank, row.type};
-  if (row.optional == 0) signature.required |= bit_of(slot);
+  if (signature.count == kMostArguments)
+    throw std::runtime_error("torch_flashplug: kMostArguments is less than what a kind of kernels takes");
+  const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
+  if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
+    const Slot slot(static_cast<int>(name - kSlotNames));
+    signature.parameters[slot.number()] = Parameter{signature.count++, row.rank, row.type};
+    if (row.optional == 0) signature.required |= bit_of(slot);
+    return;
+  }
+  int fact = -1, number = 0;
+  Problem any;
+  visit_facts(any, [&](const char* name, const auto&) {
+    if (said(name)) fact = number;
+    ++number;
+  });
+  if (fact < 0 || row.rank != 0)
+    throw std::runtime_error(std::string("torch_flashplug: no call has an argument named ") + row.name);
+  signature.facts.push_back(FactParameter{signature.count++, fact, row.type});
 }
 
 Tables& tables() { return state().tables; }

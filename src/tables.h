@@ -108,7 +108,8 @@ struct FeatureRow {
   const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
 };
 
-// What a kernel can be given, by name; what each is, and which of them a kind of kernels takes: arguments.py.
+// What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
+// kernels takes: arguments.py.
 constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
                                       "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
                                       "counter", "num_ctas", "splits", "cluster", "wanted"};
@@ -128,7 +129,7 @@ class Slot {
 enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32 };  // DTYPES of arguments.py
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32"};
 struct ArgumentRow {
-  const char* name;  // one of kSlotNames
+  const char* name;  // one of kSlotNames, or a fact
   Kind kind;         // of the kernels that take it, in the order of its rows
   int32_t rank;      // 0: a number
   NumberType type;
@@ -140,11 +141,17 @@ struct Parameter {
   int32_t rank = 0;
   NumberType type = NumberType::kQuery;
 };
+struct FactParameter {
+  int32_t place, fact;
+  NumberType type;
+};
+constexpr int kMostArguments = 32;
 // What a kind of kernels takes.
 struct Signature {
   int32_t count = 0;
   uint64_t required = 0;  // bits of slots
   Parameter parameters[kNumSlots];
+  std::vector<FactParameter> facts;
   const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
 };
 

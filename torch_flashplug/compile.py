@@ -139,8 +139,9 @@ def fingerprint(spec: KernelSpec) -> str:
 
 
 def source_fingerprint() -> str:
-    """Hash of everything that generated code depends on: the kernels, the spec, the features."""
-    return _hash_of([_PACKAGE / "spec.py", _PACKAGE / "features.py", *(_PACKAGE / "kernels").rglob("*.py")])
+    """Hash of everything that generated code depends on: the kernels, the spec, elements and features."""
+    tables = (_PACKAGE / f"{name}.py" for name in ("spec", "elements", "features"))
+    return _hash_of([*tables, *(_PACKAGE / "kernels").rglob("*.py")])
 
 
 def sources_of(spec: KernelSpec) -> list[Path]:

@@ -195,7 +195,7 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
 def test_what_a_call_does_not_have_is_none(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument that a kernel may go without; one that it may not, and one that no launch can have, are errors."""
     query = torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
-    extra = Argument("partials", 1, "fp32", scalar=False, optional=True, what="")
+    extra = Argument("scratch", 1, "fp32", scalar=False, optional=True, what="")
 
     def take(argument: Argument) -> None:
         monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))
@@ -205,9 +205,12 @@ def test_what_a_call_does_not_have_is_none(fake_pack: ctypes.CDLL, monkeypatch: 
     CARRIER(query, query, query)
     assert seen_by_kernel(fake_pack)[:3] == [len(FORWARD) + 2, NONE, TENSOR]
     take(dataclasses.replace(extra, optional=False))
-    with pytest.raises(RuntimeError, match="takes partials, which this call does not have"):
+    with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
         CARRIER(query, query, query)
-    with pytest.raises(RuntimeError, match="no argument named fnord"):
+    take(Argument("Sq", 0, "int32", scalar=True, optional=False, what="a fact of the call"))
+    CARRIER(query, query, query)
+    assert seen_by_kernel(fake_pack)[:3] == [len(FORWARD) + 2, INTEGER, 5]
+    with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
         take(dataclasses.replace(extra, name="fnord"))
 
 
