@@ -1,0 +1,93 @@
+"""docs/support.md, sentence by sentence, against what the dispatcher says: a table that no longer bears a sentence out
+fails here. No GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from plans import Call, call
+
+from torch_flashplug import choices, native
+from torch_flashplug.api import DEVICES
+from torch_flashplug.native import PREFERENCE
+from torch_flashplug.spec import BACKENDS
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "support.md").read_text().split())
+AUTO, FA3, FA2 = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2"))
+FP32, FP64 = (dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number) for number in (2, 3))
+
+
+def served(problem: Call, device: str = "h100", mode: int = AUTO) -> str:
+    return native.plan(problem, DEVICES[device], mode)["backend"]
+
+
+def long(d: int, dv: int | None = None, **more: int) -> Call:
+    return call((4, 16, 16), (4096, 4096), (d, dv or d), **more)
+
+
+def few(rows: int, keys: int, d: int, group: int = 1, batch: int = 1, **more: int) -> Call:
+    return call((batch, 32, 32 // group), (rows, keys), (d, d), **more)
+
+
+EIGHTS = range(8, 257, 8)
+# A sentence, and the calls that it is about: each with where it goes.
+CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
+    "D and Dv up to 256 in steps of 8, full or causal, GQA and MQA": (
+        (served(call((4, 16, kv), (4096, 4096), (d, dv), causal=causal), mode=FA3), "fa3")
+        for d in EIGHTS for dv in {d, 64, 256} for kv in (16, 4, 1) for causal in (0, 1)
+    ),
+    "(decode: Sq x Hq / Hkv up to 64,": (
+        (served(few(rows, 8192, d, group)), "fa3")
+        for rows, group in ((1, 32), (64, 1), (16, 4)) for d in (64, 128, 256)
+    ),
+    "up to 16 where D is not near 64, 128 or 256": (
+        (served(few(rows, 8192, 192)), backend) for rows, backend in ((16, "fa3"), (17, "stock"), (64, "stock"))
+    ),
+    "D below 33, and 33 to 56, 120 or 193 to 248 with more than 1024 keys: `fa2`": (
+        (served(few(1, keys, d, 4, 4)), "fa2" if d < 33 or keys > 1024 else "fa3")
+        for d in EIGHTS if d < 57 or d == 120 or 192 < d < 256 for keys in (512, 1024, 1032, 8192)
+    ),
+    "D 65 to 112 and more than 1024 keys, or `is_causal` and few tiles: stock": (
+        *((served(few(1, keys, d, 4, 4)), "stock" if keys > 1024 else "fa3")
+          for d in EIGHTS if 64 < d < 113 for keys in (512, 1024, 1032, 8192)),
+        (served(few(4, 4096, 128, 4, causal=1)), "stock"),
+    ),
+    "Last dim not contiguous: every size; else up to 64 to 1024 keys": (
+        *((served(call((2, 4, 4), (s, s), (64, 64), last_stride_k=2)), "fa2") for s in (128, 1024, 8192)),
+        (served(call((2, 4, 4), (128, 128), (60, 60))), "fa2"),
+        (served(call((2, 4, 4), (8192, 8192), (60, 60))), "stock"),
+        (served(call((2, 4, 4), (8192, 8192), (60, 60)), mode=FA2), "fa2"),
+    ),
+    "misaligned addresses with one row or key": (
+        (served(call((2, 4, 4), sizes, (64, 64), align_q=2, odd_base_q=1)), "fa2") for sizes in ((1, 8192), (4096, 1))
+    ),
+    "attn_mask, dropout, fp32, fp64, D above 256": (
+        (served(problem), "stock")
+        for problem in (long(128, mask=1), long(128, dropout_p=0.1), long(128, **FP32), long(128, **FP64), long(264))
+    ),
+    "**H100, H200 (9.0)**": ((served(long(128), device), "fa3") for device in ("h100", "h200")),
+    "Auto is stock; opt in with `sdpa_backend(\"fa2\")`": (
+        (served(long(128), device, mode), backend)
+        for device in ("a100", "l4", "rtx4090") for mode, backend in ((AUTO, "stock"), (FA2, "fa2"))
+    ),
+    "those are gradients of D above 192, of Dv above 128, and of odd calls of D above 128": (
+        (served(long(*dims, grad=1), "l4", FA2 | PREFERENCE), backend)
+        for dims, backend in (((128, 128), "fa2"), ((192, 128), "fa2"), ((200, 128), "stock"), ((192, 192), "stock"),
+                              ((124, 124), "fa2"), ((132, 124), "stock"))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", CLAIMS)
+def test_the_page_says_what_is(sentence: str) -> None:
+    assert sentence in PAGE
+    answers = list(CLAIMS[sentence])
+    assert answers and [said for said, _ in answers] == [claimed for _, claimed in answers]
+
+
+def test_numbers_of_the_gate_are_the_tables() -> None:
+    assert f"Sq x Hq / Hkv up to {choices.GATE.rows}," in PAGE
+    assert f"{choices.GATE.rows + 1} to {choices.GATE.wide_rows} where packing should be faster" in PAGE
