@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import difflib
 import importlib.metadata
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 COUNTED = ("HGMMA", "USETMAXREG", "STL", "LDL", "UTMALDG", "UTMASTG", "WARPGROUP")
@@ -33,23 +35,36 @@ def tool(package: str, name: str) -> str | None:
     return next((str(f.locate()) for f in files if f.name == name), None)
 
 
-def resources(cubin: bytes) -> dict[str, int] | None:
-    """Registers (the most of any kernel), stack bytes and instruction counts (of all) in a cubin; None without the
-    disassemblers.
-    """
-    cuobjdump, nvdisasm = tool("nvidia-cuda-cuobjdump", "cuobjdump"), tool("nvidia-cuda-nvdisasm", "nvdisasm")
-    if not cuobjdump or not nvdisasm:
+def usage(cubin: bytes) -> dict[str, int] | None:
+    """Registers (the most of any kernel) and stack bytes, without which nothing is spilled; None without cuobjdump."""
+    cuobjdump = tool("nvidia-cuda-cuobjdump", "cuobjdump")
+    if not cuobjdump:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage = subprocess.run([cuobjdump, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    with _on_disk(cubin) as path:
+        text = subprocess.run([cuobjdump, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (list(map(int, re.findall(rf"{field}:(\d+)", text))) for field in ("REG", "STACK"))
+    return {"registers": max(registers), "stack_bytes": sum(stack)}
+
+
+def resources(cubin: bytes) -> dict[str, int] | None:
+    """And instruction counts, of all its kernels; None without the disassemblers."""
+    used, nvdisasm = usage(cubin), tool("nvidia-cuda-nvdisasm", "nvdisasm")
+    if not used or not nvdisasm:
+        return None
+    with _on_disk(cubin) as path:
         listing = _disassemble(nvdisasm, path)
-    registers, stack = (list(map(int, re.findall(rf"{field}:(\d+)", usage))) for field in ("REG", "STACK"))
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", listing, re.MULTILINE))
     counts = {opcode.lower(): opcodes[opcode] for opcode in COUNTED}
     spills = counts.pop("stl") + counts.pop("ldl")
-    return {"registers": max(registers), "stack_bytes": sum(stack), "spills": spills, **counts}
+    return {**used, "spills": spills, **counts}
+
+
+@contextlib.contextmanager
+def _on_disk(cubin: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        yield path
 
 
 def _disassemble(nvdisasm: str, cubin: Path) -> str:

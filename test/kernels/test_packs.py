@@ -134,7 +134,7 @@ SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up
 @pytest.mark.parametrize("target, spec", BUILT, ids=lambda value: getattr(value, "name", lambda: value)())
 def test_kernel_spills_nothing(target, spec, reports):
     row = reports[target][spec.name()]
-    assert row["spills"] == 0 and row["stack_bytes"] == 0, row
+    assert row["stack_bytes"] == 0 and row.get("spills", 0) == 0, row
     assert row["registers"] <= min(255, 65536 // spec.threads), row
 
 
