@@ -20,18 +20,16 @@ class Family:
     backend: str
     arch: int  # 90: compute capability 9.0
     later: bool  # every GPU since runs them; else that one alone
-
-    @property
-    def gpus(self) -> str:
-        capability = f"{self.arch // 10}.{self.arch % 10}"
-        return f"{capability} or more" if self.later else f"exactly {capability} ({GPUS[self.arch]})"
+    gpus: str  # that run them, in words: "these kernels need ..."
 
     def runs_on(self, cc: int) -> bool:
         return cc >= self.arch if self.later else cc == self.arch
 
 
-GPUS = {90: "H100, H200"}  # by compute capability, in words
-FAMILIES = (Family("fa3", 90, later=False), Family("fa2", 80, later=True))  # in the order in which auto asks
+FAMILIES = (  # in the order in which auto asks
+    Family("fa3", 90, later=False, gpus="exactly 9.0 (H100, H200)"),
+    Family("fa2", 80, later=True, gpus="8.0 or more"),
+)
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
 # Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_facts holds the two together.
 BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)

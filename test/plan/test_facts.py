@@ -17,7 +17,7 @@ from torch_flashplug import _start, arguments, choices, configs, features, libra
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.elements import NUMBERS
-from torch_flashplug.spec import BACKENDS, KERNEL_BACKENDS, KINDS
+from torch_flashplug.spec import BACKENDS, FAMILIES, KERNEL_BACKENDS, KINDS, Family
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,31 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
     native.push_rows((causal,), (), choices.GATE)
     assert kernel() == ""
     assert "every kernel has features" in reason()
+
+
+def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ plans kernels of an architecture that it has no name for: where they run, and nowhere else."""
+    known, shape = rows.of_kernels, call((1, 8, 8), (512, 512), (64, 64))
+
+    def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+        for kernel in known(row):
+            kernel.family = 2 if row.tile_m == 64 else kernel.family
+            yield kernel
+
+    monkeypatch.setattr(rows, "FAMILIES", (*FAMILIES, Family("fa4", 100, later=False, gpus="exactly 10.0")))
+    monkeypatch.setattr(rows, "of_kernels", of_kernels)
+    older, newer = (KernelRow("fwd", 80, 64, 64, ("full",), tile_m, 64, 1) for tile_m in (128, 64))
+    native.push_rows((older, newer), (), choices.GATE)
+    gpu, fa4 = DEVICES["h100"] | {"cc": 100}, len(BACKENDS)
+    plan = native.plan(shape, gpu, fa4)
+    assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
+    assert native.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
+    assert "exactly 9.0 (H100, H200)" in native.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
+    for device in ("h100", "a100"):
+        elsewhere = native.plan(shape, DEVICES[device], fa4)
+        assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
+            "these kernels need exactly 10.0; stock attention serves this device"
+        )
 
 
 def test_combinations_are_what_rows_have() -> None:
