@@ -14,6 +14,8 @@ from cutlass import Float32, Int32
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
+from torch_flashplug.kernels.parts.pieces import Pieces
+from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
@@ -35,6 +37,8 @@ class Extra:
     key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
+    row_tiles: cute.Tensor  # (n, ENTRY) Int32
+    row_tile_count: cute.Tensor
 
 
 STAGES = {
@@ -48,6 +52,13 @@ class TrialSeams(Seams):
     """The walk of a spec, its own stage, then the trial's."""
 
     stages: tuple[str, ...] = ()
+
+    def pieces(self, call) -> Pieces:
+        return (
+            Ragged(TileList(call.extra.row_tiles, call.extra.row_tile_count))
+            if "ragged" in self.stages
+            else super().pieces(call)
+        )
 
     def walk(self, call) -> Walk:
         if "listed" not in self.stages:
@@ -76,9 +87,14 @@ def fake_list(rank: int) -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
+def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
+    entries = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
+    return entries, fake_vector(Int32, 4, size=1)
+
+
 def fake_extra() -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *fake_tiles())
 
 
 def trial(spec: KernelSpec, *stages: str):

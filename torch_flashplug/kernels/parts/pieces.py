@@ -1,5 +1,8 @@
 """Where a tile lies: a launch-order number becomes a tile, which says where its rows and keys are, of tensors in global
 memory or of what TMA reads them by.
+
+A kernel has pieces as an argument and asks them for the tiles of its launch: `pieces.of(order, sizes)`. Dense is the
+kind whose sequences are dims of tensors; ragged.py has another.
 """
 
 from __future__ import annotations
@@ -31,16 +34,23 @@ class Tile:
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V that a block of rows meets."""
-        kv_head = self.head // self.group if self.kv_head is None else self.kv_head
-        return of_head(x, kv_head, self.batch)
+        return of_head(x, self.head_of_keys(), self.batch)
 
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
         """Of the nth query head that a block of keys meets."""
         return of_head(x, self.query_head(nth), self.batch)
 
+    def head_of_keys(self) -> Int32:
+        """The KV head that a block of rows meets."""
+        return self.head // self.group if self.kv_head is None else self.kv_head
+
     def query_head(self, nth: Int32) -> Int32:
         """The nth of those that a block of keys meets."""
         return self.head * self.group + nth
+
+    def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of a row's LSE, in (batch, heads, rows)."""
+        return self.batch, self.head, row
 
 
 def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
@@ -49,8 +59,8 @@ def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Op
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors."""
+class Launch:
+    """Tiles of a launch."""
 
     order: TileOrder
     sizes: Sizes
@@ -74,3 +84,37 @@ class Dense:
         """For a CTA that has no other: its KV head is divided out here, once, and not where it is asked for."""
         tile = replace(self.tile(number), group=self.group)
         return replace(tile, kv_head=tile.head // tile.group)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a kernel takes: any of its kinds."""
+
+
+@dataclass(frozen=True)
+class Dense(Pieces):
+    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors. Holds nothing, so that a
+    kernel has no argument for it.
+    """
+
+    uneven = False  # whether tiles differ in length whatever they walk over
+
+    def rows_first(self, t: cute.Tensor) -> cute.Tensor:
+        """A tensor (batch, heads, rows, columns) as TMA reads it: (rows, columns, heads, batch)."""
+        return sm90.rows_first(t)
+
+    def columns_first(self, t: cute.Tensor) -> cute.Tensor:
+        """The same as (columns, rows, heads, batch)."""
+        return sm90.columns_first(t)
+
+    def most_blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
+        """Of a head, for the host: no more than these."""
+        return cute.ceil_div(Sq, tile_m)
+
+    def blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
+        """Of a head."""
+        return cute.ceil_div(Sq, tile_m)
+
+    def of(self, order: TileOrder, sizes: Sizes, kv_heads: Int32 | None = None) -> Launch:
+        """Tiles in that order."""
+        return Launch(order, sizes, kv_heads)

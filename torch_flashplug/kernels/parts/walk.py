@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class Sizes:
     """Of the sequence that a tile belongs to."""
 
+    keyless = False  # whether it may have no keys
+
     Sq: Int32
     Sk: Int32
 
@@ -82,7 +84,8 @@ class BoundBand:
 
     def num_blocks(self, end_row: Int32) -> Int32:
         """KV blocks that hold one of those keys; at least one."""
-        return cute.ceil_div(self.num_visible(end_row), self.tile_n)
+        blocks = cute.ceil_div(self.num_visible(end_row), self.tile_n)
+        return cutlass.max(blocks, 1) if self.sizes.keyless else blocks
 
     def keys(self, tile: Tile) -> Leftward:
         """KV blocks of a tile of tile_m rows."""

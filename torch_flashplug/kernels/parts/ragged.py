@@ -1,0 +1,144 @@
+"""Sequences of different lengths on end: torch.nn.attention.varlen's tensors (rows, heads, columns), which a kernel gets
+as (1, heads, rows, columns), and LSE as (1, heads, rows). The kind of pieces whose tiles come from lists.
+
+A list has an entry for every block of rows, or of keys, that some sequence has; all heads share it. It is made on the
+device, from lengths that the host does not know; the host knows its room: a sequence of n rows has at most n / tile + 1
+blocks. So a tile costs one load, there are no tiles without rows, and tiles may come in any order (docs/layouts.md).
+
+TMA stops at the end of a sequence: what lies behind it, perhaps NaN, is never read as keys nor written as rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from . import sm90
+from .pieces import Launch, Pieces, Tile
+from .scheduler import TileOrder
+from .scratch import vector_at
+from .walk import Sizes
+
+ENTRY = 8  # numbers of an entry: one sector
+REACH = 1 << 30  # rows at most, of all sequences
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows of one sequence among those of all."""
+
+    start: Int32
+    length: Int32
+
+    def of_head(self, x: sm90.Operand | cute.Tensor, head: Int32) -> sm90.Operand | cute.Tensor:
+        """As pieces.of_head: rows count from the first one of the sequence."""
+        if isinstance(x, sm90.Operand):
+            return sm90.Operand(x.atom, self.of_coordinates(x.m, head), x.s)
+        rows = x[0, head, None, None]
+        first = rows.iterator + Int64(self.start) * rows.stride[0]
+        return cute.make_tensor(first, cute.make_layout((self.length, rows.shape[1]), stride=rows.stride))
+
+    def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
+        """One head of a tensor that `stopping` has made, or of its transpose."""
+        mine = m[None, None, head, (self.start + self.length, REACH)]
+        first, rows_lead = REACH - self.length, type(m.shape[0]) is int  # REACH, and columns are not known when traced
+        return cute.domain_offset((first, 0) if rows_lead else (0, first), mine)
+
+
+def stopping(t: cute.Tensor) -> cute.Tensor:
+    """What TMA reads (rows, columns, heads, 1) with two dims more, so that it stops at the end of any sequence: row r of
+    one whose rows end before `end`, `length` of them, is at (REACH - length + r, end, REACH). Rows from `length` on are
+    beyond the first dim: zeros when read, not written. The third dim takes REACH rows off the address again, around
+    2^64: the descriptor's own address must be one that exists.
+    """
+    row, column, head, _ = t.stride
+    wrap = (1 << 64) // REACH // (t.element_type.width // 8) - row
+    shape = (REACH, t.shape[1], t.shape[2], (REACH, 2 * REACH - 1))
+    return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=(row, column, head, (row, wrap))))
+
+
+@dataclass(frozen=True)
+class MaybeEmpty(Sizes):
+    """Of a sequence that may have no keys."""
+
+    keyless = True
+
+
+@dataclass(frozen=True)
+class RaggedTile(Tile):
+    """`batch` is its sequence's number."""
+
+    own: Span | None = None  # rows, or keys where it is a block of keys
+    others: Span | None = None  # what those meet
+
+    def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+        return self.own.of_head(x, self.head)
+
+    def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+        return self.others.of_head(x, self.head_of_keys())
+
+    def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
+        return self.others.of_head(x, self.query_head(nth))
+
+    def place(self, row: Int32) -> tuple[int, Int32, Int32]:
+        return 0, self.head, self.own.start + row
+
+
+@dataclass(frozen=True)
+class TileList:
+    """Blocks that sequences have. An entry: number of the block in its sequence; the sequence; first row and rows of the
+    side that the block is of; the same of the other side; two more.
+    """
+
+    entries: cute.Tensor  # (room, ENTRY) Int32, 32-byte aligned; zeros from `count` on
+    count: cute.Tensor  # (1,) Int32
+
+    def room(self) -> Int32:
+        return self.entries.shape[0]
+
+    def load(self, number: Int32) -> tuple[Int32, ...]:
+        entry = cute.make_rmem_tensor((ENTRY,), Int32)
+        cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
+        return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
+
+
+@dataclass(frozen=True)
+class RaggedLaunch(Launch):
+    """The order's blocks are numbers of entries."""
+
+    entries: TileList | None = None
+    of_keys: bool = False
+
+    def tile(self, number: Int32, group: Int32 | None = None) -> RaggedTile:
+        nth, head, _ = self.order.tile(number)
+        block, sequence, *spans, _, _ = self.entries.load(nth)
+        own, others = Span(*spans[:2]), Span(*spans[2:])
+        sizes = MaybeEmpty(others.length, own.length) if self.of_keys else MaybeEmpty(own.length, others.length)
+        return RaggedTile(block, head, sequence, sizes, group, own=own, others=others)
+
+
+@dataclass(frozen=True)
+class Ragged(Pieces):
+    """Sequences on end."""
+
+    queries: TileList  # blocks of rows, as TileOrder takes them: the longest come last
+    uneven = True
+
+    def rows_first(self, t: cute.Tensor) -> cute.Tensor:
+        return stopping(sm90.rows_first(t))
+
+    def columns_first(self, t: cute.Tensor) -> cute.Tensor:
+        rows = self.rows_first(t)
+        return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0, 2, 3]))
+
+    def most_blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
+        return self.queries.room()
+
+    def blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
+        return cute.arch.make_warp_uniform(self.queries.count[0])
+
+    def of(self, order: TileOrder, sizes: Sizes, kv_heads: Int32 | None = None) -> RaggedLaunch:
+        return RaggedLaunch(order, sizes, kv_heads, entries=self.queries)
