@@ -38,7 +38,11 @@ class Extra:
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
     row_tiles: cute.Tensor  # (n, ENTRY) Int32
-    row_tile_count: cute.Tensor
+    row_count: cute.Tensor  # (1,) Int32
+    key_tiles: cute.Tensor
+    key_count: cute.Tensor
+    scratch_tiles: cute.Tensor
+    scratch_count: cute.Tensor
 
 
 STAGES = {
@@ -54,11 +58,11 @@ class TrialSeams(Seams):
     stages: tuple[str, ...] = ()
 
     def pieces(self, call) -> Pieces:
-        return (
-            Ragged(TileList(call.extra.row_tiles, call.extra.row_tile_count))
-            if "ragged" in self.stages
-            else super().pieces(call)
-        )
+        if "ragged" not in self.stages:
+            return super().pieces(call)
+        x = call.extra
+        lists = ((x.row_tiles, x.row_count), (x.key_tiles, x.key_count), (x.scratch_tiles, x.scratch_count))
+        return Ragged(*(TileList(*each) for each in lists))
 
     def walk(self, call) -> Walk:
         if "listed" not in self.stages:
@@ -94,7 +98,8 @@ def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
 
 def fake_extra() -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *fake_tiles())
+    tiles = (x for _ in range(3) for x in fake_tiles())
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *tiles)
 
 
 def trial(spec: KernelSpec, *stages: str):

@@ -203,7 +203,7 @@ class ForwardSm90(ForwardCall):
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(ring_q, ring_k, ring_v, queue, pieces.of(order, Sizes(Sq, Sk), Hkv), walk)
+        work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.o), ((ring_q, 4), *by_all))
 
@@ -279,7 +279,7 @@ class ForwardSm90(ForwardCall):
             tile = work.pieces.tile(number)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, done)

@@ -1,13 +1,14 @@
 """Where a tile lies: a launch-order number becomes a tile, which says where its rows and keys are, of tensors in global
 memory or of what TMA reads them by.
 
-A kernel has pieces as an argument and asks them for the tiles of its launch: `pieces.of(order, sizes)`. Dense is the
+A kernel has pieces as an argument and asks them for the tiles of its launch: `pieces.of_rows(order, ...)`. Dense is the
 kind whose sequences are dims of tensors; ragged.py has another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -15,6 +16,9 @@ from cutlass import Int32
 from . import sm90
 from .scheduler import TileOrder
 from .walk import Sizes
+
+if TYPE_CHECKING:
+    from .key_order import KeyOrder
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,20 @@ class Tile:
     group: Int32 | None = None  # query heads of a KV head
     kv_head: Int32 | None = None
 
+    first_block = 0  # of scratch: the first one of the sequence's rows
+
+    @property
+    def sequence(self) -> Int32:
+        """Its number, for stages and walks; batch is the tensors'."""
+        return self.batch
+
     def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """Of its own head: those of a query head's tensors, or of a KV head's for a block of keys."""
-        return of_head(x, self.head, self.batch)
+        return self.rows_of(x, self.head, self.batch)
+
+    def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+        """The same of any head."""
+        return of_head(x, head, batch)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V that a block of rows meets."""
@@ -51,6 +66,16 @@ class Tile:
     def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
         """Of a row's LSE, in (batch, heads, rows)."""
         return self.batch, self.head, row
+
+    def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
+        """Of a row of its own head, in (batch, heads, 2, rows of scratch)."""
+        return self.batch, self.head, which, row
+
+    def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
+        """Of x (batch, heads, 2, rows of scratch), what the nth query head has that a block of keys meets: (1, size,
+        which, block).
+        """
+        return cute.local_tile(of_head(x, self.query_head(nth), self.batch), (1, size), (None, None))
 
 
 def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
@@ -107,14 +132,34 @@ class Dense(Pieces):
         """The same as (columns, rows, heads, batch)."""
         return sm90.columns_first(t)
 
-    def most_blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
-        """Of a head, for the host: no more than these."""
-        return cute.ceil_div(Sq, tile_m)
+    def batch(self, x: cute.Tensor) -> Int32:
+        """Of what TMA reads."""
+        return x.shape[3]
 
-    def blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
-        """Of a head."""
-        return cute.ceil_div(Sq, tile_m)
+    def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
+        """Tiles of a head."""
+        return cute.ceil_div(Sq, size)
 
-    def of(self, order: TileOrder, sizes: Sizes, kv_heads: Int32 | None = None) -> Launch:
-        """Tiles in that order."""
+    def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
+        """Tiles of a KV head."""
+        return cute.ceil_div(Sk, size)
+
+    most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # that the host knows of
+
+    def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:
+        """Tiles of query heads, in that order."""
         return Launch(order, sizes, kv_heads)
+
+    def of_keys(self, order: KeyOrder, sizes: Sizes) -> Launch:
+        """Tiles of KV heads."""
+        return Launch(order, sizes)
+
+    def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
+        """Blocks of rows that a query head has in scratch."""
+        return cute.ceil_div(Sq, size)
+
+    def block_of_scratch(
+        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
+    ) -> Tile:
+        """One of them, with what those who ask need of it."""
+        return Tile(number, head, batch, sizes)

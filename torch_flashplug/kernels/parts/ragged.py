@@ -1,5 +1,5 @@
-"""Sequences of different lengths on end: torch.nn.attention.varlen's tensors (rows, heads, columns), which a kernel gets
-as (1, heads, rows, columns), and LSE as (1, heads, rows). The kind of pieces whose tiles come from lists.
+"""Sequences of different lengths on end: tensors (rows, heads, columns) of torch.nn.attention.varlen, which a kernel
+gets as (1, heads, rows, columns), and LSE as (1, heads, rows). The kind of pieces whose tiles come from lists.
 
 A list has an entry for every block of rows, or of keys, that some sequence has; all heads share it. It is made on the
 device, from lengths that the host does not know; the host knows its room: a sequence of n rows has at most n / tile + 1
@@ -10,17 +10,22 @@ TMA stops at the end of a sequence: what lies behind it, perhaps NaN, is never r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ...spec import BACKWARD_TILE
 from . import sm90
 from .pieces import Launch, Pieces, Tile
 from .scheduler import TileOrder
 from .scratch import vector_at
 from .walk import Sizes
+
+if TYPE_CHECKING:
+    from .key_order import KeyOrder
 
 ENTRY = 8  # numbers of an entry: one sector
 REACH = 1 << 30  # rows at most, of all sequences
@@ -49,10 +54,10 @@ class Span:
 
 
 def stopping(t: cute.Tensor) -> cute.Tensor:
-    """What TMA reads (rows, columns, heads, 1) with two dims more, so that it stops at the end of any sequence: row r of
-    one whose rows end before `end`, `length` of them, is at (REACH - length + r, end, REACH). Rows from `length` on are
-    beyond the first dim: zeros when read, not written. The third dim takes REACH rows off the address again, around
-    2^64: the descriptor's own address must be one that exists.
+    """What TMA reads (rows, columns, heads, 1) with two dims instead of the last, so that it stops at the end of any
+    sequence: row r of one whose `length` rows end before row `end` of all is at (REACH - length + r, ..., (end,
+    REACH)). Rows from `length` on are beyond the first dim: zeros when read, not written. The last coordinate takes
+    REACH rows off the address again, around 2^64: a descriptor whose own address lay that far below could not load.
     """
     row, column, head, _ = t.stride
     wrap = (1 << 64) // REACH // (t.element_type.width // 8) - row
@@ -69,13 +74,19 @@ class MaybeEmpty(Sizes):
 
 @dataclass(frozen=True)
 class RaggedTile(Tile):
-    """`batch` is its sequence's number."""
+    """Tensors hold one batch, of all sequences."""
 
     own: Span | None = None  # rows, or keys where it is a block of keys
     others: Span | None = None  # what those meet
+    number: Int32 | None = None  # of the sequence
+    first_block: Int32 | None = None
 
-    def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
-        return self.own.of_head(x, self.head)
+    @property
+    def sequence(self) -> Int32:
+        return self.number
+
+    def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+        return self.own.of_head(x, head)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         return self.others.of_head(x, self.head_of_keys())
@@ -83,14 +94,20 @@ class RaggedTile(Tile):
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
         return self.others.of_head(x, self.query_head(nth))
 
-    def place(self, row: Int32) -> tuple[int, Int32, Int32]:
-        return 0, self.head, self.own.start + row
+    def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
+        return self.batch, self.head, self.own.start + row
+
+    def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
+        return self.batch, self.head, which, self.first_block * BACKWARD_TILE[0] + row
+
+    def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
+        return cute.domain_offset((0, 0, 0, self.first_block), super().facts(x, nth, size))
 
 
 @dataclass(frozen=True)
 class TileList:
-    """Blocks that sequences have. An entry: number of the block in its sequence; the sequence; first row and rows of the
-    side that the block is of; the same of the other side; two more.
+    """Blocks that sequences have. An entry: number of the block in its sequence; the sequence's; first row and rows of
+    the side that the block is of; the same of the other side; the first of the sequence's blocks of scratch; nothing.
     """
 
     entries: cute.Tensor  # (room, ENTRY) Int32, 32-byte aligned; zeros from `count` on
@@ -104,27 +121,42 @@ class TileList:
         cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
         return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
 
+    def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> RaggedTile:
+        """The block of an entry, of one head."""
+        block, sequence, *spans, first_block, _ = self.load(number)
+        own, others = Span(*spans[:2]), Span(*spans[2:])
+        queries, keys = (others, own) if of_keys else (own, others)
+        place = (block, head, batch, MaybeEmpty(queries.length, keys.length), group)
+        return RaggedTile(*place, own=own, others=others, number=sequence, first_block=first_block)
+
 
 @dataclass(frozen=True)
 class RaggedLaunch(Launch):
     """The order's blocks are numbers of entries."""
 
     entries: TileList | None = None
-    of_keys: bool = False
 
     def tile(self, number: Int32, group: Int32 | None = None) -> RaggedTile:
         nth, head, _ = self.order.tile(number)
-        block, sequence, *spans, _, _ = self.entries.load(nth)
-        own, others = Span(*spans[:2]), Span(*spans[2:])
-        sizes = MaybeEmpty(others.length, own.length) if self.of_keys else MaybeEmpty(own.length, others.length)
-        return RaggedTile(block, head, sequence, sizes, group, own=own, others=others)
+        return self.entries.tile(nth, head, Int32(0), group, of_keys=self.kv_heads is None)
+
+    def only_tile(self, number: Int32) -> RaggedTile:
+        """There may be more CTAs than tiles: the others get an entry of zeros."""
+        nth, head, _ = self.order.tile(cutlass.min(number, self.total - 1))
+        nth, group = cutlass.select_(number < self.total, nth, self.order.num_m_blocks), self.group
+        tile = self.entries.tile(nth, head, Int32(0), group, of_keys=self.kv_heads is None)
+        return replace(tile, kv_head=head // group)
 
 
 @dataclass(frozen=True)
 class Ragged(Pieces):
-    """Sequences on end."""
+    """Sequences on end. Of the lists, a kernel has those that it needs. The longest blocks of rows come last, of keys
+    first: where TileOrder begins. Blocks of scratch are in the order of sequences: their entries' numbers are places.
+    """
 
-    queries: TileList  # blocks of rows, as TileOrder takes them: the longest come last
+    rows: TileList | None = None
+    keys: TileList | None = None
+    scratch: TileList | None = None
     uneven = True
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
@@ -134,11 +166,33 @@ class Ragged(Pieces):
         rows = self.rows_first(t)
         return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0, 2, 3]))
 
-    def most_blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
-        return self.queries.room()
+    def batch(self, x: cute.Tensor) -> int:
+        return 1
 
-    def blocks_of_rows(self, Sq: Int32, tile_m: int) -> Int32:
-        return cute.arch.make_warp_uniform(self.queries.count[0])
+    def most_blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
+        return self.rows.room()
 
-    def of(self, order: TileOrder, sizes: Sizes, kv_heads: Int32 | None = None) -> RaggedLaunch:
-        return RaggedLaunch(order, sizes, kv_heads, entries=self.queries)
+    def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
+        return cute.arch.make_warp_uniform(self.rows.count[0])
+
+    def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
+        return self.keys.room()
+
+    def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
+        return cute.arch.make_warp_uniform(self.keys.count[0])
+
+    def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> RaggedLaunch:
+        return RaggedLaunch(order, sizes, kv_heads, entries=self.rows)
+
+    def of_keys(self, order: KeyOrder, sizes: Sizes) -> RaggedLaunch:
+        if order.in_order:
+            raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
+        return RaggedLaunch(order, sizes, entries=self.keys)
+
+    def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
+        return self.scratch.room()
+
+    def block_of_scratch(
+        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
+    ) -> RaggedTile:
+        return self.scratch.tile(number, head, batch, None, of_keys=False)
