@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_vector
+from torch_flashplug.kernels.parts.arguments import Call, FewRows, Gradients, Scales, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
@@ -62,7 +62,7 @@ class TrialSeams(Seams):
             return super().pieces(call)
         x = call.extra
         lists = ((x.row_tiles, x.row_count), (x.key_tiles, x.key_count), (x.scratch_tiles, x.scratch_count))
-        return Ragged(*(TileList(*each) for each in lists))
+        return Ragged(*(TileList(*each) for each in lists), total_keys=call.k.shape[2])
 
     def walk(self, call) -> Walk:
         if "listed" not in self.stages:
@@ -78,6 +78,11 @@ class TrialSeams(Seams):
 
 @dataclass(frozen=True)
 class TrialCall(Call):
+    extra: Extra
+
+
+@dataclass(frozen=True)
+class TrialFewRows(FewRows):
     extra: Extra
 
 
@@ -125,6 +130,16 @@ def trial(spec: KernelSpec, *stages: str):
         ):  # fmt: skip
             self.launch(TrialCall(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas, extra), stream)
 
+    class Decode(base):
+        fake_arguments = Forward.fake_arguments
+
+        @cute.jit
+        def __call__(
+            self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
+            partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32, extra: Extra, stream: cuda.CUstream,
+        ):  # fmt: skip
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, extra), stream)
+
     class Backward(base):
         fake_arguments = Forward.fake_arguments
 
@@ -139,7 +154,7 @@ def trial(spec: KernelSpec, *stages: str):
             scales = Scales(scale_log2, scale)
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, extra), stream)
 
-    kernel.__class__ = Backward if spec.is_backward else Forward
+    kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
     for part in (kernel, getattr(kernel, "query_gradient", None), getattr(kernel, "key_gradients", None)):
         with_seams(part)
     return kernel

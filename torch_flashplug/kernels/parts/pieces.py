@@ -63,9 +63,13 @@ class Tile:
         """The nth of those that a block of keys meets."""
         return self.head * self.group + nth
 
+    def row(self, row: Int32) -> Int32:
+        """Its place in tensors."""
+        return row
+
     def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
         """Of a row's LSE, in (batch, heads, rows)."""
-        return self.batch, self.head, row
+        return self.batch, self.head, self.row(row)
 
     def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
         """Of a row of its own head, in (batch, heads, 2, rows of scratch)."""
@@ -150,9 +154,17 @@ class Dense(Pieces):
         """Tiles of query heads, in that order."""
         return Launch(order, sizes, kv_heads)
 
+    def block_of_rows(self, number: Int32, sizes: Sizes) -> Tile:
+        """For a kernel that has the heads."""
+        return Tile(number, None, None, sizes)
+
     def of_keys(self, order: KeyOrder, sizes: Sizes) -> Launch:
         """Tiles of KV heads."""
         return Launch(order, sizes)
+
+    def all_keys(self, x: cute.Tensor) -> Int32:
+        """Of a KV head in what TMA reads, of all sequences that share tensors."""
+        return x.shape[0]
 
     def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
         """Blocks of rows that a query head has in scratch."""

@@ -67,9 +67,9 @@ def stopping(t: cute.Tensor) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class MaybeEmpty(Sizes):
-    """Of a sequence that may have no keys."""
+    """Of a sequence that may have no rows, or no keys."""
 
-    keyless = True
+    may_be_empty = True
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class RaggedTile(Tile):
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
         return self.others.of_head(x, self.query_head(nth))
 
-    def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
-        return self.batch, self.head, self.own.start + row
+    def row(self, row: Int32) -> Int32:
+        return self.own.start + row
 
     def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
         return self.batch, self.head, which, self.first_block * BACKWARD_TILE[0] + row
@@ -136,27 +136,36 @@ class RaggedLaunch(Launch):
 
     entries: TileList | None = None
 
-    def tile(self, number: Int32, group: Int32 | None = None) -> RaggedTile:
+    @property
+    def of_keys(self) -> bool:
+        return self.kv_heads is None
+
+    def entry(self, number: Int32) -> tuple[Int32, Int32]:
+        """Number of a tile's entry, and its head."""
         nth, head, _ = self.order.tile(number)
-        return self.entries.tile(nth, head, Int32(0), group, of_keys=self.kv_heads is None)
+        return nth if self.of_keys else self.order.num_m_blocks - 1 - nth, head  # TileOrder begins with the last block
+
+    def tile(self, number: Int32, group: Int32 | None = None) -> RaggedTile:
+        nth, head = self.entry(number)
+        return self.entries.tile(nth, head, Int32(0), group, self.of_keys)
 
     def only_tile(self, number: Int32) -> RaggedTile:
         """There may be more CTAs than tiles: the others get an entry of zeros."""
-        nth, head, _ = self.order.tile(cutlass.min(number, self.total - 1))
+        nth, head = self.entry(cutlass.min(number, self.total - 1))
         nth, group = cutlass.select_(number < self.total, nth, self.order.num_m_blocks), self.group
-        tile = self.entries.tile(nth, head, Int32(0), group, of_keys=self.kv_heads is None)
-        return replace(tile, kv_head=head // group)
+        return replace(self.entries.tile(nth, head, Int32(0), group, self.of_keys), kv_head=head // group)
 
 
 @dataclass(frozen=True)
 class Ragged(Pieces):
-    """Sequences on end. Of the lists, a kernel has those that it needs. The longest blocks of rows come last, of keys
-    first: where TileOrder begins. Blocks of scratch are in the order of sequences: their entries' numbers are places.
+    """Sequences on end. Of the lists, a kernel has those that it needs: tiles of rows, of keys, the longest first; blocks
+    of rows of scratch, in the order of sequences, as they lie there.
     """
 
     rows: TileList | None = None
     keys: TileList | None = None
     scratch: TileList | None = None
+    total_keys: Int32 | None = None
     uneven = True
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
@@ -184,10 +193,16 @@ class Ragged(Pieces):
     def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> RaggedLaunch:
         return RaggedLaunch(order, sizes, kv_heads, entries=self.rows)
 
+    def block_of_rows(self, number: Int32, sizes: Sizes) -> RaggedTile:
+        return self.rows.tile(number, None, None, None, of_keys=False)
+
     def of_keys(self, order: KeyOrder, sizes: Sizes) -> RaggedLaunch:
         if order.in_order:
             raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
         return RaggedLaunch(order, sizes, entries=self.keys)
+
+    def all_keys(self, x: cute.Tensor) -> Int32:
+        return self.total_keys
 
     def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
         return self.scratch.room()

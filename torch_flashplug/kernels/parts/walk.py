@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 class Sizes:
     """Of the sequence that a tile belongs to."""
 
-    keyless = False  # whether it may have no keys
-
     Sq: Int32
     Sk: Int32
+
+    may_be_empty = False  # whether it may have no rows, or no keys
+
+    def some(self, count: Int32) -> Int32:
+        """Of them; at least one."""
+        return cutlass.max(count, 1) if self.may_be_empty else count
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,7 @@ class BoundBand:
 
     def num_blocks(self, end_row: Int32) -> Int32:
         """KV blocks that hold one of those keys; at least one."""
-        blocks = cute.ceil_div(self.num_visible(end_row), self.tile_n)
-        return cutlass.max(blocks, 1) if self.sizes.keyless else blocks
+        return self.sizes.some(cute.ceil_div(self.num_visible(end_row), self.tile_n))
 
     def keys(self, tile: Tile) -> Leftward:
         """KV blocks of a tile of tile_m rows."""
@@ -235,6 +238,12 @@ class Split:
     def create(cls, total: Int32, number: Int32, parts: Int32) -> Split:
         """Sizes differ by one at most."""
         return cls(total * number // parts, total * (number + 1) // parts)
+
+    def or_block(self, beyond: Int32) -> Split:
+        """That block where there is none."""
+        none = self.begin == self.end
+        begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
+        return Split(begin, end)
 
     def nth(self, j: Int32) -> Int32:
         """Positions are those of the whole walk."""
