@@ -101,6 +101,17 @@ class Teams:
         cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
 
 
+@dataclass(frozen=True)
+class Outside:
+    """In global memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+
+
 class DecodeSm80(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
@@ -118,9 +129,9 @@ class DecodeSm80(DecodeCall):
         pieces = self.seams.pieces(call)
         m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        tensors = (call.q, call.k, call.v, call.o, call.lse)
+        tensors = Outside(call.q, call.k, call.v, call.o, call.lse)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        self.kernel(*tensors, partials.start, call.scale, call.splits, *seams).launch(
+        self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -134,11 +145,7 @@ class DecodeSm80(DecodeCall):
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        tensors: Outside,
         partials: cute.Pointer,
         scale: Float32,
         splits: Int32,
@@ -150,17 +157,19 @@ class DecodeSm80(DecodeCall):
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
-        sizes = Sizes(mQ.shape[2], mK.shape[2])
-        part = Part.of_cta(pieces, sizes, mQ.shape[1], mK.shape[1], self.tile_m, splits)
+        sizes = Sizes(tensors.q.shape[2], tensors.k.shape[2])
+        part = Part.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.Tile(start, self.tile_m, self.d)
-        ring = self.my_ring(mK, mV, part, walk.at(part.sizes, self.tile_m, self.tile_n), start + q.bytes, team)
+        ring = self.my_ring(
+            tensors.k, tensors.v, part, walk.at(part.sizes, self.tile_m, self.tile_n), start + q.bytes, team
+        )
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
         here = chain.hold(self.keys).at(
             Place(part.sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR, part.tile.sequence, None)
         )
 
         follow()
-        self.load_queries(mQ, q, part)
+        self.load_queries(tensors.q, q, part)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, part.sizes.Sk)
         lse = softmax.finish(fragments.rows_and_columns(out), scale)
@@ -170,7 +179,7 @@ class DecodeSm80(DecodeCall):
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), lse, teams, team, slab * SLAB + lane // 4)
         cute.arch.sync_threads()
-        self.add_up(teams, part, mO, mLSE, partials)
+        self.add_up(teams, part, tensors.o, tensors.lse, partials)
 
     def my_ring(
         self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, start: Int32, team: Int32

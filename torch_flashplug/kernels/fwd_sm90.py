@@ -123,13 +123,16 @@ class ForwardSm90(ForwardCall):
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
         self.small_smem = spec.q_slots < 2 * self.warpgroups
-        # The first warpgroups of a tile may see fewer blocks than the last, and of three the last often has no rows.
-        diagonal = self.seams.uneven and spec.tile_n % spec.tile_m != 0
-        self.uneven = self.warpgroups > 1 and (diagonal or self.warpgroups == 3)
         # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D ptxas would serialise
         # every product.)
         self.halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
+        diagonal = self.seams.uneven and self.tile_n % self.tile_m != 0
+        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.short)
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:

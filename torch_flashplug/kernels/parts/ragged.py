@@ -158,8 +158,8 @@ class RaggedLaunch(Launch):
 
 @dataclass(frozen=True)
 class Ragged(Pieces):
-    """Sequences on end. Of the lists, a kernel has those that it needs: tiles of rows, of keys, the longest first; blocks
-    of rows of scratch, in the order of sequences, as they lie there.
+    """Sequences on end. A kernel has the lists that it needs: tiles of rows, or of keys, the longest first; blocks of
+    rows of scratch, in the order of sequences, as they lie there.
     """
 
     rows: TileList | None = None

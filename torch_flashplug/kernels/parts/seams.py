@@ -32,6 +32,11 @@ class Seams:
         """Whether rows of a tile may see different numbers of keys."""
         return self.band.uneven
 
+    @property
+    def short(self) -> bool:
+        """Whether many tiles have few rows."""
+        return False
+
     def pieces(self, call: object) -> Pieces:
         return Dense()
 
