@@ -48,9 +48,13 @@ class Span:
 
     def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
         """One head of a tensor that `stopping` has made, or of its transpose."""
-        mine = m[None, None, head, (self.start + self.length, REACH)]
-        first, rows_lead = REACH - self.length, type(m.shape[0]) is int  # REACH, and columns are not known when traced
-        return cute.domain_offset((first, 0) if rows_lead else (0, first), mine)
+        first, rest = self.coordinates()
+        rows_lead = type(m.shape[0]) is int  # REACH; columns are not known when traced
+        return cute.domain_offset((first, 0) if rows_lead else (0, first), m[None, None, head, rest])
+
+    def coordinates(self) -> tuple[Int32, tuple[Int32, int]]:
+        """Of its first row, as `stopping` says."""
+        return REACH - self.length, (self.start + self.length, REACH)
 
 
 def stopping(t: cute.Tensor) -> cute.Tensor:
@@ -60,9 +64,14 @@ def stopping(t: cute.Tensor) -> cute.Tensor:
     REACH rows off the address again, around 2^64: a descriptor whose own address lay that far below could not load.
     """
     row, column, head, _ = t.stride
-    wrap = (1 << 64) // REACH // (t.element_type.width // 8) - row
+    wrap = around(row, t.element_type.width // 8)
     shape = (REACH, t.shape[1], t.shape[2], (REACH, 2 * REACH - 1))
     return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=(row, column, head, (row, wrap))))
+
+
+def around(row: Int64, element_bytes: int) -> Int64:
+    """What REACH of them, in elements, take REACH rows off an address with."""
+    return (1 << 64) // REACH // element_bytes - row
 
 
 @dataclass(frozen=True)
