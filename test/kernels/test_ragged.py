@@ -43,7 +43,7 @@ def expected(own: list[int], others: list[int], queries: list[int], size: int) -
     """Entries in the order of sequences."""
     found, first, met, scratch = [], 0, 0, 0
     for sequence, (length, other) in enumerate(zip(own, others, strict=True)):
-        found += [(b, sequence, first, length, met, other, scratch, 0) for b in range(-(-length // size))]
+        found += [(b, sequence, first, length, met, other, scratch, max(other, 1)) for b in range(-(-length // size))]
         first, met, scratch = first + length, met + other, scratch - (-queries[sequence] // SCRATCH)
     return found
 
@@ -63,7 +63,7 @@ def test_entries_are_the_blocks_that_sequences_have(rows, size):
         wanted = expected(own, others, rows, size)
         assert int(made.count[0]) == len(wanted) <= len(made.entries)
         assert [tuple(entry) for entry in made.entries[: len(wanted)].tolist()] == wanted
-        assert not made.entries[len(wanted) :].any()  # what CTAs without a tile find
+        assert all(entry == [0] * 7 + [1] for entry in made.entries[len(wanted) :].tolist())  # CTAs without a tile
 
 
 def launches(made: tuple[Entries, Entries], section: int):
@@ -93,6 +93,7 @@ def test_every_block_of_every_head_is_a_tile_once_and_the_longest_come_first(row
         assert sorted(found) == sorted((head, entry) for head in range(heads) for entry in wanted)
         sizes = [(t.others.length, t.own.length) if launch.of_keys else (t.own.length, t.others.length) for t in tiles]
         assert [(t.sizes.Sq, t.sizes.Sk) for t in tiles] == sizes
+        assert all(t.sizes.some_keys == max(t.sizes.Sk, 1) for t in tiles)
         lasting = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
         assert lasting == sorted(lasting, reverse=True)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -46,8 +47,8 @@ class Part:
 
     @property
     def last_row(self) -> Int32:
-        """Packed, or some row that exists."""
-        return self.sizes.some(self.rows) - 1
+        """Packed; the first where there is none."""
+        return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
     def keys(self, walk: BoundBand) -> Split:
         """This split's KV blocks; one behind the last where there are fewer blocks than splits."""
@@ -61,6 +62,6 @@ class Part:
 
     def place(self, row: Int32) -> tuple[Int32, Int32]:
         """Query head and query, in tensors, of a packed row."""
-        Sq = self.sizes.some(self.sizes.Sq)
+        Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
         group = self.rows // Sq
         return self.tile.kv_head * group + row // Sq, self.tile.row(row % Sq)

@@ -79,6 +79,13 @@ class MaybeEmpty(Sizes):
     """Of a sequence that may have no rows, or no keys."""
 
     may_be_empty = True
+    or_one: Int32 | None = (
+        None  # keys; not worked out here: of one maximum more ptxas makes that it serialises products
+    )
+
+    @property
+    def some_keys(self) -> Int32:
+        return self.or_one
 
 
 @dataclass(frozen=True)
@@ -116,10 +123,11 @@ class RaggedTile(Tile):
 @dataclass(frozen=True)
 class TileList:
     """Blocks that sequences have. An entry: number of the block in its sequence; the sequence's; first row and rows of
-    the side that the block is of; the same of the other side; the first of the sequence's blocks of scratch; nothing.
+    the side that the block is of; the same of the other side; the first of the sequence's blocks of scratch; rows of
+    the other side, at least one.
     """
 
-    entries: cute.Tensor  # (room, ENTRY) Int32, 32-byte aligned; zeros from `count` on
+    entries: cute.Tensor  # (room, ENTRY) Int32, 16-byte aligned; from `count` on zeros, but for the last number: 1
     count: cute.Tensor  # (1,) Int32
 
     def room(self) -> Int32:
@@ -132,10 +140,10 @@ class TileList:
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> RaggedTile:
         """The block of an entry, of one head."""
-        block, sequence, *spans, first_block, _ = self.load(number)
+        block, sequence, *spans, first_block, some = self.load(number)
         own, others = Span(*spans[:2]), Span(*spans[2:])
-        queries, keys = (others, own) if of_keys else (own, others)
-        place = (block, head, batch, MaybeEmpty(queries.length, keys.length), group)
+        sizes = (others.length, own.length, own.length) if of_keys else (own.length, others.length, some)
+        place = (block, head, batch, MaybeEmpty(*sizes), group)
         return RaggedTile(*place, own=own, others=others, number=sequence, first_block=first_block)
 
 
@@ -159,7 +167,7 @@ class RaggedLaunch(Launch):
         return self.entries.tile(nth, head, Int32(0), group, self.of_keys)
 
     def only_tile(self, number: Int32) -> RaggedTile:
-        """There may be more CTAs than tiles: the others get an entry of zeros."""
+        """There may be more CTAs than tiles: the others get an entry without rows."""
         nth, head = self.entry(cutlass.min(number, self.total - 1))
         nth, group = cutlass.select_(number < self.total, nth, self.order.num_m_blocks), self.group
         return replace(self.entries.tile(nth, head, Int32(0), group, self.of_keys), kv_head=head // group)

@@ -28,9 +28,10 @@ class Sizes:
 
     may_be_empty = False  # whether it may have no rows, or no keys
 
-    def some(self, count: Int32) -> Int32:
-        """Of them; at least one."""
-        return cutlass.max(count, 1) if self.may_be_empty else count
+    @property
+    def some_keys(self) -> Int32:
+        """Keys; where there are none, one, so that there is a block to take."""
+        return self.Sk
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,12 @@ class BoundBand:
         return self.causal
 
     def num_visible(self, end_row: Int32) -> Int32:
-        """Keys visible to some row before end_row."""
-        return cutlass.min(self.sizes.Sk, end_row) if self.causal else self.sizes.Sk
+        """Keys visible to some row before end_row; at least one."""
+        return cutlass.min(self.sizes.some_keys, end_row) if self.causal else self.sizes.some_keys
 
     def num_blocks(self, end_row: Int32) -> Int32:
         """KV blocks that hold one of those keys; at least one."""
-        return self.sizes.some(cute.ceil_div(self.num_visible(end_row), self.tile_n))
+        return cute.ceil_div(self.num_visible(end_row), self.tile_n)
 
     def keys(self, tile: Tile) -> Leftward:
         """KV blocks of a tile of tile_m rows."""
