@@ -64,7 +64,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Between:
     """What lies in global memory between the kernels of a call."""
 
     rows: cute.Tensor  # LSE and delta
@@ -293,8 +293,8 @@ class BackwardSm90(BackwardCall):
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        kept = Kept(call.rows, call.scratch)
-        self.kernel(atoms, tensors, kept, call.scales, call.counter, section, ahead.heads, *seams).launch(
+        between = Between(call.rows, call.scratch)
+        self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
             grid=(cutlass.min(ahead.portions * call.k.shape[1] * call.k.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -344,7 +344,7 @@ class BackwardSm90(BackwardCall):
         self,
         atoms: Operands,
         tensors: Operands,
-        kept: Kept,
+        between: Between,
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
@@ -372,7 +372,7 @@ class BackwardSm90(BackwardCall):
         of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
         dq_writer = DqWriter(
             scratch=Scratch(
-                kept.scratch.iterator, kept.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
+                between.scratch.iterator, between.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
             ),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
             kv_heads=kv_heads,
@@ -389,7 +389,7 @@ class BackwardSm90(BackwardCall):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, kept.rows, shared, work, dq_writer)
+                self.load_queries(q, do, between.rows, shared, work, dq_writer)
             elif warp_idx == 1:
                 k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)

@@ -76,12 +76,12 @@ def around(row: Int64, element_bytes: int) -> Int64:
 
 @dataclass(frozen=True)
 class MaybeEmpty(Sizes):
-    """Of a sequence that may have no rows, or no keys."""
+    """Of a sequence that may have no rows, or no keys. `or_one` comes from memory: with a maximum worked out in the
+    forward ptxas serialises products.
+    """
 
     may_be_empty = True
-    or_one: Int32 | None = (
-        None  # keys; not worked out here: of one maximum more ptxas makes that it serialises products
-    )
+    or_one: Int32 | None = None  # keys
 
     @property
     def some_keys(self) -> Int32:
