@@ -8,7 +8,6 @@ kind whose sequences are dims of tensors; ragged.py has another.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -16,9 +15,6 @@ from cutlass import Int32
 from . import sm90
 from .scheduler import TileOrder
 from .walk import Sizes
-
-if TYPE_CHECKING:
-    from .key_order import KeyOrder
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Dense(Pieces):
         """For a kernel that has the heads."""
         return Tile(number, None, None, sizes)
 
-    def of_keys(self, order: KeyOrder, sizes: Sizes) -> Launch:
+    def of_keys(self, order: TileOrder, sizes: Sizes) -> Launch:
         """Tiles of KV heads."""
         return Launch(order, sizes)
 

@@ -11,7 +11,6 @@ TMA stops at the end of a sequence: what lies behind it, perhaps NaN, is never r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -23,9 +22,6 @@ from .pieces import Launch, Pieces, Tile
 from .scheduler import TileOrder
 from .scratch import vector_at
 from .walk import Sizes
-
-if TYPE_CHECKING:
-    from .key_order import KeyOrder
 
 ENTRY = 8  # numbers of an entry: one sector
 REACH = 1 << 30  # rows at most, of all sequences
@@ -213,7 +209,7 @@ class Ragged(Pieces):
     def block_of_rows(self, number: Int32, sizes: Sizes) -> RaggedTile:
         return self.rows.tile(number, None, None, None, of_keys=False)
 
-    def of_keys(self, order: KeyOrder, sizes: Sizes) -> RaggedLaunch:
+    def of_keys(self, order: TileOrder, sizes: Sizes) -> RaggedLaunch:
         if order.in_order:
             raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
         return RaggedLaunch(order, sizes, entries=self.keys)
