@@ -12,8 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_vector
+from torch_flashplug.kernels.parts.arguments import Call, FewRows, Gradients, Scales, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
+from torch_flashplug.kernels.parts.pieces import Pieces
+from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
@@ -35,6 +37,12 @@ class Extra:
     key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
+    row_tiles: cute.Tensor  # (n, ENTRY) Int32
+    row_count: cute.Tensor  # (1,) Int32
+    key_tiles: cute.Tensor
+    key_count: cute.Tensor
+    scratch_tiles: cute.Tensor
+    scratch_count: cute.Tensor
 
 
 STAGES = {
@@ -48,6 +56,17 @@ class TrialSeams(Seams):
     """The walk of a spec, its own stage, then the trial's."""
 
     stages: tuple[str, ...] = ()
+
+    @property
+    def short(self) -> bool:
+        return "ragged" in self.stages
+
+    def pieces(self, call) -> Pieces:
+        if "ragged" not in self.stages:
+            return super().pieces(call)
+        x = call.extra
+        lists = ((x.row_tiles, x.row_count), (x.key_tiles, x.key_count), (x.scratch_tiles, x.scratch_count))
+        return Ragged(*(TileList(*each) for each in lists), total_keys=call.k.shape[2])
 
     def walk(self, call) -> Walk:
         if "listed" not in self.stages:
@@ -67,6 +86,11 @@ class TrialCall(Call):
 
 
 @dataclass(frozen=True)
+class TrialFewRows(FewRows):
+    extra: Extra
+
+
+@dataclass(frozen=True)
 class TrialGradients(Gradients):
     extra: Extra
 
@@ -76,9 +100,15 @@ def fake_list(rank: int) -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
+def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
+    entries = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
+    return entries, fake_vector(Int32, 4, size=1)
+
+
 def fake_extra() -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
+    tiles = (x for _ in range(3) for x in fake_tiles())
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *tiles)
 
 
 def trial(spec: KernelSpec, *stages: str):
@@ -104,6 +134,16 @@ def trial(spec: KernelSpec, *stages: str):
         ):  # fmt: skip
             self.launch(TrialCall(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas, extra), stream)
 
+    class Decode(base):
+        fake_arguments = Forward.fake_arguments
+
+        @cute.jit
+        def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)
+            self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
+            partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32, extra: Extra, stream: cuda.CUstream,
+        ):  # fmt: skip
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, extra), stream)
+
     class Backward(base):
         fake_arguments = Forward.fake_arguments
 
@@ -118,7 +158,7 @@ def trial(spec: KernelSpec, *stages: str):
             scales = Scales(scale_log2, scale)
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, extra), stream)
 
-    kernel.__class__ = Backward if spec.is_backward else Forward
+    kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
     for part in (kernel, getattr(kernel, "query_gradient", None), getattr(kernel, "key_gradients", None)):
         with_seams(part)
     return kernel

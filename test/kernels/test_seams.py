@@ -14,19 +14,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A stage loaded ahead, one behind the softmax and what comes back to it, both: where registers are fewest.
 TRIALS = {
-    "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits",), ("dropout",), ("bits", "dropout")],
+    "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",)],
     "fwd_sm90_bf16_d192_full_m128n112s2": [("bits", "dropout")],  # blocks of 112 keys read words of 64
-    "fwd_sm80_bf16_d128_full_m128n48s1": [("bits",)],
-    "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits", "dropout")],
-    "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",), ("dropout",), ("bits", "dropout")],
+    "fwd_sm80_bf16_d128_full_m128n48s1": [("bits",), ("ragged",)],
+    "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits", "dropout"), ("ragged",)],
+    "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",)],
     "bwd_sm90_bf16_d128_full_m64n128s2": [("dropout",), ("listed",), ("listed", "bits")],
     "detbwd_sm90_bf16_d128_causal_m64n128s2": [("bits", "dropout")],
-    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",)],
+    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("ragged",)],
     # Blocks from lists, with a mask's words for what they hide.
-    "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits")],
+    "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits"), ("ragged",)],
     "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",)],
     "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
     "partbwd_sm90_bf16_d128_full_m64n64s2": [("listed", "bits")],
+    # Sequences of different lengths on end.
+    "fwd_sm90_bf16_d64_causal_m192n128s2": [("ragged",)],
+    "fwd_sm90_bf16_d256_full_m128n80s2": [("ragged",)],
+    "decode_sm90_bf16_d128_full_m64n64s3": [("ragged",)],
 }
 COUNTS = ("hgmma", "warpgroup")
 COMPILE = """

@@ -27,7 +27,7 @@ from .parts import fragments, sm80
 from .parts.arguments import BackwardCall, Gradients, Scales
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.pieces import Dense, Tile
+from .parts.pieces import Pieces, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 from .parts.seams import Seams
@@ -243,18 +243,19 @@ class BackwardSm80(BackwardCall):
     def launch(self, call: Gradients, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
-        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        pieces, walk, chain = self.seams.pieces(call), self.seams.walk(call), self.seams.chain(call)
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
         bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
         everything = Ahead(B * Hkv, group, num_n_blocks)
-        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, everything, chain.kept_share, stream)
+        sums = (call.rows, call.scratch)
+        self.prepare(call.o, call.do, call.lse, *sums, everything, chain.kept_share, pieces, stream)
         tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
-        self.kernel(tensors, call.rows, call.scratch, call.scales, section, walk, chain).launch(
+        self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
-        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), everything, stream)
+        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), everything, pieces, stream)
 
     @cute.kernel
     def kernel(
@@ -264,6 +265,7 @@ class BackwardSm80(BackwardCall):
         mScratch: cute.Tensor,
         scales: Scales,
         section: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -271,7 +273,7 @@ class BackwardSm80(BackwardCall):
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
         bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
         order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
-        tile = Dense(order, bound.sizes).tile(cute.arch.block_idx()[0])
+        tile = pieces.of_keys(order, bound.sizes).tile(cute.arch.block_idx()[0])
         first_key = tile.block * self.tile_n
 
         smem = cutlass.memory.SmemAllocator()
@@ -334,7 +336,7 @@ class BackwardSm80(BackwardCall):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
         column = lane % 4 * 2 + part * HALF
-        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.batch, None, transposed=True)
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
@@ -486,7 +488,7 @@ class BackwardSm80(BackwardCall):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
         column = lane % 4 * 2 + half * HALF
-        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.batch, None, transposed=True)
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
         left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
         run = order.walk.queries(keys.tile)

@@ -36,7 +36,7 @@ from .parts.backward_rows import (
 )
 from .parts.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.pieces import Dense, Tile
+from .parts.pieces import Launch, Pieces, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import UNITS, Ahead, Scratch
 from .parts.seams import Seams
@@ -61,6 +61,14 @@ class Operands:
     @property
     def all(self) -> tuple:
         return self.q, self.do, self.k, self.v, self.dk, self.dv, self.dq
+
+
+@dataclass(frozen=True)
+class Between:
+    """What lies in global memory between the kernels of a call."""
+
+    rows: cute.Tensor  # LSE and delta
+    scratch: cute.Tensor  # dQ in fp32, and counters
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    pieces: Dense
+    pieces: Launch
     walk: Walk
     group: Int32  # query heads of a KV head
     tile_m: int
@@ -262,30 +270,32 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
         B, Hkv, Sk, _ = call.k.shape
-        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
+        pieces, group = self.seams.pieces(call), call.q.shape[1] // Hkv
+        num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
         walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(walk, group, B * Hkv, row_bytes, num_ctas)
         ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
         chain = self.seams.chain(call)
-        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, stream)
+        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
         self.step_over_keys(call, section, ahead, stream)
-        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), ahead, stream)
+        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
 
     @cute.jit
     def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
-        tensors = (sm90.rows_first(x) for x in (call.q, call.do, call.k, call.v))
+        pieces = self.seams.pieces(call)
+        tensors = (pieces.rows_first(x) for x in (call.q, call.do, call.k, call.v))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
-            sm90.output_tma(self.element, sm90.rows_first(x), columns)
+            sm90.output_tma(self.element, pieces.rows_first(x), columns)
             for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        walk, chain = self.seams.walk(call), self.seams.chain(call)
-        sums = (call.rows, call.scratch, call.scales, call.counter)
-        self.kernel(atoms, tensors, *sums, section, ahead.heads, walk, chain).launch(
-            grid=(cutlass.min(ahead.portions * tensors.k.shape[2] * tensors.k.shape[3], call.num_ctas), 1, 1),
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        between = Between(call.rows, call.scratch)
+        self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
+            grid=(cutlass.min(ahead.portions * call.k.shape[1] * call.k.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -334,12 +344,12 @@ class BackwardSm90(BackwardCall):
         self,
         atoms: Operands,
         tensors: Operands,
-        mRows: cute.Tensor,
-        mScratch: cute.Tensor,
+        between: Between,
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
         heads_ahead: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -350,17 +360,20 @@ class BackwardSm90(BackwardCall):
         self.start(warp_idx, atoms, rings, ring_mail)
 
         Sq, _, Hq, _ = tensors.q.shape
-        Sk, _, Hkv, B = tensors.k.shape
-        num_n_blocks, kv_heads, sizes = cute.ceil_div(Sk, self.tile_n), Hkv * B, Sizes(Sq, Sk)
+        Sk, _, Hkv, _ = tensors.k.shape
+        num_n_blocks, kv_heads = pieces.blocks_of_keys(Sk, self.tile_n), Hkv * pieces.batch(tensors.k)
+        sizes = Sizes(Sq, Sk)
         bound = walk.at(sizes, self.tile_m, self.tile_n)
         order = KeyOrder(True, num_n_blocks, Hkv, kv_heads, section, bound, self.in_order)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
-        work = Work(rings, queue, Dense(order, sizes), walk, Hq // Hkv, self.tile_m, self.tile_n)
+        work = Work(rings, queue, pieces.of_keys(order, sizes), walk, Hq // Hkv, self.tile_m, self.tile_n)
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
         dq_writer = DqWriter(
-            scratch=Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, Hq * tensors.q.shape[3], self.unit),
+            scratch=Scratch(
+                between.scratch.iterator, between.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
+            ),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
             kv_heads=kv_heads,
             scale=chain.scaled(scales.natural),
@@ -369,13 +382,14 @@ class BackwardSm90(BackwardCall):
             element=self.element,
             ring=rings.back.part(writer, self.back_slots),
             slots=cute.local_tile(shared.back, (self.unit, self.back_slots), (0, writer)),
+            pieces=pieces,
             added=rings.added,
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, mRows, shared, work, dq_writer)
+                self.load_queries(q, do, between.rows, shared, work, dq_writer)
             elif warp_idx == 1:
                 k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
@@ -404,7 +418,7 @@ class BackwardSm90(BackwardCall):
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = cute.local_tile(tile.queries(mRows, g), (1, self.tile_m), (None, None))
+                gRows = tile.facts(mRows, g, self.tile_m)
                 mine = run.of_head(g)
                 whole = mine.whole()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
@@ -505,7 +519,7 @@ class BackwardSm90(BackwardCall):
             tile = work.pieces.tile(number, work.group)
             run = work.run(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.batch, None, transposed=True))
+            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True))
             rings.k.wait(nth)
             rings.v.wait(nth)
             my.fetch_keys()

@@ -22,6 +22,7 @@ from .parts import fragments, sm80
 from .parts.arguments import DecodeCall, FewRows
 from .parts.combine import Combine, Partials, Share, follow, starts_early
 from .parts.packed import Part
+from .parts.pieces import Pieces
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD
 from .parts.seams import Seams
@@ -100,6 +101,17 @@ class Teams:
         cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
 
 
+@dataclass(frozen=True)
+class Outside:
+    """In global memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+
+
 class DecodeSm80(DecodeCall):
     """Builds the kernel of one spec; every size below is known when it is traced."""
 
@@ -114,10 +126,12 @@ class DecodeSm80(DecodeCall):
     def launch(self, call: FewRows, stream: cuda.CUstream):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
-        m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
+        pieces = self.seams.pieces(call)
+        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        tensors, seams = (call.q, call.k, call.v, call.o, call.lse), (self.seams.walk(call), self.seams.chain(call))
-        self.kernel(*tensors, partials.start, call.scale, call.splits, *seams).launch(
+        tensors = Outside(call.q, call.k, call.v, call.o, call.lse)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -131,14 +145,11 @@ class DecodeSm80(DecodeCall):
     @cute.kernel
     def kernel(
         self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        tensors: Outside,
         partials: cute.Pointer,
         scale: Float32,
         splits: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -146,19 +157,21 @@ class DecodeSm80(DecodeCall):
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
-        sizes = Sizes(mQ.shape[2], mK.shape[2])
-        part = Part.of_cta(sizes, mQ.shape[1], mK.shape[1], self.tile_m, splits)
+        sizes = Sizes(tensors.q.shape[2], tensors.k.shape[2])
+        part = Part.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.Tile(start, self.tile_m, self.d)
-        ring = self.my_ring(mK, mV, part, walk.at(sizes, self.tile_m, self.tile_n), start + q.bytes, team)
+        ring = self.my_ring(
+            tensors.k, tensors.v, part, walk.at(part.sizes, self.tile_m, self.tile_n), start + q.bytes, team
+        )
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
         here = chain.hold(self.keys).at(
-            Place(sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR, part.batch, None)
+            Place(part.sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR, part.tile.sequence, None)
         )
 
         follow()
-        self.load_queries(mQ, q, part)
+        self.load_queries(tensors.q, q, part)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
-        self.attend(ring, left_q, out, softmax, here, sizes.Sk)
+        self.attend(ring, left_q, out, softmax, here, part.sizes.Sk)
         lse = softmax.finish(fragments.rows_and_columns(out), scale)
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
@@ -166,7 +179,7 @@ class DecodeSm80(DecodeCall):
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), lse, teams, team, slab * SLAB + lane // 4)
         cute.arch.sync_threads()
-        self.add_up(teams, part, mO, mLSE, partials)
+        self.add_up(teams, part, tensors.o, tensors.lse, partials)
 
     def my_ring(
         self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, start: Int32, team: Int32
@@ -188,7 +201,7 @@ class DecodeSm80(DecodeCall):
         row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
             number = part.first_row + row + r
-            head, query = part.place(cutlass.min(number, part.rows - 1))
+            head, query = part.place(cutlass.min(number, part.last_row))
             source = mQ[part.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
             place = q.unit(row, unit) + r * q.row_bytes
             sm80.copy_row(source, place, q, mQ.shape[3] - unit * sm80.VECTOR, number < part.rows)

@@ -24,6 +24,7 @@ from .parts import fragments, sm90
 from .parts.arguments import DecodeCall, FewRows
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share, follow
 from .parts.packed import Part
+from .parts.pieces import Pieces
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, vector_at
 from .parts.seams import Seams
@@ -106,12 +107,13 @@ class DecodeSm90(DecodeCall):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
-        tma_k, mK = k.tma(sm90.rows_first(call.k))
-        tma_v, mVt = v.tma(sm90.columns_first(call.v))
-        m_tiles = cute.ceil_div(Hq // Hkv * Sq, self.tile_m)
+        pieces = self.seams.pieces(call)
+        tma_k, mK = k.tma(pieces.rows_first(call.k))
+        tma_v, mVt = v.tma(pieces.columns_first(call.v))
+        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         outside = Outside(call.q, call.o, call.lse, partials.start)
-        seams = (self.seams.walk(call), self.seams.chain(call))
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
         arguments = (Operands(tma_k, tma_v), Operands(mK, mVt), outside, call.scale, call.splits, *seams)
         launch = {
             "grid": (m_tiles * call.splits * Hkv * B, 1, 1),
@@ -136,6 +138,7 @@ class DecodeSm90(DecodeCall):
         outside: Outside,
         scale: Float32,
         splits: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
         clustered: cutlass.Constexpr[bool],
@@ -145,13 +148,13 @@ class DecodeSm90(DecodeCall):
         _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
         shared = Shared(*(x.buffer(smem) for x in self.inputs))
         sizes = Sizes(outside.q.shape[2], tensors.k.shape[0])
-        part = Part.of_cta(sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
-        work = Work(part, walk.at(sizes, self.tile_m, self.tile_n), ring_k, ring_v)
+        part = Part.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
+        work = Work(part, walk.at(part.sizes, self.tile_m, self.tile_n), ring_k, ring_v)
         sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         follow()
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
-            self.load(k, v, work)
+            self.load(k, v, work, pieces)
         else:
             self.consume(shared, work, outside, scale, chain, clustered)
         if cutlass.const_expr(clustered):
@@ -161,20 +164,23 @@ class DecodeSm90(DecodeCall):
             sm90.join_cluster()  # a peer may still read here
 
     @cute.jit
-    def load(self, k: sm90.Operand, v: sm90.Operand, work: Work):
+    def load(self, k: sm90.Operand, v: sm90.Operand, work: Work, pieces: Pieces):
         """Producer warp: K and V of this split's blocks."""
         tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
-        keys, policy = work.keys(), self.policy(k.m, v.m)
+        keys, policy = work.keys(), self.policy(k.m, v.m, pieces)
         for j in cutlass.range(keys.begin, keys.end, unroll=1):
             block = keys.nth(j)
             sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, j - keys.begin, policy)
             sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
 
-    def policy(self, mK: cute.Tensor, mVt: cute.Tensor) -> Int64:
+    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: Pieces) -> Int64:
         """K and V that fit in L2 may be there when they are read again; larger ones only push out others (3 %)."""
-        Sk, D, heads, batch = mK.shape
-        many = Int64(Sk) * heads * batch * (D + mVt.shape[0]) * self.element.bytes > L2_BYTES[self.spec.arch]
+        _, D, heads, _ = mK.shape
+        many = (
+            Int64(pieces.all_keys(mK)) * heads * pieces.batch(mK) * (D + mVt.shape[0]) * self.element.bytes
+            > L2_BYTES[self.spec.arch]
+        )
         return Int64(cutlass.select_(many, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
 
     @cute.jit
@@ -197,7 +203,9 @@ class DecodeSm90(DecodeCall):
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
         softmax = OnlineSoftmax.create(scale * fragments.LOG2_E)
-        here = chain.hold(self.tile_n).at(Place(part.sizes, self.tile_n, Int32(0), lane % 4 * 2, part.batch, None))
+        here = chain.hold(self.tile_n).at(
+            Place(part.sizes, self.tile_n, Int32(0), lane % 4 * 2, part.tile.sequence, None)
+        )
         first_row = part.first_row + wg * ROWS
 
         self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)
@@ -209,7 +217,7 @@ class DecodeSm90(DecodeCall):
         scores.start(0)
         warpgroup.wait_group(0)
         work.ring_k.release(0)
-        self.weigh(scores.values, softmax, here, keys.nth(keys.begin), part.sizes.Sk, first=True)
+        self.weigh(scores.values, softmax, here, keys.nth(keys.begin), part.sizes, first=True)
         P.take(acc_S)
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
             nth, before = j - keys.begin, j - keys.begin - 1
@@ -220,7 +228,7 @@ class DecodeSm90(DecodeCall):
             sums.add(work.ring_v.slot(before))
             warpgroup.wait_group(1)
             work.ring_k.release(nth)
-            self.weigh(scores.values, softmax, here, keys.nth(j), part.sizes.Sk, first=False)
+            self.weigh(scores.values, softmax, here, keys.nth(j), part.sizes, first=False)
             warpgroup.wait_group(0)
             work.ring_v.release(before)
             P.take(acc_S)
@@ -250,7 +258,7 @@ class DecodeSm90(DecodeCall):
         """Results of a thread's two rows: to the cluster, to O and LSE where keys are not split, or to partials."""
         mO, mLSE = outside.o, outside.lse
         parts = Partials(
-            outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.sizes.Sq, part.splits, mO.shape[3]
+            outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.queries, part.splits, mO.shape[3]
         )  # fmt: skip
         peers = Peers.create(sVt, self.tile_m, self.dv, part.splits)
         head_of_row = cute.arch.lane_idx() % 4 == 0
@@ -266,7 +274,7 @@ class DecodeSm90(DecodeCall):
                     if head_of_row:
                         mLSE[part.batch, head, query] = lse[r]
                 else:
-                    index = (part.batch * mLSE.shape[1] + head) * part.sizes.Sq + query
+                    index = (part.batch * mLSE.shape[1] + head) * part.queries + query
                     self.write_row(parts.output(index, part.split), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
                         cute.arch.store(parts.lse(index, part.split), lse[r])
@@ -291,13 +299,15 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, block: Int32, Sk: Int32,
+        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, block: Int32, sizes: Sizes,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Scores into probabilities; every row sees a key of every block, so none is masked out whole."""
-        if (block + 1) * self.tile_n > Sk:
+        """Scores into probabilities; every row sees a key of every block, so none is masked out whole, unless there is
+        no key.
+        """
+        if (block + 1) * self.tile_n > sizes.Sk:
             here.apply(S, block, masked=True)
-        softmax.step(S, first=first, masked=False)
+        softmax.step(S, first=first, masked=sizes.may_be_empty)
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: Part, first_row: Int32):
@@ -310,7 +320,7 @@ class DecodeSm90(DecodeCall):
         values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)
         for i in cutlass.range_constexpr(loads):
             number = i * sm90.WARPGROUP + thread
-            head, query = part.place(cutlass.min(first_row + number // vectors, part.rows - 1))
+            head, query = part.place(cutlass.min(first_row + number // vectors, part.last_row))
             column = cutlass.min(number % vectors * VECTOR, D - VECTOR)
             source = vector_at(mQ[part.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
             cute.autovec_copy(source, values[None, i])

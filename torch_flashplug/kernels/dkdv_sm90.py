@@ -27,7 +27,7 @@ from .parts import fragments, sm90
 from .parts.arguments import Gradients, Scales
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.key_order import KeyOrder, heads_in_turn
-from .parts.pieces import Dense
+from .parts.pieces import Launch, Pieces
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
 from .parts.walk import Section, Sizes, Walk
@@ -82,7 +82,7 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    pieces: Dense
+    pieces: Launch
     walk: Walk
     group: Int32  # query heads of a KV head
 
@@ -168,19 +168,20 @@ class KeyGradientsSm90:
 
     @cute.jit
     def __call__(self, call: Gradients, stream: cuda.CUstream):
-        tensors = (sm90.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        pieces = self.seams.pieces(call)
+        tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
-            sm90.output_tma(self.element, sm90.rows_first(x), staged_columns(columns))
+            sm90.output_tma(self.element, pieces.rows_first(x), staged_columns(columns))
             for x, columns in ((call.dk, self.d), (call.dv, self.dv))
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        Sk, _, Hkv, B = tensors.k.shape
-        num_n_blocks, group = cute.ceil_div(Sk, TILE_N), tensors.q.shape[2] // Hkv
+        B, Hkv, Sk, _ = call.k.shape
+        num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // Hkv
         walk, chain = self.seams.walk(call), self.seams.chain(call)
-        bound = walk.at(Sizes(tensors.q.shape[0], Sk), TILE_M, TILE_N)
+        bound = walk.at(Sizes(call.q.shape[2], Sk), TILE_M, TILE_N)
         section = heads_in_turn(bound, group, B * Hkv, (self.d + self.dv) * self.element.bytes)
-        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, walk, chain).launch(
+        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, pieces, walk, chain).launch(
             grid=(cutlass.min(num_n_blocks * B * Hkv, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -219,6 +220,7 @@ class KeyGradientsSm90:
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -228,11 +230,12 @@ class KeyGradientsSm90:
         mail, ring_mail = sm90.create_mail(smem)
         shared = self.shared(smem)
 
-        Sk, _, Hkv, B = tensors.k.shape
-        sizes = Sizes(tensors.q.shape[0], Sk)
-        order = KeyOrder(True, cute.ceil_div(Sk, TILE_N), Hkv, B * Hkv, section, walk.at(sizes, TILE_M, TILE_N))
+        Sk, _, Hkv, _ = tensors.k.shape
+        sizes, num_n_blocks = Sizes(tensors.q.shape[0], Sk), pieces.blocks_of_keys(Sk, TILE_N)
+        kv_heads = pieces.batch(tensors.k) * Hkv
+        order = KeyOrder(True, num_n_blocks, Hkv, kv_heads, section, walk.at(sizes, TILE_M, TILE_N))
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, Dense(order, sizes), walk, tensors.q.shape[2] // Hkv)
+        work = Work(rings, queue, pieces.of_keys(order, sizes), walk, tensors.q.shape[2] // Hkv)
         consumers = 4 * WARPGROUPS
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
@@ -263,7 +266,7 @@ class KeyGradientsSm90:
             tile = work.pieces.tile(number, work.group)
             run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = cute.local_tile(tile.queries(mRows, g), (1, TILE_M), (None, None))
+                gRows = tile.facts(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 mine = run.of_head(g)
@@ -346,7 +349,7 @@ class KeyGradientsSm90:
             run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             end = done + run.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
-            of_tile = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, tile.batch, None, transposed=True))
+            of_tile = chain.at(Place(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True))
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
             keys.wait(nth)

@@ -20,7 +20,7 @@ from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WAR
 from .parts import fragments, sm90
 from .parts.arguments import Gradients, Scales
 from .parts.backward_rows import differentiate, exponentiate
-from .parts.pieces import Dense, Tile
+from .parts.pieces import Launch, Pieces, Tile
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
@@ -69,7 +69,7 @@ class Work:
 
     rings: Rings
     queue: sm90.TileQueue
-    pieces: Dense
+    pieces: Launch
     walk: Walk
 
 
@@ -120,17 +120,18 @@ class QueryGradientSm90:
 
     @cute.jit
     def __call__(self, call: Gradients, stream: cuda.CUstream):
-        tensors = (sm90.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        pieces = self.seams.pieces(call)
+        tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
-        out = sm90.output_tma(self.element, sm90.rows_first(call.dq), self.d)
+        out = sm90.output_tma(self.element, pieces.rows_first(call.dq), self.d)
         atoms, tensors = (Operands(*(x[i] for x in (*loads, out))) for i in (0, 1))
-        Sq, _, Hq, B = tensors.q.shape
-        Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks = cute.ceil_div(Sq, TILE_M)
+        B, Hq, Sq, _ = call.q.shape
+        Hkv, Sk = call.k.shape[1], call.k.shape[2]
+        num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
-        walk, chain = self.seams.walk(call), self.seams.chain(call)
-        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, walk, chain).launch(
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -150,6 +151,7 @@ class QueryGradientSm90:
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -158,11 +160,12 @@ class QueryGradientSm90:
         rings = self.rings(smem)
         mail, ring_mail = sm90.create_mail(smem)
         shared = Shared(*(x.buffer(smem) for x in self.inputs))
-        Sq, _, Hq, B = tensors.q.shape
+        Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        order = TileOrder(walk.uneven, cute.ceil_div(Sq, TILE_M), Hq, Hq * B, section)
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, TILE_M), walk.uneven or pieces.uneven
+        order = TileOrder(longest_first, num_m_blocks, Hq, Hq * pieces.batch(tensors.q), section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, Dense(order, Sizes(Sq, Sk), Hkv), walk)
+        work = Work(rings, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
         counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all))
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq), counted)
@@ -236,7 +239,7 @@ class QueryGradientSm90:
             tile = work.pieces.tile(number)
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.batch, tile.head))
+            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
             two = self.my_rows(mRows, tile, row, scales.log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
@@ -296,7 +299,7 @@ class QueryGradientSm90:
             values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
             if row + 8 * r < tile.sizes.Sq:
                 for which in cutlass.range_constexpr(2):
-                    values[r, which] = mRows[tile.batch, tile.head, which, row + 8 * r]
+                    values[r, which] = mRows[tile.place_of_fact(which, row + 8 * r)]
         return Rows((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
 
     @cute.jit

@@ -19,7 +19,7 @@ from ..spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments import Call, ForwardCall, Scales
 from .parts.element import Element
-from .parts.pieces import Dense, Tile
+from .parts.pieces import Pieces, Tile
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
@@ -82,10 +82,12 @@ class ForwardSm80(ForwardCall):
     def launch(self, call: Call, stream: cuda.CUstream):
         """Every tile has a CTA: the call's counter and the number of CTAs are the other architecture's kernels'."""
         B, Hq, Sq = call.lse.shape
-        num_m_blocks = cute.ceil_div(Sq, self.tile_m)
+        pieces = self.seams.pieces(call)
+        num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
-        tensors, seams = (call.q, call.k, call.v, call.o, call.lse), (self.seams.walk(call), self.seams.chain(call))
+        tensors = (call.q, call.k, call.v, call.o, call.lse)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
         self.kernel(*tensors, call.scales, section, *seams).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
@@ -100,12 +102,15 @@ class ForwardSm80(ForwardCall):
         mLSE: cute.Tensor,
         scales: Scales,
         section: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
         B, Hq, Sq = mLSE.shape
-        order = TileOrder(walk.uneven, cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
-        tile = Dense(order, Sizes(Sq, mK.shape[2]), mK.shape[1]).only_tile(cute.arch.block_idx()[0])
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
+        launch = pieces.of_rows(order, Sizes(Sq, mK.shape[2]), mK.shape[1])
+        tile = launch.only_tile(cute.arch.block_idx()[0])
         first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
@@ -121,7 +126,7 @@ class ForwardSm80(ForwardCall):
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments import Call, ForwardCall, Scales
-from .parts.pieces import Dense
+from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place
 from .parts.seams import Seams
@@ -66,7 +66,7 @@ class Work:
     ring_k: sm90.Ring
     ring_v: sm90.Ring
     queue: sm90.TileQueue
-    pieces: Dense
+    pieces: Launch
     walk: Walk
 
 
@@ -123,13 +123,16 @@ class ForwardSm90(ForwardCall):
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
         self.small_smem = spec.q_slots < 2 * self.warpgroups
-        # The first warpgroups of a tile may see fewer blocks than the last, and of three the last often has no rows.
-        diagonal = self.seams.uneven and spec.tile_n % spec.tile_m != 0
-        self.uneven = self.warpgroups > 1 and (diagonal or self.warpgroups == 3)
         # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D ptxas would serialise
         # every product.)
         self.halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
+        diagonal = self.seams.uneven and self.tile_n % self.tile_m != 0
+        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.short)
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
@@ -143,18 +146,19 @@ class ForwardSm90(ForwardCall):
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
         q, k, v = self.inputs
-        tma_q, mQ = q.tma(sm90.rows_first(call.q))
-        tma_k, mK = k.tma(sm90.rows_first(call.k))
-        tma_v, mVt = v.tma(sm90.columns_first(call.v))
-        tma_o, mO = sm90.output_tma(self.element, sm90.rows_first(call.o), self.dv)
+        pieces = self.seams.pieces(call)
+        tma_q, mQ = q.tma(pieces.rows_first(call.q))
+        tma_k, mK = k.tma(pieces.rows_first(call.k))
+        tma_v, mVt = v.tma(pieces.columns_first(call.v))
+        tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
-        num_m_blocks, total_heads = cute.ceil_div(Sq, self.tile_m), B * Hq
-        kv_head_bytes = cutlass.Int64(mK.shape[0]) * ((self.d + self.dv) * self.element.bytes)
+        num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
+        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
-        walk, chain = self.seams.walk(call), self.seams.chain(call)
-        self.kernel(atoms, tensors, call.lse, call.scales, call.counter, section, walk, chain).launch(
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        self.kernel(atoms, tensors, call.lse, call.scales, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -187,6 +191,7 @@ class ForwardSm90(ForwardCall):
         scales: Scales,
         mCounter: cute.Tensor,
         section: Int32,
+        pieces: Pieces,
         walk: Walk,
         chain: Chain,
     ):
@@ -198,9 +203,10 @@ class ForwardSm90(ForwardCall):
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        order = TileOrder(walk.uneven, cute.ceil_div(Sq, self.tile_m), Hq, B * Hq, section)
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(ring_q, ring_k, ring_v, queue, Dense(order, Sizes(Sq, Sk), Hkv), walk)
+        work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.o), ((ring_q, 4), *by_all))
 
@@ -276,7 +282,7 @@ class ForwardSm90(ForwardCall):
             tile = work.pieces.tile(number)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.batch, tile.head))
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, done)

@@ -16,8 +16,10 @@ from cutlass.cute.nvgpu import cpasync
 from ...spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
 from . import fragments, sm90
 from .element import Element
+from .pieces import Pieces
 from .scores.chain import Kept
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
+from .walk import Sizes
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
@@ -52,39 +54,43 @@ class PrepareBackward:
         mScratch: cute.Tensor | None,  # of the main kernel (scratch.Scratch)
         ahead: Ahead | None,
         kept: Kept | None,  # of P (Chain)
+        pieces: Pieces,
         stream: cuda.CUstream,
     ):
         B, Hq = mLSE.shape[0], mLSE.shape[1]
         clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
-        self.kernel(mO, mdO, mLSE, mRows, clearing, kept).launch(
+        self.kernel(mO, mdO, mLSE, mRows, clearing, kept, pieces).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: Clearing | None,
-        kept: Kept | None,
+        kept: Kept | None, pieces: Pieces,
     ):  # fmt: skip
-        block, head, batch = cute.arch.block_idx()
+        number, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         if cutlass.const_expr(clearing is not None):
             self.clear(clearing)
 
         Sq, Dv = mO.shape[2], mO.shape[3]
+        tile = pieces.block_of_scratch(number, head, batch, Sizes(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
-            row = block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
+            row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
-            if row < Sq:
+            if row < tile.sizes.Sq:
+                place = tile.place(row)
                 if cutlass.const_expr(self.elementwise):
                     for column in cutlass.range(thread % LANES, Dv, LANES, unroll=1):
-                        delta += mO[batch, head, row, column].to(Float32) * mdO[batch, head, row, column].to(Float32)
+                        delta += mO[(*place, column)].to(Float32) * mdO[(*place, column)].to(Float32)
                 else:
-                    delta = self.product(mO[batch, head, row, None], mdO[batch, head, row, None], thread % LANES)
-                lse = mLSE[batch, head, row] * fragments.LOG2_E
+                    delta = self.product(mO[(*place, None)], mdO[(*place, None)], thread % LANES)
+                lse = mLSE[place] * fragments.LOG2_E
                 lse = cutlass.select_(lse == -Float32.inf, Float32.inf, lse)  # no key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if thread % LANES == 0:
+                row = number * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse
                 mRows[batch, head, 1, row] = delta if cutlass.const_expr(kept is None) else delta * kept.share
 
@@ -129,32 +135,41 @@ class FinishBackward:
         self.element, self.chunks, self.elementwise = element, d // WARPGROUPS // VECTOR, elementwise
 
     @cute.jit
-    def __call__(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, ahead: Ahead, stream: cuda.CUstream):
+    def __call__(
+        self,
+        mScratch: cute.Tensor,
+        mdQ: cute.Tensor,
+        scale: Float32,
+        ahead: Ahead,
+        pieces: Pieces,
+        stream: cuda.CUstream,
+    ):
         B, Hq, Sq, _ = mdQ.shape
-        heads = ahead.heads * ahead.group
-        self.kernel(mScratch, mdQ, scale, B * Hq - heads).launch(
-            grid=(cute.ceil_div(Sq, TILE_M) * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
+        heads, blocks = ahead.heads * ahead.group, pieces.blocks_of_scratch(Sq, TILE_M)
+        self.kernel(mScratch, mdQ, scale, B * Hq - heads, pieces).launch(
+            grid=(blocks * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, first_head: Int32):
+    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, first_head: Int32, pieces: Pieces):
         Sq = mdQ.shape[2]
-        number, blocks = cute.arch.block_idx()[0], cute.ceil_div(Sq, TILE_M)
+        number, blocks = cute.arch.block_idx()[0], pieces.blocks_of_scratch(Sq, TILE_M)
         block, linear = number % blocks, number // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
+        tile = pieces.block_of_scratch(block, head, batch)
         # A task is a quad's eight columns of two rows; neighbouring threads take neighbouring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
             task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
             chunk, quad, warp = task % self.chunks, task // self.chunks % 8, task // (self.chunks * 8)  # of 8 warps
             at = start + ((warp * self.chunks + chunk) * 8 + quad) * 16
-            row = block * TILE_M + warp % 4 * 16 + quad
+            row = tile.block * TILE_M + warp % 4 * 16 + quad
             column = (warp // 4 * self.chunks + chunk) * VECTOR
             if cutlass.const_expr((part + 1) * 4 <= self.chunks):
-                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], row, column, scale)
+                self.write(mScratch.iterator + at, tile.rows(mdQ), row, column, scale)
             elif warp < UNITS:  # the last tasks do not need all threads
-                self.write(mScratch.iterator + at, mdQ[batch, head, None, None], row, column, scale)
+                self.write(mScratch.iterator + at, tile.rows(mdQ), row, column, scale)
 
     @cute.jit
     def write(self, floats: cute.Pointer, gdQ: cute.Tensor, row: Int32, column: Int32, scale: Float32):

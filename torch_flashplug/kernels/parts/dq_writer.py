@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...spec import DQ_WRITERS
 from . import sm90
 from .element import Element
+from .pieces import Pieces
 from .scratch import ADDED, CLEARED, QUAD, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
 
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
@@ -46,6 +47,7 @@ class DqWriter:
     element: Element
     ring: sm90.Ring  # of slots, for one writer
     slots: cute.Tensor  # (floats of a unit, slot)
+    pieces: Pieces
     added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
 
     @property
@@ -132,8 +134,9 @@ class DqWriter:
             self.ring.release(count)
             self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
             block = first_block + unit // UNITS
-            head, slab = block // self.num_m_blocks, block % self.num_m_blocks * (UNITS // 2) + unit % (UNITS // 2)
-            out = self.dQ.head(head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
+            head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
+            slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
+            out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
             tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
             cute.copy(out.atom, tQsQ, tQgQ[None, slab, unit % UNITS // (UNITS // 2)])
             cute.arch.cp_async_bulk_commit_group()

@@ -65,7 +65,7 @@ class BoundLists:
 
     def keys(self, tile: Tile) -> KeysRun:
         row = tile.block // (LISTED // self.tile_m)
-        return KeysRun.create(self.of.keys, self.of.keys.row(tile.batch, tile.head, row), LISTED // self.tile_n)
+        return KeysRun.create(self.of.keys, self.of.keys.row(tile.sequence, tile.head, row), LISTED // self.tile_n)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> KeysRun:
         return self.keys(tile)
@@ -90,7 +90,7 @@ class Heads:
 
     def of_head(self, nth: Int32) -> QueriesRun:
         walk, tile = self.walk, self.tile
-        row = walk.of.queries.row(tile.batch, tile.query_head(nth), tile.block // (LISTED // walk.tile_n))
+        row = walk.of.queries.row(tile.sequence, tile.query_head(nth), tile.block // (LISTED // walk.tile_n))
         return QueriesRun.create(walk.of.queries, row, LISTED // walk.tile_m)
 
     @cute.jit

@@ -4,13 +4,14 @@ keys are split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from . import sm90
-from .pieces import of_head
+from .pieces import Pieces, Tile
 from .walk import BoundBand, Sizes, Split
 
 
@@ -18,32 +19,49 @@ from .walk import BoundBand, Sizes, Split
 class Part:
     """A tile of packed rows of one KV head, and one split of its keys."""
 
-    sizes: Sizes
-    kv_head: Int32
-    batch: Int32
+    tile: Tile  # its block: of packed rows
     first_row: Int32  # packed, of the KV head: query head of the group * Sq + query
     rows: Int32  # packed, of the KV head
     split: Int32
     splits: Int32
+    queries: Int32  # of a head in tensors
 
     @classmethod
-    def of_cta(cls, sizes: Sizes, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32) -> Part:
+    def of_cta(cls, pieces: Pieces, sizes: Sizes, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32) -> Part:
         """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys."""
-        rows = Hq // Hkv * sizes.Sq
-        m_tiles = cute.ceil_div(rows, tile_m)
+        group = Hq // Hkv
+        m_tiles = pieces.most_blocks_of_rows(group * sizes.Sq, tile_m)
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
-        kv, first_row = number // m_tiles, number % m_tiles * tile_m
-        return cls(sizes, kv % Hkv, kv // Hkv, first_row, rows, split, splits)
+        kv, tile = number // m_tiles, pieces.block_of_rows(number % m_tiles, sizes)
+        first_row = tile.block * tile_m
+        tile = replace(tile, kv_head=kv % Hkv, batch=kv // Hkv)
+        return cls(tile, first_row, group * tile.sizes.Sq, split, splits, sizes.Sq)
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.tile.sizes
+
+    @property
+    def batch(self) -> Int32:
+        return self.tile.batch
+
+    @property
+    def last_row(self) -> Int32:
+        """Packed; the first where there is none."""
+        return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
     def keys(self, walk: BoundBand) -> Split:
-        """This split's KV blocks."""
-        return Split.create(walk.all_keys(), self.split, self.splits)
+        """This split's KV blocks; one behind the last where there are fewer blocks than splits."""
+        total = walk.all_keys()
+        mine = Split.create(total, self.split, self.splits)
+        return mine.or_block(total) if self.sizes.may_be_empty else mine
 
     def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V of its KV head."""
-        return of_head(x, self.kv_head, self.batch)
+        return self.tile.keys(x)
 
     def place(self, row: Int32) -> tuple[Int32, Int32]:
-        """Query head and query of a packed row."""
-        group = self.rows // self.sizes.Sq
-        return self.kv_head * group + row // self.sizes.Sq, row % self.sizes.Sq
+        """Query head and query, in tensors, of a packed row."""
+        Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
+        group = self.rows // Sq
+        return self.tile.kv_head * group + row // Sq, self.tile.row(row % Sq)

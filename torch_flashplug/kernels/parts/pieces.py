@@ -1,5 +1,8 @@
 """Where a tile lies: a launch-order number becomes a tile, which says where its rows and keys are, of tensors in global
 memory or of what TMA reads them by.
+
+A kernel has pieces as an argument and asks them for the tiles of its launch: `pieces.of_rows(order, ...)`. Dense is the
+kind whose sequences are dims of tensors; ragged.py has another.
 """
 
 from __future__ import annotations
@@ -25,22 +28,54 @@ class Tile:
     group: Int32 | None = None  # query heads of a KV head
     kv_head: Int32 | None = None
 
+    first_block = 0  # of scratch: the first one of the sequence's rows
+
+    @property
+    def sequence(self) -> Int32:
+        """Its number, for stages and walks; batch is the tensors'."""
+        return self.batch
+
     def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """Of its own head: those of a query head's tensors, or of a KV head's for a block of keys."""
-        return of_head(x, self.head, self.batch)
+        return self.rows_of(x, self.head, self.batch)
+
+    def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+        """The same of any head."""
+        return of_head(x, head, batch)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V that a block of rows meets."""
-        kv_head = self.head // self.group if self.kv_head is None else self.kv_head
-        return of_head(x, kv_head, self.batch)
+        return of_head(x, self.head_of_keys(), self.batch)
 
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
         """Of the nth query head that a block of keys meets."""
         return of_head(x, self.query_head(nth), self.batch)
 
+    def head_of_keys(self) -> Int32:
+        """The KV head that a block of rows meets."""
+        return self.head // self.group if self.kv_head is None else self.kv_head
+
     def query_head(self, nth: Int32) -> Int32:
         """The nth of those that a block of keys meets."""
         return self.head * self.group + nth
+
+    def row(self, row: Int32) -> Int32:
+        """Its place in tensors."""
+        return row
+
+    def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of a row's LSE, in (batch, heads, rows)."""
+        return self.batch, self.head, self.row(row)
+
+    def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
+        """Of a row of its own head, in (batch, heads, 2, rows of scratch)."""
+        return self.batch, self.head, which, row
+
+    def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
+        """Of x (batch, heads, 2, rows of scratch), what the nth query head has that a block of keys meets: (1, size,
+        which, block).
+        """
+        return cute.local_tile(of_head(x, self.query_head(nth), self.batch), (1, size), (None, None))
 
 
 def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
@@ -49,8 +84,8 @@ def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Op
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors."""
+class Launch:
+    """Tiles of a launch."""
 
     order: TileOrder
     sizes: Sizes
@@ -74,3 +109,65 @@ class Dense:
         """For a CTA that has no other: its KV head is divided out here, once, and not where it is asked for."""
         tile = replace(self.tile(number), group=self.group)
         return replace(tile, kv_head=tile.head // tile.group)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a kernel takes: any of its kinds."""
+
+
+@dataclass(frozen=True)
+class Dense(Pieces):
+    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors. Holds nothing, so that a
+    kernel has no argument for it.
+    """
+
+    uneven = False  # whether tiles differ in length whatever they walk over
+
+    def rows_first(self, t: cute.Tensor) -> cute.Tensor:
+        """A tensor (batch, heads, rows, columns) as TMA reads it: (rows, columns, heads, batch)."""
+        return sm90.rows_first(t)
+
+    def columns_first(self, t: cute.Tensor) -> cute.Tensor:
+        """The same as (columns, rows, heads, batch)."""
+        return sm90.columns_first(t)
+
+    def batch(self, x: cute.Tensor) -> Int32:
+        """Of what TMA reads."""
+        return x.shape[3]
+
+    def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
+        """Tiles of a head."""
+        return cute.ceil_div(Sq, size)
+
+    def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
+        """Tiles of a KV head."""
+        return cute.ceil_div(Sk, size)
+
+    most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # that the host knows of
+
+    def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:
+        """Tiles of query heads, in that order."""
+        return Launch(order, sizes, kv_heads)
+
+    def block_of_rows(self, number: Int32, sizes: Sizes) -> Tile:
+        """For a kernel that has the heads."""
+        return Tile(number, None, None, sizes)
+
+    def of_keys(self, order: TileOrder, sizes: Sizes) -> Launch:
+        """Tiles of KV heads."""
+        return Launch(order, sizes)
+
+    def all_keys(self, x: cute.Tensor) -> Int32:
+        """Of a KV head in what TMA reads, of all sequences that share tensors."""
+        return x.shape[0]
+
+    def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
+        """Blocks of rows that a query head has in scratch."""
+        return cute.ceil_div(Sq, size)
+
+    def block_of_scratch(
+        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
+    ) -> Tile:
+        """One of them, with what those who ask need of it."""
+        return Tile(number, head, batch, sizes)

@@ -34,6 +34,8 @@ class TileOrder:
     total_heads: Int32  # B * Hq
     section: Int32
 
+    in_order = False  # whether tiles add up one after the other (key_order.KeyOrder)
+
     @staticmethod
     def section_heads(kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32) -> Int32:
         """Query heads (whole groups of one KV head) whose K and V about fit in a section; at least one group. The last

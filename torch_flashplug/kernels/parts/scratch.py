@@ -55,7 +55,8 @@ class Scratch:
 
     def first_block(self, tile: Tile, nth: Int32, kv_heads: Int32) -> Int32:
         """The first block of rows of the nth query head that a tile of keys meets."""
-        return (tile.batch * (tile.group * kv_heads) + tile.query_head(nth)) * self.num_m_blocks
+        head = tile.batch * (tile.group * kv_heads) + tile.query_head(nth)
+        return head * self.num_m_blocks + tile.first_block
 
     def unit(self, number: Int32 | Int64) -> cute.Pointer:
         return self.start + Int64(number) * self.unit_floats

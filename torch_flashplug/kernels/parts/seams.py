@@ -1,5 +1,5 @@
-"""What a spec's features are made of: the one place under kernels/ that knows them. Kernels ask for a walk, a chain of
-stages and an element type, and never what they are.
+"""What a spec's features are made of: the one place under kernels/ that knows them. Kernels ask for pieces, a walk, a
+chain of stages and an element type, and never what they are.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...spec import KernelSpec
 from .element import ELEMENTS, Element
+from .pieces import Dense, Pieces
 from .scores.chain import Chain, Stage
 from .scores.visible import CausalVisible, Visible
 from .walk import Band, CausalBand, Walk
@@ -30,6 +31,14 @@ class Seams:
     def uneven(self) -> bool:
         """Whether rows of a tile may see different numbers of keys."""
         return self.band.uneven
+
+    @property
+    def short(self) -> bool:
+        """Whether many tiles have few rows."""
+        return False
+
+    def pieces(self, call: object) -> Pieces:
+        return Dense()
 
     def walk(self, call: object) -> Walk:
         return self.band()

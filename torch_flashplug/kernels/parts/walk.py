@@ -26,6 +26,13 @@ class Sizes:
     Sq: Int32
     Sk: Int32
 
+    may_be_empty = False  # whether it may have no rows, or no keys
+
+    @property
+    def some_keys(self) -> Int32:
+        """Keys; where there are none, one, so that there is a block to take."""
+        return self.Sk
+
 
 @dataclass(frozen=True)
 class Section:
@@ -77,8 +84,8 @@ class BoundBand:
         return self.causal
 
     def num_visible(self, end_row: Int32) -> Int32:
-        """Keys visible to some row before end_row."""
-        return cutlass.min(self.sizes.Sk, end_row) if self.causal else self.sizes.Sk
+        """Keys visible to some row before end_row; at least one."""
+        return cutlass.min(self.sizes.some_keys, end_row) if self.causal else self.sizes.some_keys
 
     def num_blocks(self, end_row: Int32) -> Int32:
         """KV blocks that hold one of those keys; at least one."""
@@ -232,6 +239,12 @@ class Split:
     def create(cls, total: Int32, number: Int32, parts: Int32) -> Split:
         """Sizes differ by one at most."""
         return cls(total * number // parts, total * (number + 1) // parts)
+
+    def or_block(self, beyond: Int32) -> Split:
+        """That block where there is none."""
+        none = self.begin == self.end
+        begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
+        return Split(begin, end)
 
     def nth(self, j: Int32) -> Int32:
         """Positions are those of the whole walk."""

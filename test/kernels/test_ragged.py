@@ -1,0 +1,111 @@
+"""Sequences of different lengths on end: every tile once, wherever it lies. No GPU, and no attention."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ragged = pytest.importorskip("torch_flashplug.kernels.parts.ragged", reason="the DSL is needed for kernels")
+key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
+scheduler = pytest.importorskip("torch_flashplug.kernels.parts.scheduler")
+walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADS, KV_HEADS, SCRATCH = 4, 2, 64
+LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]
+LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
+
+
+def program():
+    """`tiles` of docs/layouts.md."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), re.DOTALL)
+    names = {"torch": torch, "F": torch.nn.functional}
+    exec(next(block for block in blocks if block.startswith("def tiles(")), names)
+    return names["tiles"]
+
+
+class Entries(ragged.TileList):
+    """A list whose numbers are Python's."""
+
+    def load(self, number: int) -> tuple[int, ...]:
+        return tuple(self.entries[number].tolist())
+
+
+def starts(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def expected(own: list[int], others: list[int], queries: list[int], size: int) -> list[tuple[int, ...]]:
+    """Entries in the order of sequences."""
+    found, first, met, scratch = [], 0, 0, 0
+    for sequence, (length, other) in enumerate(zip(own, others, strict=True)):
+        found += [(b, sequence, first, length, met, other, scratch, max(other, 1)) for b in range(-(-length // size))]
+        first, met, scratch = first + length, met + other, scratch - (-queries[sequence] // SCRATCH)
+    return found
+
+
+def lists(rows: list[int], keys: list[int], size: int, work=None) -> tuple[Entries, Entries]:
+    """Of blocks of rows, and of keys."""
+    of_rows = program()(starts(rows), starts(keys), starts(rows), size, sum(rows), work)
+    of_keys = program()(starts(keys), starts(rows), starts(rows), size, sum(keys), work)
+    return Entries(*of_rows), Entries(*of_keys)
+
+
+@pytest.mark.parametrize("rows", LENGTHS, ids=str)
+@pytest.mark.parametrize("size", [64, 128, 192])
+def test_entries_are_the_blocks_that_sequences_have(rows, size):
+    keys = rows[::-1]
+    for (own, others), made in zip(((rows, keys), (keys, rows)), lists(rows, keys, size), strict=True):
+        wanted = expected(own, others, rows, size)
+        assert int(made.count[0]) == len(wanted) <= len(made.entries)
+        assert [tuple(entry) for entry in made.entries[: len(wanted)].tolist()] == wanted
+        assert all(entry == [0] * 7 + [1] for entry in made.entries[len(wanted) :].tolist())  # CTAs without a tile
+
+
+def launches(made: tuple[Entries, Entries], section: int):
+    """As kernels make them: of rows, then of keys, each with its number of heads."""
+    counts = [int(each.count[0]) for each in made]
+    order = scheduler.TileOrder(True, counts[0], HEADS, HEADS, section)
+    bound = walk.Band().at(walk.Sizes(0, 0), 64, 64)
+    of_keys = key_order.KeyOrder(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
+    pieces = ragged.Ragged(*made)
+    return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(of_keys, None), KV_HEADS)
+
+
+@pytest.mark.parametrize("rows", LENGTHS, ids=str)
+@pytest.mark.parametrize("section", [1, 2, 4])
+def test_every_block_of_every_head_is_a_tile_once_and_the_longest_come_first(rows, section):
+    keys, size = rows[::-1], 64
+
+    def work(block, own, met):
+        return torch.minimum(met, (block + 1) * size)  # keys that rows see
+
+    sides = (rows, keys), (keys, rows)
+    for (launch, heads), (own, others) in zip(launches(lists(rows, keys, size, work), section), sides, strict=True):
+        wanted = [entry[:6] for entry in expected(own, others, rows, size)]
+        tiles = [launch.tile(number, HEADS // KV_HEADS) for number in range(launch.total)]
+        places = [(t.block, t.sequence, t.own.start, t.own.length, t.others.start, t.others.length) for t in tiles]
+        found = [(t.head, place) for t, place in zip(tiles, places, strict=True)]
+        assert sorted(found) == sorted((head, entry) for head in range(heads) for entry in wanted)
+        sizes = [(t.others.length, t.own.length) if launch.of_keys else (t.own.length, t.others.length) for t in tiles]
+        assert [(t.sizes.Sq, t.sizes.Sk) for t in tiles] == sizes
+        assert all(t.sizes.some_keys == max(t.sizes.Sk, 1) for t in tiles)
+        lasting = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
+        assert lasting == sorted(lasting, reverse=True)
+
+
+@pytest.mark.parametrize("element_bytes", [1, 2])
+@pytest.mark.parametrize("stride", [64, 8 * 128, 3 * 24 * 128])
+def test_tma_stops_at_the_end_of_a_sequence(element_bytes, stride):
+    """Coordinates of rows, and what the dims and strides of a descriptor make of them."""
+    for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
+        first, (end, last) = ragged.Span(start, length).coordinates()
+        assert end < ragged.REACH and last < 2 * ragged.REACH - 1 < 2**31  # inside of their dims
+        for row in (0, 1, length, length + 127):
+            elements = (first + row + end) * stride + last * ragged.around(stride, element_bytes)
+            assert elements * element_bytes % 2**64 == (start + row) * stride * element_bytes % 2**64
+            assert (first + row < ragged.REACH) == (row < length)
