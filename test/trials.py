@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_vector
+from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_operand, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
+from torch_flashplug.kernels.parts.scores.bias import Bias
 from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
@@ -35,8 +36,11 @@ class Extra:
     key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
+    bias: cute.Tensor  # (B, Hq, Sq, Sk), strides of broadcast dims 0
 
 
+# Before a spec's own stage, or behind it.
+FIRST = {"bias": lambda call: Bias(call.extra.bias, call.scales.natural)}
 STAGES = {
     "bits": lambda x: Bits(x.words, x.planes_of_batch, x.planes_of_head),
     "dropout": lambda x: Dropout(x.dropped, x.planes_of_batch, x.planes_of_head, kept_share=Kept(x.share, x.inverse)),
@@ -57,8 +61,9 @@ class TrialSeams(Seams):
         return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
 
     def chain(self, call) -> Chain:
+        first = (FIRST[name](call) for name in self.stages if name in FIRST)
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        return Chain((*super().chain(call).stages, *more))
+        return Chain((*first, *super().chain(call).stages, *more))
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,10 @@ def fake_list(rank: int) -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
-def fake_extra() -> Extra:
+def fake_extra(like: cute.Tensor) -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
+    bias = fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, bias)
 
 
 def trial(spec: KernelSpec, *stages: str):
@@ -94,7 +100,7 @@ def trial(spec: KernelSpec, *stages: str):
     class Forward(base):
         def fake_arguments(self) -> tuple:
             *arguments, stream = base.fake_arguments(self)
-            return (*arguments, fake_extra(), stream)
+            return (*arguments, fake_extra(arguments[0]), stream)
 
         @cute.jit
         def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)

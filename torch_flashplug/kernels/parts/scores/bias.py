@@ -1,0 +1,155 @@
+"""An additive bias in 16 bits, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020).
+
+TMA brings a warpgroup's part of a block into a ring of its own; ldmatrix hands a thread just the pairs that it holds of
+the scores (fragments.py), from the tile as it is or, for scores as the backward has them, from its transpose.
+
+Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
+a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
+
+TMA asks for a last stride of 1, and for other strides and an address that are multiples of 16 bytes; dims that are
+broadcast have a stride of 0, but for the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+
+from .. import sm90
+from ..fragments import LOG2_E, rows_and_columns
+from ..pieces import Tile
+from .chain import Form, Stage
+
+if TYPE_CHECKING:
+    from ..arguments import Scales
+
+ROWS = sm90.ROWS_PER_WARPGROUP
+
+
+@dataclass(frozen=True)
+class Bias(Stage):
+    """Of a call."""
+
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
+    scale: Float32  # of the scores
+
+    def tma(self, form: Form) -> Stage:
+        return MovedBias(*tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
+
+
+@dataclass(frozen=True)
+class MovedBias(Stage):
+    """As a kernel takes it: the TMA atom that loads tiles, its coordinates (Sq, Sk, heads, batch)."""
+
+    atom: cute.CopyAtom
+    m: cute.Tensor
+    scale: Float32
+
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
+        ring = tiles(form).ring(smem)
+        operand = sm90.Operand(self.atom, self.m, tiles(form).buffer(smem))
+        return BiasTiles(form, operand, ring, self.scale)
+
+
+@dataclass(frozen=True)
+class BiasTiles(Stage):
+    """In a CTA: a ring for each warpgroup."""
+
+    form: Form
+    tiles: sm90.Operand  # (queries, keys, slot and warpgroup)
+    ring: sm90.Ring  # of all of them
+    scale: Float32
+    wg: Int32 | None = None  # a consumer's
+    everywhere = True
+
+    @property
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return (self.tiles.atom,)
+
+    @property
+    def rings(self) -> tuple[tuple, ...]:
+        return ((self.ring, sm90.WARPGROUP // sm90.WARP),)
+
+    @property
+    def slots(self) -> int:
+        """Of a warpgroup."""
+        return self.ring.stages // self.form.warpgroups
+
+    def ring_of(self, wg: Int32 | int) -> sm90.Ring:
+        return self.ring.part(wg, self.slots)
+
+    def scales(self, scales: Scales) -> Scales:
+        return replace(scales, log2=Float32(LOG2_E), natural=Float32(1.0))
+
+    def bring(self, tile: Tile, head: Int32) -> Stage:
+        form = self.form
+        shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
+        tXsX, tXgX = self.tiles.head(head, tile.batch).tiles(shape, (None, None))
+        return Bringing(self, tile.block * form.warpgroups, tXsX, tXgX)
+
+    def hold(self, columns: int) -> Stage:
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
+        return replace(self, wg=wg)
+
+    @cute.jit
+    def pass_over(self, count: Int32):
+        ring = self.ring_of(self.wg)
+        ring.wait(count)
+        ring.release(count)
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        """S may be narrower than a block."""
+        ring = self.ring_of(self.wg)
+        ring.wait(count)
+        biases = self.read(self.wg * self.slots + ring.slot(count), cute.size(S) // 2 * 4)
+        cute.arch.sync_warp()
+        ring.release(count)
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+                S[r, c] = S[r, c] * self.scale + biases[r, c].to(Float32)
+
+    def read(self, slot: Int32, columns: int) -> cute.Tensor:
+        """The first `columns` of a slot's tile, as a thread holds scores of them: (2, columns / 4)."""
+        tile, dtype = self.tiles.s, self.form.element.dtype
+        if self.form.transposed:
+            tile = sm90.transposed(tile)
+        tile = cute.local_tile(tile[None, None, slot], (ROWS, columns), (0, 0))
+        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(self.form.transposed, 4), dtype)
+        mma = sm90.make_mma(dtype, columns, "rows", "rows")
+        copy = cute.make_tiled_copy_C(matrices, mma).get_slice(cute.arch.thread_idx()[0] % sm90.WARPGROUP)
+        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
+        cute.copy(copy, copy.partition_S(tile), copy.retile(values))
+        return rows_and_columns(values)
+
+
+@dataclass(frozen=True)
+class Bringing(Stage):
+    """What a producer warp loads for a tile, of one head."""
+
+    of: BiasTiles
+    first: Int32  # of the tile's parts, 64 rows each
+    shared_tiles: cute.Tensor
+    global_tiles: cute.Tensor
+
+    @cute.jit
+    def load(self, block: Int32, count: Int32):
+        of = self.of
+        for w in cutlass.range_constexpr(of.form.warpgroups):
+            ring = of.ring_of(w)
+            place = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            ring.acquire(count)
+            slot = self.shared_tiles[None, w * of.slots + ring.slot(count)]
+            cute.copy(of.tiles.atom, self.global_tiles[(None, *place)], slot, tma_bar_ptr=ring.arrival(count))
+
+
+def tiles(form: Form) -> sm90.Input:
+    """How TMA brings them: rows of queries."""
+    shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
+    return sm90.Input.create(form.element, *shape, form.warpgroups)
