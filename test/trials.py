@@ -11,6 +11,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from torch_flashplug import features
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_operand, fake_vector
 from torch_flashplug.kernels.parts.listed import Listed, Lists
@@ -19,7 +20,7 @@ from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.spec import ELEMENT_BYTES, SMEM_BYTES, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Extra:
     bias: cute.Tensor  # (B, Hq, Sq, Sk), strides of broadcast dims 0
 
 
+# What features.py will say of a feature that costs shared memory.
+features.FEATURES += (features.Feature("bias", "bias", "", "", score_bytes=ELEMENT_BYTES),)
+features.TAGS |= {"bias": frozenset({"bias"}), "causal+bias": frozenset({"causal", "bias"})}
 # Before a spec's own stage, or behind it.
 FIRST = {"bias": lambda call: Bias(call.extra.bias, call.scales.natural)}
 STAGES = {
@@ -89,6 +93,9 @@ def fake_extra(like: cute.Tensor) -> Extra:
 
 def trial(spec: KernelSpec, *stages: str):
     """A kernel as builder() makes it, with stages; callable by cute.compile with its `fake_arguments()`."""
+    known = spec.features | {name for name in stages if name in FIRST}
+    spec = dataclasses.replace(spec, mask=features.tag_of(known))
+    assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
 
