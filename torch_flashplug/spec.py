@@ -329,6 +329,9 @@ class AmpereSpec(KernelSpec):
         return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
 
     def smem_bytes(self) -> int:
+        return self.operand_bytes() + (self._stage_bytes(self.tile_m, self.tile_n) if self.kind == "fwd" else 0)
+
+    def operand_bytes(self) -> int:
         """fwd: Q, later O, and K and V. decode: Q, the rings; in their place at last, every team's results. bwd: K and
         V, the steps, dS twice (or P and dS).
         """

@@ -21,10 +21,10 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from .. import sm90
+from .. import sm80, sm90
 from ..fragments import LOG2_E, rows_and_columns
 from ..pieces import Tile
-from .chain import Form, Stage
+from .chain import Form, Place, SlabForm, Stage
 
 if TYPE_CHECKING:
     from ..arguments import Scales
@@ -41,6 +41,10 @@ class Bias(Stage):
 
     def tma(self, form: Form) -> Stage:
         return MovedBias(*tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
+
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: SlabForm) -> Stage:
+        """Where there is no TMA."""
+        return SlabBias.create(smem, form, self)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class BiasTiles(Stage):
         return self.ring.part(wg, self.slots)
 
     def scales(self, scales: Scales) -> Scales:
-        return replace(scales, log2=Float32(LOG2_E), natural=Float32(1.0))
+        return natural(scales)
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
         form = self.form
@@ -111,20 +115,13 @@ class BiasTiles(Stage):
         biases = self.read(self.wg * self.slots + ring.slot(count), cute.size(S) // 2 * 4)
         cute.arch.sync_warp()
         ring.release(count)
-        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-                S[r, c] = S[r, c] * self.scale + biases[r, c].to(Float32)
+        add(S, self.scale, biases)
 
     def read(self, slot: Int32, columns: int) -> cute.Tensor:
         """The first `columns` of a slot's tile, as a thread holds scores of them: (2, columns / 4)."""
-        tile, dtype = self.tiles.s, self.form.element.dtype
-        if self.form.transposed:
-            tile = sm90.transposed(tile)
+        tile = sm90.transposed(self.tiles.s) if self.form.transposed else self.tiles.s
         tile = cute.local_tile(tile[None, None, slot], (ROWS, columns), (0, 0))
-        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(self.form.transposed, 4), dtype)
-        mma = sm90.make_mma(dtype, columns, "rows", "rows")
-        copy = cute.make_tiled_copy_C(matrices, mma).get_slice(cute.arch.thread_idx()[0] % sm90.WARPGROUP)
-        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
+        copy, values = matrices(self.form, columns, cute.arch.thread_idx()[0] % sm90.WARPGROUP)
         cute.copy(copy, copy.partition_S(tile), copy.retile(values))
         return rows_and_columns(values)
 
@@ -149,7 +146,84 @@ class Bringing(Stage):
             cute.copy(of.tiles.atom, self.global_tiles[(None, *place)], slot, tma_bar_ptr=ring.arrival(count))
 
 
+@dataclass(frozen=True)
+class SlabBias(Stage):
+    """In a CTA of sm_80's kernels: a block of all rows, which all threads load (cp.async) and warps read in slabs."""
+
+    form: SlabForm
+    tile: sm80.Tile
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
+    scale: Float32
+    matrices: sm80.Matrices | None = None  # of a slab
+    everywhere = True
+
+    @classmethod
+    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabForm, of: Bias) -> SlabBias:
+        tile = sm80.Tile(Int32(0), form.rows, form.columns)
+        assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
+        tile = tile.moved(Int32(smem.allocate(tile.bytes, 128).toint()))
+        return cls(form, tile, of.bias, of.scale)
+
+    def scales(self, scales: Scales) -> Scales:
+        return natural(scales)
+
+    def bring(self, tile: Tile, head: Int32) -> Stage:
+        return SlabBringing(self, self.bias[tile.batch, head, None, None], tile.block * self.form.rows)
+
+    def at(self, place: Place) -> Stage:
+        slab = place.row % self.form.rows // sm80.SLAB * sm80.SLAB
+        matrices = sm80.Matrices.create(self.tile, self.form.element.dtype, "A", first_row=slab)
+        return replace(self, matrices=matrices)
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        values = cute.make_rmem_tensor((cute.size(S),), self.form.element.dtype)
+        for column in cutlass.range_constexpr(0, self.tile.columns, sm80.PAIR):
+            some = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
+            self.matrices.fetch(0, column, some)
+        add(S, self.scale, rows_and_columns(values))
+
+
+@dataclass(frozen=True)
+class SlabBringing(Stage):
+    """What all threads load for a tile."""
+
+    of: SlabBias
+    plane: cute.Tensor  # (Sq, Sk)
+    first_row: Int32
+
+    @cute.jit
+    def load(self, block: Int32, count: Int32):
+        form, first = self.of.form, block * self.of.form.columns
+        rows, columns = self.plane.shape
+        layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
+        there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
+        sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
+
+
+def natural(scales: Scales) -> Scales:
+    """What scores in natural units have left to be multiplied with."""
+    return replace(scales, log2=Float32(LOG2_E), natural=Float32(1.0))
+
+
+@cute.jit
+def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
+    """Both (2, columns) of a thread."""
+    for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)
+
+
 def tiles(form: Form) -> sm90.Input:
     """How TMA brings them: rows of queries."""
     shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
     return sm90.Input.create(form.element, *shape, form.warpgroups)
+
+
+def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:
+    """How a thread reads (64, columns) of biases, and registers for them, in an accumulator's order."""
+    dtype = form.element.dtype
+    mma = sm90.make_mma(dtype, columns, "rows", "rows")
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), dtype)
+    values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
+    return cute.make_tiled_copy_C(atom, mma).get_slice(thread), values

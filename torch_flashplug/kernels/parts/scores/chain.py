@@ -55,6 +55,17 @@ class Form:
 
 
 @dataclass(frozen=True)
+class SlabForm:
+    """The same of sm_80's kernels, where all threads load a block and every warp has slabs of its rows."""
+
+    element: Element
+    threads: int
+    rows: int
+    columns: int
+    elementwise: bool  # tensors of any strides at any address
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a thread's scores are, in a tile: rows and columns of its (2, columns) view, whose columns are numbered by
     fragments.column_of. Rows are queries and blocks are of keys; transposed: the other way round.
@@ -89,7 +100,7 @@ class Stage:
     def tma(self, form: Form) -> Stage:
         return self
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
         return self
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
@@ -135,7 +146,7 @@ class Chain:
     def tma(self, form: Form) -> Chain:
         return Chain(tuple(stage.tma(form) for stage in self.stages))
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Chain:
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Chain:
         return Chain(tuple(stage.shared(smem, form) for stage in self.stages))
 
     @property
