@@ -6,8 +6,11 @@ the scores (fragments.py), from the tile as it is or, for scores as the backward
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
 
-TMA asks for a last stride of 1, and for other strides and an address that are multiples of 16 bytes; dims that are
-broadcast have a stride of 0, but for the last one.
+Of a bias (B, Hq, Sq, Sk) the last stride is 1, the others are multiples of 16 bytes, as its address is, or 0 where it
+is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk).
+
+A warpgroup has one slot: it is free as soon as its pairs are in registers, a whole step before the next block's are
+asked for, and another would take Q's room.
 """
 
 from __future__ import annotations

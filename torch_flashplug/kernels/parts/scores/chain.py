@@ -1,10 +1,10 @@
 """What happens to scores between the product that makes them and 16 bits, stage by stage. A kernel has a chain as an
 argument and names no stage. It asks, in this order:
 
-    chain.tma(form)                 in launch: descriptors of what TMA brings
-    chain.shared(smem, form)        in the kernel, ahead of its buffers: rings and buffers that stages own
-    chain.atoms, chain.rings        for start_cta
-    chain.bring(tile, head)         producer warp: once a tile, or a query head
+    chain.tma(form)                 in launch, Hopper: descriptors of what TMA brings
+    chain.shared(smem, form)        in the kernel, ahead of its own buffers: rings and buffers that stages own
+    chain.atoms, chain.rings        Hopper: for start_cta
+    chain.bring(tile, head)         who loads: once a tile, in the backward once a query head
     brings.load(block, count)       behind the kernel's own loads for a block: what stages need of it
 
     chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
@@ -20,7 +20,9 @@ argument and names no stage. It asks, in this order:
     here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
 
 `count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
-who loads and to who reads. A stage whose blocks come through a ring is asked everywhere: what is loaded is read.
+who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
+everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
+spec.py counts. Decode and sm_80's backward bring nothing, and give no count.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the

@@ -60,13 +60,13 @@ class Words(Stage):
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.load(block)
+        self.fetch(block)
 
     def ahead(self, block: Int32) -> None:
-        self.load(block)
+        self.fetch(block)
 
     @cute.jit
-    def load(self, block: Int32):
+    def fetch(self, block: Int32):
         """Of a block, into the registers that were used last."""
         place, count = self.place, cute.size(self.now)
         _, columns = self.tiles()
