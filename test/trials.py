@@ -14,13 +14,15 @@ from cutlass import Float32, Int32
 from torch_flashplug import features
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments import Call, Gradients, Scales, fake_operand, fake_vector
+from torch_flashplug.kernels.parts.element import ELEMENTS
+from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.parts.listed import Listed, Lists
-from torch_flashplug.kernels.parts.scores.bias import Bias
-from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
+from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
+from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
-from torch_flashplug.spec import ELEMENT_BYTES, SMEM_BYTES, KernelSpec
+from torch_flashplug.spec import ELEMENT_BYTES, ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -135,3 +137,49 @@ def trial(spec: KernelSpec, *stages: str):
     for part in (kernel, getattr(kernel, "query_gradient", None), getattr(kernel, "key_gradients", None)):
         with_seams(part)
     return kernel
+
+
+def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:
+    """Which element of a tile of biases each of 128 threads gets for each of its scores, [thread][r][c], where ldmatrix
+    does what the PTX ISA says. To be called while something is traced; what it does is done then.
+    """
+    form = Form(ELEMENTS["bf16"], 1, columns, transposed)
+    copies, (values, *_) = zip(*(matrices(form, columns, thread) for thread in range(WARPGROUP)), strict=True)
+    tile = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
+    lines = [copy.partition_S(tile) for copy in copies]  # ((elements of a line, instruction), 1, 1)
+    target, scores = copies[0].retile(values).layout, rows_and_columns(values).layout
+
+    def read_by(thread: int) -> list[list[tuple[int, int]]]:
+        lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
+        for nth in range(columns // 16):  # instructions: four matrices of 8 x 8 each
+            for i in range(8):
+                matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
+                if transposed:
+                    line, place = place, line
+                source = lines[warp + matrix * 8 + line]  # lane 8 m + l says where line l of matrix m begins
+                registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
+        return [[registers[cute.crd2idx((r, c), scores)] for c in range(columns // 4)] for r in range(2)]
+
+    return [read_by(thread) for thread in range(WARPGROUP)]
+
+
+def wrong_biases(transposed: bool, columns: int) -> int:
+    """Scores whose bias would be another's."""
+    read = biases_read(transposed, columns)
+    return sum(
+        read[thread][r][c] != (thread // WARP * 16 + thread % WARP // 4 + 8 * r, thread % 4 * 2 + column_of(c))
+        for thread in range(WARPGROUP)
+        for r in range(2)
+        for c in range(columns // 4)
+    )
+
+
+def print_wrong_biases() -> None:
+    """Of what kernels read: the forward's blocks and halves of them, the backward's steps."""
+    print([wrong_biases(*read) for read in ((False, 128), (False, 64), (False, 80), (True, 64))])
+
+
+@cute.jit
+def say_wrong_biases():
+    """While it is compiled; plain Python, since the DSL would make loops of loops."""
+    print_wrong_biases()
