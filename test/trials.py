@@ -11,16 +11,20 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from torch_flashplug import features
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, FewRows, Gradients, Scales, fake_vector
+from torch_flashplug.kernels.parts.arguments import Call, FewRows, Gradients, Scales, fake_operand, fake_vector
+from torch_flashplug.kernels.parts.element import ELEMENTS
+from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
-from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
+from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
+from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,16 @@ class Extra:
     key_count: cute.Tensor
     scratch_tiles: cute.Tensor
     scratch_count: cute.Tensor
+    bias: cute.Tensor  # (B, Hq, Sq, Sk), strides of broadcast dims 0
 
 
+# What features.py will say of a feature that costs shared memory.
+features.FEATURES += (features.Feature("bias", "bias", "", "", score_bytes=2),)
+for causal in ((), ("causal",)):
+    known = features.COMBINATIONS[-1].kinds
+    features.TAGS["+".join((*causal, "bias"))] = features.Combination(frozenset({*causal, "bias"}), known)
+# Before a spec's own stage, or behind it.
+FIRST = {"bias": lambda call: Bias(call.extra.bias, call.scales.natural)}
 STAGES = {
     "bits": lambda x: Bits(x.words, x.planes_of_batch, x.planes_of_head),
     "dropout": lambda x: Dropout(x.dropped, x.planes_of_batch, x.planes_of_head, kept_share=Kept(x.share, x.inverse)),
@@ -76,8 +88,9 @@ class TrialSeams(Seams):
         return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
 
     def chain(self, call) -> Chain:
+        first = (FIRST[name](call) for name in self.stages if name in FIRST)
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        return Chain((*super().chain(call).stages, *more))
+        return Chain((*first, *super().chain(call).stages, *more))
 
 
 @dataclass(frozen=True)
@@ -105,14 +118,18 @@ def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
     return entries, fake_vector(Int32, 4, size=1)
 
 
-def fake_extra() -> Extra:
+def fake_extra(like: cute.Tensor) -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
     tiles = (x for _ in range(3) for x in fake_tiles())
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *tiles)
+    bias = fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *tiles, bias)
 
 
 def trial(spec: KernelSpec, *stages: str):
     """A kernel as builder() makes it, with stages; callable by cute.compile with its `fake_arguments()`."""
+    known = spec.features | {name for name in stages if name in FIRST}
+    spec = dataclasses.replace(spec, mask=features.tag_of(known))
+    assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
 
@@ -124,7 +141,7 @@ def trial(spec: KernelSpec, *stages: str):
     class Forward(base):
         def fake_arguments(self) -> tuple:
             *arguments, stream = base.fake_arguments(self)
-            return (*arguments, fake_extra(), stream)
+            return (*arguments, fake_extra(arguments[0]), stream)
 
         @cute.jit
         def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)
@@ -162,3 +179,49 @@ def trial(spec: KernelSpec, *stages: str):
     for part in (kernel, getattr(kernel, "query_gradient", None), getattr(kernel, "key_gradients", None)):
         with_seams(part)
     return kernel
+
+
+def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:
+    """Which element of a tile of biases each of 128 threads gets for each of its scores, [thread][r][c], where ldmatrix
+    does what the PTX ISA says. To be called while something is traced; what it does is done then.
+    """
+    form = Form(ELEMENTS["bf16"], 1, columns, transposed)
+    copies, (values, *_) = zip(*(matrices(form, columns, thread) for thread in range(WARPGROUP)), strict=True)
+    tile = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
+    lines = [copy.partition_S(tile) for copy in copies]  # ((elements of a line, instruction), 1, 1)
+    target, scores = copies[0].retile(values).layout, rows_and_columns(values).layout
+
+    def read_by(thread: int) -> list[list[tuple[int, int]]]:
+        lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
+        for nth in range(columns // 16):  # instructions: four matrices of 8 x 8 each
+            for i in range(8):
+                matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
+                if transposed:
+                    line, place = place, line
+                source = lines[warp + matrix * 8 + line]  # lane 8 m + l says where line l of matrix m begins
+                registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
+        return [[registers[cute.crd2idx((r, c), scores)] for c in range(columns // 4)] for r in range(2)]
+
+    return [read_by(thread) for thread in range(WARPGROUP)]
+
+
+def wrong_biases(transposed: bool, columns: int) -> int:
+    """Scores whose bias would be another's."""
+    read = biases_read(transposed, columns)
+    return sum(
+        read[thread][r][c] != (thread // WARP * 16 + thread % WARP // 4 + 8 * r, thread % 4 * 2 + column_of(c))
+        for thread in range(WARPGROUP)
+        for r in range(2)
+        for c in range(columns // 4)
+    )
+
+
+def print_wrong_biases() -> None:
+    """Of what kernels read: the forward's blocks and halves of them, the backward's steps."""
+    print([wrong_biases(*read) for read in ((False, 128), (False, 64), (False, 80), (True, 64))])
+
+
+@cute.jit
+def say_wrong_biases():
+    """While it is compiled; plain Python, since the DSL would make loops of loops."""
+    print_wrong_biases()

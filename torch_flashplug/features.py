@@ -20,6 +20,7 @@ class Feature:
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
     arguments: tuple[str, ...] = ()  # optional arguments (arguments.py) of its kernels
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
+    score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
 
 
 FEATURES = (
@@ -71,6 +72,12 @@ def always(features: Iterable[str]) -> int:
     """Bits of those without which their kernels run no call."""
     wanted = set(features)
     return bits(feature.name for feature in FEATURES if feature.always and feature.name in wanted)
+
+
+def score_bytes(features: Iterable[str]) -> int:
+    """Of shared memory for every score of a block."""
+    wanted = set(features)
+    return sum(feature.score_bytes for feature in FEATURES if feature.name in wanted)
 
 
 def tag_of(features: Iterable[str]) -> str:

@@ -47,6 +47,7 @@ TARGETS = {
 }
 
 WARP, WARPGROUP = 32, 128  # threads
+SLAB = 16  # rows of one mma.sync, and of a warp in wgmma's
 FP32_BYTES = 4
 SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
 SMEM_RESERVED = 1024  # of every CTA beside that
@@ -74,7 +75,6 @@ KV_IN_REGISTERS_D = 64  # up to here a backward step's five products all have re
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
 # sm_80
-SLAB = 16  # rows of one mma.sync
 AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
 AMPERE_NARROW = 128  # up to this head dim a warp owns two slabs of rows: K and V are read half as often
 AMPERE_COLUMNS = 64  # of 32 keys' dK and dV that a backward's warp holds
@@ -181,6 +181,10 @@ class KernelSpec:
     def kv_bytes(self) -> int:
         return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
 
+    def _stage_bytes(self, rows: int, columns: int) -> int:
+        """What stages of the scores hold of a block."""
+        return rows * columns * features.score_bytes(self.features)
+
     def _step_bytes(self) -> int:
         """A backward's step: Q, dO, LSE, delta."""
         return self.tile_m * (self.row_bytes("q") + self.row_bytes("o") + 2 * FP32_BYTES)
@@ -230,7 +234,7 @@ class HopperSpec(KernelSpec):
     @property
     def q_slots(self) -> int:
         """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
-        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes()
+        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
         return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
 
     def _q_slot_bytes(self) -> int:
@@ -247,15 +251,29 @@ class HopperSpec(KernelSpec):
 
     def smem_bytes(self) -> int:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
-        to scratch and from there to global memory. Barriers.
+        to scratch and from there to global memory. What stages hold. Barriers.
         """
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
-            written = DQ_WRITERS * (DQ_WRITER_BYTES + self.tile_m // 8 * self.row_bytes("q"))
-            return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
+            return self._bwd_bytes() + self.dq_writer_units * DQ_WRITERS * self._dq_unit_bytes()
         q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
-        return q_bytes + self.kv_bytes() + BARRIER_BYTES
+        return q_bytes + self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES
+
+    @property
+    def dq_writer_units(self) -> int:
+        """bwd: units of scratch that a dQ writer has under way: as many as there is room for, one at least."""
+        free = min(DQ_WRITERS * DQ_WRITER_BYTES, SMEM_BYTES[self.arch] - self._bwd_bytes())
+        return max(1, free // (DQ_WRITERS * self._dq_unit_bytes()))
+
+    def _dq_unit_bytes(self) -> int:
+        """Of dQ in scratch: a warp's rows of a warpgroup's columns."""
+        return SLAB * self.d // BACKWARD_WARPGROUPS * FP32_BYTES
+
+    def _bwd_bytes(self) -> int:
+        """All but what dQ writers have under way."""
+        written = DQ_WRITERS * self.tile_m // 8 * self.row_bytes("q")
+        return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
 
     @property
     def dq_stages_v(self) -> int:
@@ -265,11 +283,12 @@ class HopperSpec(KernelSpec):
     def _dq_bytes(self, stages_v: int) -> int:
         """Q and dO of every warpgroup, two blocks of K, V."""
         q, k, v, do = (self.row_bytes(operand) for operand in "qkvo")
-        return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v)
+        operands = ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v)
+        return operands + self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
 
     def _dkdv_bytes(self) -> int:
-        """The rings of steps, K and V, dS twice (in parts: P and dS)."""
-        return self.stages * self._step_bytes() + self._keys_bytes()
+        """The rings of steps, K and V, dS twice (in parts: P and dS), what stages hold."""
+        return self.stages * self._step_bytes() + self._keys_bytes() + self._stage_bytes(self.tile_n, self.tile_m)
 
     def accumulator_registers(self) -> int:
         """fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and their gradient (then dQ)
@@ -333,6 +352,9 @@ class AmpereSpec(KernelSpec):
         return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
 
     def smem_bytes(self) -> int:
+        return self.operand_bytes() + (self._stage_bytes(self.tile_m, self.tile_n) if self.kind == "fwd" else 0)
+
+    def operand_bytes(self) -> int:
         """fwd: Q, later O, and K and V. decode: Q, the rings; in their place at last, every team's results. bwd: K and
         V, the steps, dS twice (or P and dS).
         """

@@ -12,20 +12,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# A stage loaded ahead, one behind the softmax and what comes back to it, both: where registers are fewest.
+# A stage loaded ahead, one behind the softmax and what comes back to it, both, one with a ring of its own: where
+# registers are fewest.
 TRIALS = {
-    "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",)],
+    "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",), ("bias",)],
+    "fwd_sm90_bf16_d64_full_m128n128s2": [("bias",), ("bias", "dropout")],
     "fwd_sm90_bf16_d192_full_m128n112s2": [("bits", "dropout")],  # blocks of 112 keys read words of 64
+    "fwd_sm90_bf16_d256_full_m128n64s2": [("bias",)],
     "fwd_sm80_bf16_d128_full_m128n48s1": [("bits",), ("ragged",)],
     "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits", "dropout"), ("ragged",)],
     "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",)],
-    "bwd_sm90_bf16_d128_full_m64n128s2": [("dropout",), ("listed",), ("listed", "bits")],
+    "bwd_sm90_bf16_d128_full_m64n128s2": [("dropout",), ("listed",), ("listed", "bits"), ("bias",)],
     "detbwd_sm90_bf16_d128_causal_m64n128s2": [("bits", "dropout")],
-    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("ragged",)],
+    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("bias",), ("ragged",)],
     # Blocks from lists, with a mask's words for what they hide.
-    "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits"), ("ragged",)],
-    "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",)],
-    "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
+    "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits"), ("bias",), ("bias", "dropout"), ("ragged",)],
+    "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",), ("bias",)],
+    "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits"), ("bias",), ("bias", "dropout")],
     "partbwd_sm90_bf16_d128_full_m64n64s2": [("listed", "bits")],
     # Sequences of different lengths on end.
     "fwd_sm90_bf16_d64_causal_m192n128s2": [("ragged",)],
@@ -72,3 +75,24 @@ def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(name, stages, co
     # Two loops, of blocks that hide something and of whole ones, where a forward without a mask has one.
     more = 3 if "listed" in stages and name.startswith("fwd_sm90") else 2
     assert [2 * row[count] for count in COUNTS] == [more * base[count] for count in COUNTS], (row, base)
+
+
+TRACE = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import aot, trials
+import cutlass.cute as cute
+cute.compile(trials.say_wrong_biases)
+"""
+
+
+def test_threads_read_the_biases_of_their_scores():
+    """By the layouts of ldmatrix and of accumulators, since nothing runs here."""
+    pytest.importorskip("cutlass", reason="the DSL is needed for its layouts")
+    command = [sys.executable, "-c", TRACE, ROOT / "tools", ROOT / "test"]
+    environment = {"CUTE_DSL_ARCH": "sm_90a"}
+    run = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout) == [0, 0, 0, 0], run.stdout

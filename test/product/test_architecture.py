@@ -44,7 +44,7 @@ NO_TORCH = {
 CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 # Parts that others are made of.
-BELOW = {"element", "fragments", "pieces", "scheduler", "scores", "scratch", "sm90", "walk"}
+BELOW = {"arguments", "element", "fragments", "pieces", "scheduler", "scores", "scratch", "sm80", "sm90", "walk"}
 
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 MAX_FUNCTION, MAX_KERNEL_FUNCTION = 120, 90

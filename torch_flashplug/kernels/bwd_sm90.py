@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import DQ_WRITER_BYTES, DQ_WRITERS, FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import DQ_WRITERS, FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments import BackwardCall, Gradients, Scales
 from .parts.backward_rows import (
@@ -37,7 +37,7 @@ from .parts.backward_rows import (
 from .parts.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Launch, Pieces, Tile
-from .parts.scores.chain import Chain, Place
+from .parts.scores.chain import Chain, Form, Place
 from .parts.scratch import UNITS, Ahead, Scratch
 from .parts.seams import Seams
 from .parts.walk import Downward, Sizes, Walk
@@ -251,11 +251,12 @@ class BackwardSm90(BackwardCall):
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
         self.unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
-        self.back_slots = DQ_WRITER_BYTES // (self.unit * FP32_BYTES)  # units on their way to each dQ writer
+        self.back_slots = spec.dq_writer_units  # on their way to each dQ writer
         self.in_order = spec.in_order
         # K and V, and every product of a step, have registers of their own, so that all can be under way at once.
         self.kv_in_registers = spec.kv_in_registers
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.form = Form(self.element, WARPGROUPS, self.tile_m, transposed=True)
         self.prepare, self.finish = PrepareBackward(self.element, clears=spec.d), FinishBackward(self.element, spec.d)
 
     @property
@@ -292,9 +293,9 @@ class BackwardSm90(BackwardCall):
             for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        between = Between(call.rows, call.scratch)
-        self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        kept = Kept(call.rows, call.scratch)
+        self.kernel(atoms, tensors, kept, call.scales, call.counter, section, ahead.heads, *seams).launch(
             grid=(cutlass.min(ahead.portions * call.k.shape[1] * call.k.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -327,7 +328,7 @@ class BackwardSm90(BackwardCall):
         units = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
         return Shared(*operands, ds, lse, delta, staging, back, units)
 
-    def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring) -> None:
+    def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring, chain: Chain) -> None:
         """Every thread: descriptors and barriers."""
         consumers = 4 * WARPGROUPS
         by_all = (rings.q, rings.do, rings.k, rings.v, rings.ds, rings.added)
@@ -336,8 +337,9 @@ class BackwardSm90(BackwardCall):
             (ring_mail, consumers + 1 + DQ_WRITERS),
             (rings.back, 1),
             *(((rings.staged, 4),) if self.in_order else ()),
+            *chain.rings,
         )
-        sm90.start_cta(warp_idx, atoms.all, counted)
+        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), counted)
 
     @cute.kernel
     def kernel(
@@ -356,8 +358,9 @@ class BackwardSm90(BackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings, mail, ring_mail = self.rings(smem)
+        chain = chain.shared(smem, self.form)
         shared = self.shared(smem)
-        self.start(warp_idx, atoms, rings, ring_mail)
+        self.start(warp_idx, atoms, rings, ring_mail, chain)
 
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -389,7 +392,7 @@ class BackwardSm90(BackwardCall):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, between.rows, shared, work, dq_writer)
+                self.load_queries(q, do, kept.rows, shared, work, dq_writer, chain)
             elif warp_idx == 1:
                 k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
@@ -405,9 +408,12 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def load_queries(
-        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter
+        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter,
+        chain: Chain,
     ):  # fmt: skip
-        """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
+        """First producer warp: Q with its LSE and dO with its delta, then what stages bring, step by step. It draws the
+        tiles.
+        """
         ring_q, ring_do = work.rings.q, work.rings.do
         nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
         while number < work.pieces.total:
@@ -419,7 +425,7 @@ class BackwardSm90(BackwardCall):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
                 gRows = tile.facts(mRows, g, self.tile_m)
-                mine = run.of_head(g)
+                mine, stages = run.of_head(g), chain.bring(tile, tile.query_head(g))
                 whole = mine.whole()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
                     step = mine.nth(j)
@@ -427,6 +433,7 @@ class BackwardSm90(BackwardCall):
                     load_rows(gRows[0, None, 0, step], shared.lse[None, ring_q.slot(done)], ring_q, done)
                     sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
                     load_rows(gRows[0, None, 1, step], shared.delta[None, ring_do.slot(done)], ring_do, done)
+                    stages.load(step, done)
                     done += 1
             nth += 1
             number = work.queue.post(nth, work.queue.draw())
@@ -512,7 +519,7 @@ class BackwardSm90(BackwardCall):
         my = self.hold(shared, rings, scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        chain = chain.hold(self.tile_m)
+        chain, scale_log2 = chain.hold(self.tile_m), chain.scales(scales).log2
 
         nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
         while number < work.pieces.total:
@@ -535,9 +542,9 @@ class BackwardSm90(BackwardCall):
                         here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
                         last = Last(unit, done - before)
                         if cutlass.const_expr(self.kv_in_registers):
-                            self.step_at_once(my, done, last, here, scales.log2)
+                            self.step_at_once(my, done, last, here, scale_log2)
                         else:
-                            self.step_in_turn(my, done, last, here, scales.log2)
+                            self.step_in_turn(my, done, last, here, scale_log2)
                         rings.do.release(done)
                         rings.q.release(done)
                         unit = (first_block + here.block) * UNITS + wg * 4 + warp_idx
@@ -573,7 +580,7 @@ class BackwardSm90(BackwardCall):
         lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(2)  # S
-        here.chain.apply(my.S.values, here.block, masked)
+        here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
         my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.fence()
@@ -600,7 +607,7 @@ class BackwardSm90(BackwardCall):
         lse = row_values(my.lse, slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S
-        here.chain.apply(my.S.values, here.block, masked)
+        here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
         my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.wait_group(0)  # dQ

@@ -28,7 +28,7 @@ from .parts.arguments import Gradients, Scales
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Launch, Pieces
-from .parts.scores.chain import Chain, Place
+from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.walk import Section, Sizes, Walk
 
@@ -157,6 +157,7 @@ class KeyGradientsSm90:
         self.spec, self.seams = spec, Seams.of(spec)
         self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.form = Form(self.element, 1, TILE_M, transposed=True)  # the first warpgroup has the scores
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
@@ -178,7 +179,7 @@ class KeyGradientsSm90:
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // Hkv
-        walk, chain = self.seams.walk(call), self.seams.chain(call)
+        walk, chain = self.seams.walk(call), self.seams.chain(call).tma(self.form)
         bound = walk.at(Sizes(call.q.shape[2], Sk), TILE_M, TILE_N)
         section = heads_in_turn(bound, group, B * Hkv, (self.d + self.dv) * self.element.bytes)
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, pieces, walk, chain).launch(
@@ -228,6 +229,7 @@ class KeyGradientsSm90:
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
         mail, ring_mail = sm90.create_mail(smem)
+        chain = chain.shared(smem, self.form)
         shared = self.shared(smem)
 
         Sk, _, Hkv, _ = tensors.k.shape
@@ -239,13 +241,14 @@ class KeyGradientsSm90:
         consumers = 4 * WARPGROUPS
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv)
-        sm90.start_cta(warp_idx, all_atoms, (*streams, *keys, *crossing, (ring_mail, consumers + 1)))
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *chain.atoms)
+        counted = (*streams, *keys, *crossing, (ring_mail, consumers + 1), *chain.rings)
+        sm90.start_cta(warp_idx, all_atoms, counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, mRows, shared, work)
+                self.load_queries(q, do, mRows, shared, work, chain)
             elif warp_idx == 1:
                 k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
@@ -259,8 +262,12 @@ class KeyGradientsSm90:
                 self.consume(self.hold(1, shared, rings), dk, dv, work, scales, chain)
 
     @cute.jit
-    def load_queries(self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work):
-        """First producer warp: Q with its LSE and dO with its delta, step by step. It draws the tiles."""
+    def load_queries(
+        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, chain: Chain
+    ):  # fmt: skip
+        """First producer warp: Q with its LSE and dO with its delta, then what stages bring, step by step. It draws the
+        tiles.
+        """
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
@@ -269,7 +276,7 @@ class KeyGradientsSm90:
                 gRows = tile.facts(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
-                mine = run.of_head(g)
+                mine, stages = run.of_head(g), chain.bring(tile, tile.query_head(g))
                 whole = mine.whole()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
                     step = mine.nth(j)
@@ -279,6 +286,7 @@ class KeyGradientsSm90:
                     ):
                         sm90.load_block(x.atom, g_, s_, ring, step, done)
                         load_rows(gRows[0, None, which, step], sRow[None, ring.slot(done)], ring, done)
+                    stages.load(step, done)
                     done += 1
             number = work.queue.post(nth, work.queue.draw())
             nth += 1
@@ -342,7 +350,7 @@ class KeyGradientsSm90:
         rings = work.rings
         keys = rings.v if my.wg else rings.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        chain = chain.hold(TILE_M)
+        chain, scale_log2 = chain.hold(TILE_M), chain.scales(scales).log2
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
@@ -363,7 +371,7 @@ class KeyGradientsSm90:
                     here.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
-                            self.weigh(my, done, here, mine.nth(j), section, scales.log2)
+                            self.weigh(my, done, here, mine.nth(j), section, scale_log2)
                         else:
                             self.differentiate(my, done)
                         here.ahead(mine.next(j, section), section.masked)
@@ -385,7 +393,7 @@ class KeyGradientsSm90:
         scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.slot(done))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
-        here.apply(scores, step, section.masked)
+        here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
         my.weights.take(my.scores.acc)
 

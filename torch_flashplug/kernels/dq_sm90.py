@@ -22,7 +22,7 @@ from .parts.arguments import Gradients, Scales
 from .parts.backward_rows import differentiate, exponentiate
 from .parts.pieces import Launch, Pieces, Tile
 from .parts.scheduler import TileOrder
-from .parts.scores.chain import Chain, Place
+from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.walk import Sizes, Walk
 
@@ -107,6 +107,7 @@ class QueryGradientSm90:
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
+        self.form = Form(self.element, WARPGROUPS, TILE_N)
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
@@ -130,7 +131,7 @@ class QueryGradientSm90:
         num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -159,6 +160,7 @@ class QueryGradientSm90:
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
         mail, ring_mail = sm90.create_mail(smem)
+        chain = chain.shared(smem, self.form)
         shared = Shared(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -167,8 +169,8 @@ class QueryGradientSm90:
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(rings, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
-        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all))
-        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq), counted)
+        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.rings)
+        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *chain.atoms), counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -178,6 +180,7 @@ class QueryGradientSm90:
                     sm90.Operand(atoms.v, tensors.v, shared.v),
                     sm90.Operand(atoms.do, tensors.do, shared.do),
                     work,
+                    chain,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -185,8 +188,12 @@ class QueryGradientSm90:
             self.consume(shared, work, out, mRows, scales, chain)
 
     @cute.jit
-    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work):
-        """Producer warp: a tile's Q and dO under its first K and V, then K and V block after block."""
+    def load(
+        self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
+    ):  # fmt: skip
+        """Producer warp: a tile's Q and dO under its first K and V, then K and V block after block, each with what
+        stages bring for it.
+        """
         rings, group = work.rings, work.pieces.group
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
@@ -196,6 +203,7 @@ class QueryGradientSm90:
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((TILE_N, self.dv), (None, 0))
+            stages = chain.bring(tile, tile.head)
             block = run.nth(0)
             sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)  # ahead of Q, which may wait for a dQ
             sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done)
@@ -203,10 +211,12 @@ class QueryGradientSm90:
                 part, count = tile.block * WARPGROUPS + w, nth * WARPGROUPS + w
                 sm90.load_block(do.atom, tOgO, tOsO, rings.do, part, count)
                 sm90.load_block(q.atom, tQgQ, tQsQ, rings.q, part, count)
+            stages.load(block, done)
             for j in cutlass.range(1, run.count, unroll=1):
                 block = run.nth(j)
                 sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done + j)
                 sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done + j)
+                stages.load(block, done + j)
             number = work.queue.post(nth, work.queue.draw())
             nth += 1
             done += run.count
@@ -240,13 +250,14 @@ class QueryGradientSm90:
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
-            two = self.my_rows(mRows, tile, row, scales.log2)
+            two = self.my_rows(mRows, tile, row, chain.scales(scales).log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
             for count in cutlass.range(done, done + others, unroll=1):
                 for ring in (rings.k, rings.v):
                     ring.wait(count)
                     ring.release(count)
+                here.pass_over(count)
             done += others
             my.dQ.acc.fill(0.0)
             rings.q.wait(nth_q)
@@ -258,7 +269,7 @@ class QueryGradientSm90:
             for section in run.sections_before_last():
                 here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
-                    self.weigh(my, two, here, run.nth(j), section.masked)
+                    self.weigh(my, two, here, run.nth(j), done + j, section.masked)
                     here.ahead(run.next(j, section), section.masked)
                     warpgroup.fence()
                     my.dQ.add(rings.k.slot(done + j))
@@ -270,7 +281,7 @@ class QueryGradientSm90:
             rings.do.release(nth_q)
             done += run.count - 1
             here.begin(run.last(), masked=True)
-            self.weigh(my, two, here, run.last(), masked=True)
+            self.weigh(my, two, here, run.last(), done, masked=True)
             warpgroup.fence()
             my.dQ.add(rings.k.slot(done))
             warpgroup.wait_group(0)
@@ -282,9 +293,11 @@ class QueryGradientSm90:
             nth += 1
 
     @cute.jit
-    def weigh(self, my: Share, two: Rows, here: Chain, n_block: Int32, masked: cutlass.Constexpr[bool]):
+    def weigh(
+        self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
+    ):  # fmt: skip
         """dS of a block from its two products."""
-        here.apply(my.S.values, n_block, masked)
+        here.apply(my.S.values, n_block, masked, count)
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)
         here.derive(my.dP.values, masked)

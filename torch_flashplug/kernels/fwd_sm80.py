@@ -21,7 +21,7 @@ from .parts.arguments import Call, ForwardCall, Scales
 from .parts.element import Element
 from .parts.pieces import Pieces, Tile
 from .parts.scheduler import TileOrder
-from .parts.scores.chain import Chain, Place
+from .parts.scores.chain import Chain, Place, SlabForm
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
 from .parts.walk import BoundBand, Sizes, Walk
@@ -36,12 +36,15 @@ class Keys:
     gV: cute.Tensor  # (Sk, Dv)
     k: sm80.Tile
     v: sm80.Tile
+    stages: Chain  # what they bring
 
     def load_k(self, block: Int32, whole: bool) -> None:
         self.mover.load(self.gK, block * self.k.rows, self.k, whole)
 
-    def load_v(self, block: Int32, whole: bool) -> None:
+    def load_v(self, block: Int32, count: Int32, whole: bool) -> None:
+        """And what stages bring: both are there behind the scores, and read before the next block's."""
         self.mover.load(self.gV, block * self.v.rows, self.v, whole)
+        self.stages.load(block, count)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class ForwardSm80(ForwardCall):
         self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
+        self.form = SlabForm(self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise)
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
@@ -114,15 +118,16 @@ class ForwardSm80(ForwardCall):
         first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
-        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        start = Int32(smem.allocate(self.spec.operand_bytes(), 128).toint())
         q, o = sm80.Tile(start, self.tile_m, self.d), sm80.Tile(start, self.tile_m, self.dv)
         k = sm80.Tile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
         mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
-        keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v)
+        chain = chain.shared(smem, self.form)
+        keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v, chain.bring(tile, tile.head))
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
-        lane, chain = cute.arch.lane_idx(), chain.hold(self.tile_n)
+        lane, chain, scales = cute.arch.lane_idx(), chain.hold(self.tile_n), chain.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
@@ -153,14 +158,17 @@ class ForwardSm80(ForwardCall):
         sm80.arrive()
         for j in cutlass.range(run.count, unroll=1):
             block = run.nth(j)
-            keys.load_v(block, whole=False)
+            keys.load_v(block, j, whole=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
             if run.more(j):
                 keys.load_k(run.after(j), whole=True)
             if j < masked:
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.apply(slabs[i].scores, block, masked=True)
+                    slabs[i].chain.apply(slabs[i].scores, block, masked=True, count=j)
+            else:
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].chain.apply(slabs[i].scores, block, masked=False, count=j)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
                 grown = grown | slabs[i].softmax.grows(slabs[i].scores)

@@ -24,7 +24,7 @@ from .parts import fragments, sm90
 from .parts.arguments import Call, ForwardCall, Scales
 from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
-from .parts.scores.chain import Chain, Place
+from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
 from .parts.walk import Sizes, Walk
@@ -106,7 +106,7 @@ class FirstBlock:
         self.turns.pass_on()
         warpgroup.wait_group(0)
         self.ring_k.release(self.nth)
-        self.chain.apply(S.values, self.n_block, masked=True)
+        self.chain.apply(S.values, self.n_block, masked=True, count=self.nth)
         self.softmax.step(S.values, first=True, masked=True)
         self.P.take(S.acc, self.chain.kept(masked=True))
 
@@ -127,6 +127,7 @@ class ForwardSm90(ForwardCall):
         # every product.)
         self.halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+        self.form = Form(self.element, self.warpgroups, self.tile_n)
 
     @property
     def uneven(self) -> bool:
@@ -157,7 +158,7 @@ class ForwardSm90(ForwardCall):
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.lse, call.scales, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
@@ -199,6 +200,7 @@ class ForwardSm90(ForwardCall):
         smem = cutlass.memory.SmemAllocator()
         ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
         mail, ring_mail = sm90.create_mail(smem)
+        chain = chain.shared(smem, self.form)
         shared = Shared(*(x.buffer(smem) for x in self.inputs))
 
         B, Hq, Sq = mLSE.shape
@@ -208,7 +210,8 @@ class ForwardSm90(ForwardCall):
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
-        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.o), ((ring_q, 4), *by_all))
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
+        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -218,6 +221,7 @@ class ForwardSm90(ForwardCall):
                     sm90.Operand(atoms.k, tensors.k, shared.k),
                     sm90.Operand(atoms.v, tensors.v, shared.v),
                     work,
+                    chain,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
@@ -225,9 +229,9 @@ class ForwardSm90(ForwardCall):
             self.consume(shared, work, out, mLSE, scales, chain)
 
     @cute.jit
-    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work):
+    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work, chain: Chain):
         """Producer warp. A tile's loads, in the order in which they are multiplied: K(0) and Q, then K(j) ahead of
-        V(j-1), V of the last.
+        V(j-1), V of the last. What stages bring for block j comes behind V(j-1), which is multiplied with K(j).
         """
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         group = work.pieces.group
@@ -239,13 +243,18 @@ class ForwardSm90(ForwardCall):
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
-            sm90.load_block(k.atom, tKgK, tKsK, ring_k, run.nth(0), done)  # ahead of Q, which may wait for an O
+            stages = chain.bring(tile, tile.head)
+            first = run.nth(0)
+            sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)  # ahead of Q, which may wait for an O
             for w in cutlass.range_constexpr(self.warpgroups):
                 part, count = tile.block * self.warpgroups + w, nth * self.warpgroups + w
                 sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, part, count)
+            stages.load(first, done)
             for j in cutlass.range(1, run.count, unroll=1):
-                sm90.load_block(k.atom, tKgK, tKsK, ring_k, run.nth(j), done + j)
+                block = run.nth(j)
+                sm90.load_block(k.atom, tKgK, tKsK, ring_k, block, done + j)
                 sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
+                stages.load(block, done + j)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
             # one from CTAs that run dry first.
             ticket = work.queue.draw()
@@ -272,6 +281,7 @@ class ForwardSm90(ForwardCall):
         acc_O = sm90.zeros(pv, (ROWS, self.dv))
         P = fragments.OperandA.create(S.acc, self.element)  # (MMA, 1, tile_n/16)
         output = fragments.rows_and_columns(acc_O)
+        scales = chain.scales(scales)
         softmax = OnlineSoftmax.create(scales.log2)
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
@@ -285,7 +295,7 @@ class ForwardSm90(ForwardCall):
             here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
-            done = pass_over(others, ring_k, ring_v, turns, done)
+            done = pass_over(others, ring_k, ring_v, turns, here, done)
             sections = run.sections()
             nth_q = nth * self.warpgroups + wg  # of the Q's
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
@@ -313,8 +323,8 @@ class ForwardSm90(ForwardCall):
                     turns.pass_on()
                     warpgroup.wait_group(1)
                     ring_k.release(now)
-                    here.apply(S.values, run.nth(j), section.masked)
-                    softmax.step(S.values, first=False, masked=section.masked)
+                    here.apply(S.values, run.nth(j), section.masked, now)
+                    softmax.step(S.values, first=False, masked=here.hides(section.masked))
                     warpgroup.wait_group(0)
                     ring_v.release(before)
                     P.take(S.acc, here.kept(section.masked))
@@ -374,12 +384,15 @@ def hand_back(ring_q: sm90.Ring, count: Int32):
 
 
 @cute.jit
-def pass_over(blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, done: Int32) -> Int32:
+def pass_over(
+    blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, here: Chain, done: Int32
+) -> Int32:  # fmt: skip
     """Consumer warpgroup: let go of KV blocks that only others need; the count of blocks done after them."""
     for count in cutlass.range(done, done + blocks, unroll=1):
         ring_k.wait(count)
         turns.skip()
         ring_k.release(count)
+        here.pass_over(count)
         ring_v.wait(count)
         ring_v.release(count)
     return done + blocks

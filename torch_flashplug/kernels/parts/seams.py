@@ -24,7 +24,7 @@ class Seams:
 
     @classmethod
     def of(cls, spec: KernelSpec) -> Seams:
-        band, visible = {"full": (Band, Visible), "causal": (CausalBand, CausalVisible)}[spec.mask]
+        band, visible = (CausalBand, CausalVisible) if "causal" in spec.features else (Band, Visible)
         return cls(ELEMENTS[spec.dtype], band, visible)
 
     @property

@@ -1,14 +1,28 @@
 """What happens to scores between the product that makes them and 16 bits, stage by stage. A kernel has a chain as an
 argument and names no stage. It asks, in this order:
 
+    chain.tma(form)                 in launch, Hopper: descriptors of what TMA brings
+    chain.shared(smem, form)        in the kernel, ahead of its own buffers: rings and buffers that stages own
+    chain.atoms, chain.rings        Hopper: for start_cta
+    chain.bring(tile, head)         who loads: once a tile, in the backward once a query head
+    brings.load(block, count)       behind the kernel's own loads for a block: what stages need of it
+
     chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
+    chain.scales(scales)            those of the scores behind the stages
     chain.at(place)                 once a tile
     here.of_head(head)              backward: once a query head
+    here.pass_over(count)           a block that this warpgroup does not look at
     here.begin(block, masked)       once a section: what its first block needs is on its way
-    here.apply(S, block, masked)    scores, before the exponential
+    here.apply(S, block, masked, count)     scores, before the exponential
+    here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
+
+`count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
+who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
+everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
+spec.py counts. Decode and sm_80's backward bring nothing, and give no count.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
@@ -18,11 +32,39 @@ register that was used last, not into a second one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import Float32, Int32
 
+from ..element import Element
 from ..walk import Sizes
+
+if TYPE_CHECKING:
+    from ..arguments import Scales
+    from ..pieces import Tile
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a CTA shares a block of scores, known when it is traced: every warpgroup has 64 rows of it."""
+
+    element: Element
+    warpgroups: int
+    columns: int
+    transposed: bool = False  # as in Place
+
+
+@dataclass(frozen=True)
+class SlabForm:
+    """The same of sm_80's kernels, where all threads load a block and every warp has slabs of its rows."""
+
+    element: Element
+    threads: int
+    rows: int
+    columns: int
+    elementwise: bool  # tensors of any strides at any address
 
 
 @dataclass(frozen=True)
@@ -52,7 +94,26 @@ class Stage:
     """What a stage need not say: it is asked in masked sections alone, holds nothing and loads nothing."""
 
     everywhere = False  # whole sections, too
+    hides = True  # may set scores to -inf where it is asked
     kept_share: Kept | None = None  # of P on its way to the next product
+    atoms: tuple[cute.CopyAtom, ...] = ()
+    rings: tuple[tuple, ...] = ()  # as start_cta takes them
+
+    def tma(self, form: Form) -> Stage:
+        return self
+
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
+        return self
+
+    def bring(self, tile: Tile, head: Int32) -> Stage:
+        return self
+
+    def load(self, block: Int32, count: Int32) -> None: ...
+
+    def pass_over(self, count: Int32) -> None: ...
+
+    def scales(self, scales: Scales) -> Scales:
+        return scales
 
     def hold(self, columns: int) -> Stage:
         return self
@@ -67,7 +128,7 @@ class Stage:
 
     def ahead(self, block: Int32) -> None: ...
 
-    def apply(self, S: cute.Tensor, block: Int32) -> None: ...
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def kept(self):
         return None
@@ -83,6 +144,36 @@ class Chain:
 
     def asked(self, masked: bool) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if masked or stage.everywhere)
+
+    def tma(self, form: Form) -> Chain:
+        return Chain(tuple(stage.tma(form) for stage in self.stages))
+
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Chain:
+        return Chain(tuple(stage.shared(smem, form) for stage in self.stages))
+
+    @property
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return tuple(atom for stage in self.stages for atom in stage.atoms)
+
+    @property
+    def rings(self) -> tuple[tuple, ...]:
+        return tuple(ring for stage in self.stages for ring in stage.rings)
+
+    def bring(self, tile: Tile, head: Int32) -> Chain:
+        return Chain(tuple(stage.bring(tile, head) for stage in self.stages))
+
+    def load(self, block: Int32, count: Int32) -> None:
+        for stage in self.stages:
+            stage.load(block, count)
+
+    def pass_over(self, count: Int32) -> None:
+        for stage in self.stages:
+            stage.pass_over(count)
+
+    def scales(self, scales: Scales) -> Scales:
+        for stage in self.stages:
+            scales = stage.scales(scales)
+        return scales
 
     def hold(self, columns: int) -> Chain:
         return Chain(tuple(stage.hold(columns) for stage in self.stages))
@@ -101,10 +192,13 @@ class Chain:
         for stage in self.asked(masked):
             stage.ahead(block)
 
-    def apply(self, S: cute.Tensor, block: Int32, masked: bool) -> None:
+    def apply(self, S: cute.Tensor, block: Int32, masked: bool, count: Int32 | None = None) -> None:
         """S: (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
-            stage.apply(S, block)
+            stage.apply(S, block, count)
+
+    def hides(self, masked: bool) -> bool:
+        return any(stage.hides for stage in self.asked(masked))
 
     def kept(self, masked: bool):
         """(r, c, value) -> value, or None where every stage leaves P as it is."""

@@ -40,7 +40,7 @@ class VisibleKeys(Stage):
     place: Place
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             # One limit per row; the column numbers are constants, so an element costs one compare and one select.
             limit = self.place.sizes.Sk
@@ -59,7 +59,7 @@ class VisibleQueries(Stage):
     place: Place
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         query = block * self.place.block + self.place.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             key = self.place.row + 8 * r

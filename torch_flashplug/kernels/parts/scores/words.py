@@ -60,13 +60,13 @@ class Words(Stage):
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.load(block)
+        self.fetch(block)
 
     def ahead(self, block: Int32) -> None:
-        self.load(block)
+        self.fetch(block)
 
     @cute.jit
-    def load(self, block: Int32):
+    def fetch(self, block: Int32):
         """Of a block, into the registers that were used last."""
         place, count = self.place, cute.size(self.now)
         _, columns = self.tiles()
@@ -117,7 +117,7 @@ class Bits(Words):
     """A mask: scores whose bit is 0 do not count."""
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
                 S[r, c] = cutlass.select_(self.bit(r, c), S[r, c], -Float32.inf)
@@ -132,6 +132,7 @@ class Dropout(Words):
 
     kept_share: Kept | None = None
     everywhere = True
+    hides = False
 
     def kept(self):
         return lambda r, c, value: cutlass.select_(self.bit(r, c), value, Float32(0.0))
