@@ -21,12 +21,14 @@ TRIALS = {
     "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",), ("dropout",), ("bits", "dropout")],
     "bwd_sm90_bf16_d128_full_m64n128s2": [("dropout",), ("listed",), ("listed", "bits")],
     "detbwd_sm90_bf16_d128_causal_m64n128s2": [("bits", "dropout")],
-    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",)],
+    "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("bits", "dropout")],
+    "partbwd_sm90_bf16_d192_full_m64n64s2": [("dropout",)],
+    "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits", "dropout")],
     # Blocks from lists, with a mask's words for what they hide.
     "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits")],
     "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",)],
     "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
-    "partbwd_sm90_bf16_d128_full_m64n64s2": [("listed", "bits")],
+    "partbwd_sm90_bf16_d128_full_m64n64s2": [("dropout",), ("listed", "bits")],
 }
 COUNTS = ("hgmma", "warpgroup")
 COMPILE = """

@@ -7,6 +7,7 @@ argument and names no stage. It asks, in this order:
     here.begin(block, masked)       once a section: what its first block needs is on its way
     here.apply(S, block, masked)    scores, before the exponential
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
+    here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
 
@@ -17,8 +18,10 @@ register that was used last, not into a second one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -69,8 +72,9 @@ class Stage:
 
     def apply(self, S: cute.Tensor, block: Int32) -> None: ...
 
-    def kept(self):
-        return None
+    def keeps(self, r: int, c: int) -> cutlass.Boolean:
+        """Whether P of a score goes to the next product; asked of stages that have a kept_share."""
+        raise NotImplementedError
 
     def derive(self, dP: cute.Tensor) -> None: ...
 
@@ -106,18 +110,27 @@ class Chain:
         for stage in self.asked(masked):
             stage.apply(S, block)
 
-    def kept(self, masked: bool):
-        """(r, c, value) -> value, or None where every stage leaves P as it is."""
-        steps = [step for step in (stage.kept() for stage in self.asked(masked)) if step is not None]
-        if not steps:
+    def kept(self, masked: bool) -> Callable | None:
+        """(r, c, value) -> value: P, or 0; None where every stage leaves P as it is."""
+        return self.chosen(masked, lambda value: Float32(0.0))
+
+    def signed(self, masked: bool) -> Callable | None:
+        """(r, c, value) -> value: P, or -P where it is not kept."""
+        return self.chosen(masked, lambda value: -value)
+
+    def chosen(self, masked: bool, otherwise: Callable) -> Callable | None:
+        """P where it is kept."""
+        stages = [stage for stage in self.asked(masked) if stage.kept_share is not None]
+        if not stages:
             return None
 
-        def kept(r: int, c: int, value: Float32) -> Float32:
-            for step in steps:
-                value = step(r, c, value)
-            return value
+        def choose(r: int, c: int, value: Float32) -> Float32:
+            chosen = value
+            for stage in stages:
+                chosen = cutlass.select_(stage.keeps(r, c), chosen, otherwise(value))
+            return chosen
 
-        return kept
+        return choose
 
     def derive(self, dP: cute.Tensor, masked: bool) -> None:
         """dP: (2, columns) of a thread, in place."""

@@ -133,8 +133,8 @@ class Dropout(Words):
     kept_share: Kept | None = None
     everywhere = True
 
-    def kept(self):
-        return lambda r, c, value: cutlass.select_(self.bit(r, c), value, Float32(0.0))
+    def keeps(self, r: int, c: int) -> cutlass.Boolean:
+        return self.bit(r, c)
 
     @cute.jit
     def derive(self, dP: cute.Tensor):
