@@ -31,10 +31,11 @@ class Extra:
     planes_of_head: Int32
     share: Float32
     inverse: Float32
-    key_counts: cute.Tensor  # (Pb, Ph, R) Int32, of masked blocks; in a trial of whole ones, too
-    key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
+    key_counts: cute.Tensor  # (R,) Int32, of masked blocks; in a trial of whole ones, too
+    key_blocks: cute.Tensor  # (R, C) Int32
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
+    query_turns: cute.Tensor
 
 
 STAGES = {
@@ -54,7 +55,8 @@ class TrialSeams(Seams):
             return super().walk(call)
         x = call.extra
         keys, queries = (x.key_counts, x.key_blocks), (x.query_counts, x.query_blocks)
-        return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
+        planes = (x.planes_of_batch, x.planes_of_head)
+        return Listed(Lists(*keys, *keys, *planes), Lists(*queries, *queries, *planes, x.query_turns, x.query_turns))
 
     def chain(self, call) -> Chain:
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
@@ -77,7 +79,7 @@ def fake_list(rank: int) -> cute.Tensor:
 
 
 def fake_extra() -> Extra:
-    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
+    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (1, 2, 1, 2, 2))
     return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
 
 

@@ -28,6 +28,8 @@ TRIALS = {
     "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits")],
     "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",)],
     "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
+    "detbwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
+    "detbwd_sm90_bf16_d128_full_m64n128s2": [("listed",), ("listed", "bits")],
     "partbwd_sm90_bf16_d128_full_m64n64s2": [("dropout",), ("listed", "bits")],
 }
 COUNTS = ("hgmma", "warpgroup")

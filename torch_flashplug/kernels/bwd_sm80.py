@@ -299,9 +299,9 @@ class BackwardSm80(BackwardCall):
         mover.unload(k, tile.rows(tensors.dk), first_key)
         mover.unload(v, tile.rows(tensors.dv), first_key)
 
-    def turn(self, order: KeyOrder, n_block: Int32, block: Int32) -> Int32 | None:
-        """How many warps add to the queries of a block before those of this CTA, where that has an order."""
-        return order.turn(n_block, block) * self.warps if self.in_order else None
+    def turn(self, order: KeyOrder, n_block: Int32, run: Downward, j: Int32) -> Int32 | None:
+        """How many warps add to the queries of a step before those of this CTA, where that has an order."""
+        return order.turn(n_block, run, j) * self.warps if self.in_order else None
 
     def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
         """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
@@ -338,7 +338,7 @@ class BackwardSm80(BackwardCall):
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
-        head, j, last, last_block = keys.first_head, run.begin, Int32(0), Int32(0)
+        head, j, last, last_j = keys.first_head, run.begin, Int32(0), Int32(0)
         queries.load_q(head, run.nth(j), Int32(0))
         queries.load_do(head, run.nth(j), Int32(0))
         for i in cutlass.range(total, unroll=1):
@@ -348,17 +348,17 @@ class BackwardSm80(BackwardCall):
                 queries.load_q(later_head, run.nth(later), 1 - i % 2)
                 queries.load_do(later_head, run.nth(later), 1 - i % 2)
             if i > 0:
-                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, last_block))
+                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, run, last_j))
             here = Here(chain, place, run, j)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
             else:
                 self.step_in_pairs(my, queries, tiles, i % 2, here, scales.log2, first_slab, part)
-            last, last_block = (keys.heads_before + head) * scratch.num_m_blocks + block, block
+            last, last_j = (keys.heads_before + head) * scratch.num_m_blocks + block, j
             head, j = later_head, later
         sm80.arrive()
         if total > 0:
-            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, last_block))
+            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, run, last_j))
         sm80.arrive()
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
@@ -514,7 +514,7 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
                 queries.load_do(later_head, run.nth(later), Int32(0))
-            gradient.add(zero, number, self.turn(order, keys.tile.block, block))
+            gradient.add(zero, number, self.turn(order, keys.tile.block, run, j))
             head, j = later_head, later
         sm80.arrive()
         first_row = first_slab * SLAB + (fragments.zero_of(head) if self.elementwise else 0)

@@ -118,9 +118,9 @@ class BoundBand:
         middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
         return Downward(begin, middle, end)
 
-    def turn(self, n_block: Int32, m_block: Int32, num_n_blocks: Int32) -> Int32:
-        """How many KV blocks add to a block of queries before this one, where the last to see it begins."""
-        return cutlass.min(m_block * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
+    def turn(self, n_block: Int32, run: Downward, j: Int32, num_n_blocks: Int32) -> Int32:
+        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        return cutlass.min(run.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
 
 
 class Run:
