@@ -26,7 +26,9 @@ TRIALS = {
     "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits", "dropout")],
     # Blocks from lists, with a mask's words for what they hide.
     "fwd_sm90_bf16_d128_full_m128n128s2": [("listed",), ("listed", "bits")],
-    "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",)],
+    "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",), ("listed", "bits")],
+    "bwd_sm80_bf16_d64_full_m64n128s2": [("listed", "bits")],
+    "bwd_sm80_bf16_d128_full_m64n128s2": [("bits",), ("listed",)],
     "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
     "detbwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
     "detbwd_sm90_bf16_d128_full_m64n128s2": [("listed",), ("listed", "bits")],

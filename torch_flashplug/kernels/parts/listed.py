@@ -100,8 +100,11 @@ class Heads:
     tile: Tile
 
     def of_head(self, nth: Int32) -> QueriesRun:
+        return self.of_query_head(self.tile.query_head(nth))
+
+    def of_query_head(self, head: Int32) -> QueriesRun:
         walk, tile = self.walk, self.tile
-        row = walk.of.queries.row(tile.batch, tile.query_head(nth), tile.block // (LISTED // walk.tile_n))
+        row = walk.of.queries.row(tile.batch, head, tile.block // (LISTED // walk.tile_n))
         return QueriesRun.create(walk.of.queries, row, LISTED // walk.tile_m)
 
     @cute.jit
@@ -111,6 +114,44 @@ class Heads:
         for nth in cutlass.range(heads, unroll=1):
             steps += self.of_head(nth).count
         return steps
+
+    def first(self, head: Int32, there: cutlass.Boolean) -> ListedStep:
+        """For those who walk over all query heads in one loop, from `head` on. there: whether there is a step."""
+        return self.seek(head, Int32(0), there)
+
+    def after(self, step: ListedStep, there: cutlass.Boolean) -> ListedStep:
+        """The next step: all of one head, then those of the next that has any."""
+        return self.seek(step.head, step.j + 1, there)
+
+    @cute.jit
+    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> ListedStep:
+        """A step, or where its head has no such the first of the next that has any, if it is there."""
+        run, block = self.of_query_head(head), Int32(0)
+        row, masked, count = run.row, run.num_masked, run.count
+        if there:
+            while j >= count:
+                head, j = head + 1, Int32(0)
+                other = self.of_query_head(head)
+                row, masked, count = other.row, other.num_masked, other.count
+            block = QueriesRun(run.lists, row, masked, count, run.parts).nth(j)
+        return ListedStep(head, j, block, j < masked)
+
+    def at(self, step: ListedStep) -> QueriesRun:
+        """The run of its head."""
+        return self.of_query_head(step.head)
+
+    def masked(self, step: ListedStep) -> cutlass.Boolean:
+        return step.masked
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """walk.Step, with what the list says: of few registers."""
+
+    head: Int32
+    j: Int32
+    block: Int32
+    masked: cutlass.Boolean
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ argument and names no stage. It asks, in this order:
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
 
+Kernels of sm_80 have one loop, and ask `begin` and `apply` for each masked block.
+
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
 register that was used last, not into a second one.
