@@ -150,14 +150,13 @@ class ForwardSm80(ForwardCall):
         for j in cutlass.range(run.count, unroll=1):
             block = run.nth(j)
             keys.load_v(block, whole=False)
-            if masked.holds(j):
-                for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.begin(block, masked=True)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
             if run.more(j):
                 keys.load_k(run.after(j), whole=True)
             if masked.holds(j):
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].chain.begin(block, masked=True)
                 for i in cutlass.range_constexpr(len(slabs)):
                     slabs[i].chain.apply(slabs[i].scores, block, masked=True)
             grown = cutlass.Boolean(False)
