@@ -18,6 +18,7 @@ from torch_flashplug.kernels.parts.scores.chain import Chain, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
+from torch_flashplug.kernels.parts.window import InWindow, Window
 from torch_flashplug.spec import KernelSpec
 
 
@@ -36,6 +37,9 @@ class Extra:
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
     query_turns: cute.Tensor
+    left: Int32
+    right: Int32
+    diagonal: Int32
 
 
 STAGES = {
@@ -51,6 +55,8 @@ class TrialSeams(Seams):
     stages: tuple[str, ...] = ()
 
     def walk(self, call) -> Walk:
+        if "window" in self.stages:
+            return Window(call.extra.left, call.extra.right, call.extra.diagonal)
         if "listed" not in self.stages:
             return super().walk(call)
         x = call.extra
@@ -60,7 +66,8 @@ class TrialSeams(Seams):
 
     def chain(self, call) -> Chain:
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        return Chain((*super().chain(call).stages, *more))
+        own = (InWindow(self.walk(call)),) if "window" in self.stages else super().chain(call).stages
+        return Chain((*own, *more))
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def fake_list(rank: int) -> cute.Tensor:
 
 def fake_extra() -> Extra:
     words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (1, 2, 1, 2, 2))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists)
+    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, Int32(1), Int32(1), Int32(1))
 
 
 def trial(spec: KernelSpec, *stages: str):
