@@ -78,8 +78,8 @@ def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(name, stages, co
     row, base = counted[name, stages], counted[name, ()]
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
     expected = [base[count] for count in COUNTS]
-    # A forward without a mask has one loop, of whole blocks, and its first block; a backward two. A list has blocks that
-    # hide something and whole ones; a window has them at both ends.
+    # A forward without a mask has a loop of whole blocks beside its first block; a backward has two loops. A list has
+    # blocks that hide something and whole ones; a window has them at both ends.
     if name.startswith("fwd_sm90"):
         loops = ("listed" in stages) + 2 * ("window" in stages)
         expected = [count + loops * count // 2 for count in expected]
