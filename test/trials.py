@@ -24,6 +24,7 @@ from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
+from torch_flashplug.kernels.parts.window import InWindow, Window
 from torch_flashplug.spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
@@ -37,10 +38,14 @@ class Extra:
     planes_of_head: Int32
     share: Float32
     inverse: Float32
-    key_counts: cute.Tensor  # (Pb, Ph, R) Int32, of masked blocks; in a trial of whole ones, too
-    key_blocks: cute.Tensor  # (Pb, Ph, R, C) Int32
+    key_counts: cute.Tensor  # (R,) Int32, of masked blocks; in a trial of whole ones, too
+    key_blocks: cute.Tensor  # (R, C) Int32
     query_counts: cute.Tensor
     query_blocks: cute.Tensor
+    query_turns: cute.Tensor
+    left: Int32
+    right: Int32
+    diagonal: Int32
     row_tiles: cute.Tensor  # (n, ENTRY) Int32
     row_count: cute.Tensor  # (1,) Int32
     key_tiles: cute.Tensor
@@ -81,16 +86,20 @@ class TrialSeams(Seams):
         return Ragged(*(TileList(*each) for each in lists), total_keys=call.k.shape[2])
 
     def walk(self, call) -> Walk:
+        if "window" in self.stages:
+            return Window(call.extra.left, call.extra.right, call.extra.diagonal)
         if "listed" not in self.stages:
             return super().walk(call)
         x = call.extra
         keys, queries = (x.key_counts, x.key_blocks), (x.query_counts, x.query_blocks)
-        return Listed(Lists(*keys, *keys), Lists(*queries, *queries))
+        planes = (x.planes_of_batch, x.planes_of_head)
+        return Listed(Lists(*keys, *keys, *planes), Lists(*queries, *queries, *planes, x.query_turns, x.query_turns))
 
     def chain(self, call) -> Chain:
         first = (FIRST[name](call) for name in self.stages if name in FIRST)
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        return Chain((*first, *super().chain(call).stages, *more))
+        own = (InWindow(self.walk(call)),) if "window" in self.stages else super().chain(call).stages
+        return Chain((*first, *own, *more))
 
 
 @dataclass(frozen=True)
@@ -119,10 +128,11 @@ def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
 
 
 def fake_extra(like: cute.Tensor) -> Extra:
-    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (3, 4, 3, 4))
+    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (1, 2, 1, 2, 2))
     tiles = (x for _ in range(3) for x in fake_tiles())
     bias = fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
-    return Extra(*words, Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9), *lists, *tiles, bias)
+    numbers = (Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9))
+    return Extra(*words, *numbers, *lists, Int32(1), Int32(1), Int32(1), *tiles, bias)
 
 
 def trial(spec: KernelSpec, *stages: str):

@@ -58,6 +58,7 @@ PEERS_AT_ONCE = 4  # of a cluster, whose results a decode reads at the same time
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
+LISTED, SHARE = 128, 64  # block-sparse calls: queries and keys of a listed block; keys that turns are counted by
 
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma

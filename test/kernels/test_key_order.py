@@ -28,12 +28,12 @@ def test_turns_count_what_was_launched_before(mask, tile, lengths, section):
     order, tiles = launched(mask, tile, lengths, section)
     assert len(set(tiles)) == order.total
     for step in range(-(-lengths[0] // tile[0])):
-        last_query = (step + 1) * tile[0] - 1
+        last_query, run = (step + 1) * tile[0] - 1, walk.Downward(0, 0, 0)  # its positions are blocks
         seen = {}
         for n_block, head, batch in tiles:
             if mask == "full" or n_block * tile[1] <= last_query:
                 turn = seen[head, batch] = seen.get((head, batch), -1) + 1
-                assert order.turn(n_block, step) == turn
+                assert order.turn(n_block, run, step) == turn
 
 
 def test_without_an_order_the_longest_come_first():

@@ -31,7 +31,7 @@ from .parts.pieces import Pieces, Tile
 from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
 from .parts.seams import Seams
-from .parts.walk import Downward, Sizes, Walk
+from .parts.walk import Downward, Sizes, Step, Walk
 
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
@@ -208,21 +208,22 @@ class Here:
     chain: Chain
     place: Place  # of the warp's first slab of keys and the first query of its half
     run: Downward
-    j: Int32
+    step: Step
 
     @property
     def block(self) -> Int32:
         """Of queries."""
-        return self.run.nth(self.j)
+        return self.step.block
 
     @property
     def masked(self) -> cutlass.Boolean:
-        return self.run.masked(self.j)
+        return self.run.masked(self.step)
 
     def of(self, slab: int, first: int) -> Chain:
         """For that slab of keys, and queries from `first` on."""
         row, column = self.place.row + slab * SLAB, self.place.column + first
-        return self.chain.at(replace(self.place, row=row, column=column))
+        place = replace(self.place, row=row, column=column, head=self.step.head)
+        return self.chain.hold(HALF).at(place)
 
 
 class BackwardSm80(BackwardCall):
@@ -292,7 +293,7 @@ class BackwardSm80(BackwardCall):
         mover.load(tile.rows(tensors.v), first_key, v)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
         tiles, group = Tiles(k, v, weights), Hq // Hkv
-        keys = Keys(tile, tile.head * group, tile.batch * Hq, group)
+        keys = Keys(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
             self.step_together(order, queries, tiles, scratch, keys, scales, chain)
         else:
@@ -301,9 +302,9 @@ class BackwardSm80(BackwardCall):
         mover.unload(k, tile.rows(tensors.dk), first_key)
         mover.unload(v, tile.rows(tensors.dv), first_key)
 
-    def turn(self, order: KeyOrder, n_block: Int32, block: Int32) -> Int32 | None:
-        """How many warps add to the queries of a block before those of this CTA, where that has an order."""
-        return order.turn(n_block, block) * self.warps if self.in_order else None
+    def turn(self, order: KeyOrder, n_block: Int32, run: Downward, step: Step) -> Int32 | None:
+        """How many warps add to the queries of a step before those of this CTA, where that has an order."""
+        return order.turn(n_block, run.at(step), step.j) * self.warps if self.in_order else None
 
     def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
         """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
@@ -340,27 +341,28 @@ class BackwardSm80(BackwardCall):
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
-        head, j, last, last_block = keys.first_head, run.begin, Int32(0), Int32(0)
-        queries.load_q(head, run.nth(j), Int32(0))
-        queries.load_do(head, run.nth(j), Int32(0))
+        step, last = run.first(keys.first_head, total > 0), Int32(0)
+        last_step = replace(step, j=Int32(0))  # not a step yet
+        queries.load_q(step.head, step.block, Int32(0))
+        queries.load_do(step.head, step.block, Int32(0))
         for i in cutlass.range(total, unroll=1):
             sm80.arrive()
-            block, (later_head, later) = run.nth(j), run.after(head, j)
+            later = run.after(step, i + 1 < total)
             if i + 1 < total:
-                queries.load_q(later_head, run.nth(later), 1 - i % 2)
-                queries.load_do(later_head, run.nth(later), 1 - i % 2)
+                queries.load_q(later.head, later.block, 1 - i % 2)
+                queries.load_do(later.head, later.block, 1 - i % 2)
             if i > 0:
-                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, last_block))
-            here = Here(chain, place, run, j)
+                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, run, last_step))
+            here = Here(chain, place, run, step)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
             else:
                 self.step_in_pairs(my, queries, tiles, i % 2, here, scales.log2, first_slab, part)
-            last, last_block = (keys.heads_before + head) * scratch.num_m_blocks + block, block
-            head, j = later_head, later
+            last, last_step = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block, step
+            step = later
         sm80.arrive()
         if total > 0:
-            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, last_block))
+            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, run, last_step))
         sm80.arrive()
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
@@ -380,14 +382,21 @@ class BackwardSm80(BackwardCall):
     ) -> list[fragments.OperandA]:  # fmt: skip
         """P in place of scores, of the queries from `first` on, and in 16 bits."""
         if here.masked:
-            for s in cutlass.range_constexpr(len(scores)):
-                here.of(s, first).apply(fragments.rows_and_columns(scores[s]), here.block, masked=True)
+            self.hide(scores, here, first)
         P = []
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
             P[s].take(scores[s])
         return P
+
+    def hide(self, scores: sm80.Accumulators, here: Here, first: int) -> None:
+        """What stages hide of a masked step. They have no registers across steps: what they need comes now."""
+        chains = [here.of(s, first) for s in range(len(scores))]
+        for chain in chains:
+            chain.begin(here.block, masked=True)
+        for chain, acc in zip(chains, scores, strict=True):
+            chain.apply(fragments.rows_and_columns(acc), here.block, masked=True)
 
     @cute.jit
     def slope(
@@ -493,38 +502,38 @@ class BackwardSm80(BackwardCall):
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
-        head, j = keys.first_head, run.begin
-        queries.load_q(head, run.nth(j), Int32(0))
+        step = run.first(keys.first_head, total > 0)
+        queries.load_q(step.head, step.block, Int32(0))
         cute.arch.cp_async_commit_group()
-        queries.load_do(head, run.nth(j), Int32(0))
+        queries.load_do(step.head, step.block, Int32(0))
         for i in cutlass.range(total, unroll=1):
-            block, (later_head, later) = run.nth(j), run.after(head, j)
-            number = (keys.heads_before + head) * scratch.num_m_blocks + block
-            zero, step = fragments.zero_of(i), Here(chain, place, run, j)
+            later = run.after(step, i + 1 < total)
+            number = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block
+            zero, here = fragments.zero_of(i), Here(chain, place, run, step)
             q, do = queries.q.moved(zero), queries.do.moved(zero)
             now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
             dS, P = now.weights, now.weights.moved(weights.bytes)
-            self.weigh_together(my, queries, now, q, do, step, scales.log2, slab, half)
+            self.weigh_together(my, queries, now, q, do, here, scales.log2, slab, half)
             cute.arch.sync_threads()
             columns, weights_of = my.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
             cute.arch.sync_threads()  # nobody needs this Q any more
             if i + 1 < total:
-                queries.load_q(later_head, run.nth(later), Int32(0))
+                queries.load_q(later.head, later.block, Int32(0))
             cute.arch.cp_async_commit_group()
             self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
             cute.arch.sync_threads()  # nor this dO
             if i + 1 < total:
-                queries.load_do(later_head, run.nth(later), Int32(0))
-            gradient.add(zero, number, self.turn(order, keys.tile.block, block))
-            head, j = later_head, later
+                queries.load_do(later.head, later.block, Int32(0))
+            gradient.add(zero, number, self.turn(order, keys.tile.block, run, step))
+            step = later
         sm80.arrive()
-        first_row = first_slab * SLAB + (fragments.zero_of(head) if self.elementwise else 0)
+        first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
         self.put(my, tiles, first_row, scales, chain, part)
 
     @cute.jit
     def weigh_together(
-        self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, step: Here,
+        self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, here: Here,
         scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
         """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
@@ -534,7 +543,7 @@ class BackwardSm80(BackwardCall):
         my.product.scores(S, keys, rows)
         sm80.arrive()  # dO
         my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
-        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), step, 0, scale_log2)
+        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, 0, scale_log2)
         dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
         sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)

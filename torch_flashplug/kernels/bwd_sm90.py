@@ -294,8 +294,8 @@ class BackwardSm90(BackwardCall):
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
-        kept = Kept(call.rows, call.scratch)
-        self.kernel(atoms, tensors, kept, call.scales, call.counter, section, ahead.heads, *seams).launch(
+        between = Between(call.rows, call.scratch)
+        self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
             grid=(cutlass.min(ahead.portions * call.k.shape[1] * call.k.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -392,7 +392,7 @@ class BackwardSm90(BackwardCall):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, kept.rows, shared, work, dq_writer, chain)
+                self.load_queries(q, do, between.rows, shared, work, dq_writer, chain)
             elif warp_idx == 1:
                 k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)

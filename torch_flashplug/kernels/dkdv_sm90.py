@@ -96,6 +96,7 @@ class Half:
     scores: sm90.SlotProduct  # S^T = K Q^T, or dP^T = V dO^T
     weights: fragments.OperandA  # P^T, or dS^T
     values: cute.Tensor  # the same registers, in the order of the scores
+    kept: fragments.OperandA | None  # P for dV where not all of it is kept: P crosses with signs that say which
     facts: cute.Tensor  # LSE * log2(e), or delta, of a step's queries: (TILE_M, stage)
     dV: sm90.SlotProduct  # += P^T dO: this warpgroup's half of the columns
     dK: sm90.SlotProduct  # += dS^T Q
@@ -123,6 +124,8 @@ class Half:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         ring.fill(done)
+        if cutlass.const_expr(self.wg == 0 and self.kept is not None):
+            self.kept.keep(self.weights)
 
     @cute.jit
     def add_up(self, done: Int32, end: Int32):
@@ -257,9 +260,9 @@ class KeyGradientsSm90:
             dk = sm90.Operand(atoms.dk, tensors.dk, shared.crossing)
             dv = sm90.Operand(atoms.dv, tensors.dv, shared.crossing)
             if warp_idx < 8:
-                self.consume(self.hold(0, shared, rings), dk, dv, work, scales, chain)
+                self.consume(self.hold(0, shared, rings, chain), dk, dv, work, scales, chain)
             else:
-                self.consume(self.hold(1, shared, rings), dk, dv, work, scales, chain)
+                self.consume(self.hold(1, shared, rings, chain), dk, dv, work, scales, chain)
 
     @cute.jit
     def load_queries(
@@ -303,7 +306,7 @@ class KeyGradientsSm90:
             number = work.queue.take(nth)
             nth += 1
 
-    def hold(self, wg: int, shared: Shared, rings: Rings) -> Half:
+    def hold(self, wg: int, shared: Shared, rings: Rings, chain: Chain) -> Half:
         """A consumer warpgroup's operands and registers."""
         keys, rows, facts = (shared.v, shared.do, shared.delta) if wg else (shared.k, shared.q, shared.lse)
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
@@ -314,21 +317,26 @@ class KeyGradientsSm90:
         scores = sm90.SlotProduct(product, left, right, sm90.zeros(mma, (ROWS, TILE_M)))
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
+        kept = None
+        if chain.kept_share is not None:
+            kept = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
         crossing = sm90.transposed(shared.crossing)  # (keys, queries, P or dS)
 
-        def make_sum(which: int, columns: int, sRight: cute.Tensor) -> sm90.SlotProduct:
-            own = which == wg
-            product = sm90.Product.create(
-                lambda: sm90.make_mma(self.element.dtype, columns, "registers" if own else "columns", "columns")
-            )
+        def make_sum(
+            which: int, columns: int, sRight: cute.Tensor, own: fragments.OperandA | None
+        ) -> sm90.SlotProduct:  # fmt: skip
+            source = "columns" if own is None else "registers"
+            product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, columns, source, "columns"))
             part = product.add.get_slice(thread)
             left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
             right = part.make_fragment_B(part.partition_B(half))
-            left = weights.fragment if own else left
+            left = left if own is None else own.fragment
             return sm90.SlotProduct(product, left, right, sm90.zeros(part, (ROWS, columns)))
 
-        dV, dK = make_sum(P, self.dv // WARPGROUPS, shared.do), make_sum(DS, self.d // WARPGROUPS, shared.q)
+        own = (weights if wg == 0 else kept), (weights if wg == 1 else None)
+        dV = make_sum(P, self.dv // WARPGROUPS, shared.do, own[P])
+        dK = make_sum(DS, self.d // WARPGROUPS, shared.q, own[DS])
         to_smem, from_smem = (
             cute.make_tiled_copy_C(cute.make_copy_atom(op(True, 4), self.element.dtype), product.add).get_slice(thread)
             for op in (warp.StMatrix8x8x16bOp, warp.LdMatrix8x8x16bOp)
@@ -340,7 +348,7 @@ class KeyGradientsSm90:
         def load(values):
             cute.copy(from_smem, from_smem.partition_S(crossing[None, None, P]), from_smem.retile(values))
 
-        return Half(wg, rings, scores, weights, values, facts, dV, dK, store, load)
+        return Half(wg, rings, scores, weights, values, kept, facts, dV, dK, store, load)
 
     @cute.jit
     def consume(
@@ -368,13 +376,14 @@ class KeyGradientsSm90:
             for g in cutlass.range(work.group, unroll=1):
                 mine, here = run.of_head(g), of_tile.of_head(tile.query_head(g))
                 for section in mine.sections() if my.wg == 0 else (mine.whole(),):
-                    here.begin(mine.nth(section.begin), section.masked)
+                    if cutlass.const_expr(my.wg == 0):
+                        here.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
                             self.weigh(my, done, here, mine.nth(j), section, scale_log2)
+                            here.ahead(mine.next(j, section), section.masked)
                         else:
                             self.differentiate(my, done)
-                        here.ahead(mine.next(j, section), section.masked)
                         my.hand_over(done)
                         my.add_up(done, end)
                         done += 1
@@ -395,7 +404,7 @@ class KeyGradientsSm90:
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
         here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
-        my.weights.take(my.scores.acc)
+        my.weights.take(my.scores.acc, here.signed(section.masked))
 
     @cute.jit
     def differentiate(self, my: Half, done: Int32):
@@ -404,7 +413,9 @@ class KeyGradientsSm90:
         my.rings.crossing[P].wait(done)
         my.load(my.values)
         weights, dP = fragments.rows_and_columns(my.values), my.scores.values
-        differentiate(weights, dP, delta, dP, self.element.raised)
+        if cutlass.const_expr(my.kept is not None):
+            my.kept.keep(my.weights)
+        differentiate(weights, dP, delta, dP, self.element.raised, signed=my.kept is not None)
         my.weights.take(my.scores.acc)
 
     @cute.jit

@@ -127,11 +127,12 @@ class ForwardSm80(ForwardCall):
         keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v, chain.bring(tile, tile.head))
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
-        lane, chain, scales = cute.arch.lane_idx(), chain.hold(self.tile_n), chain.scales(scales)
+        lane, scales = cute.arch.lane_idx(), chain.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = chain.hold(self.tile_n)
+            here = here.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
@@ -153,7 +154,7 @@ class ForwardSm80(ForwardCall):
         right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
         run = walk.keys_of_rows(tile, first_row)
-        masked = run.num_masked
+        masked = run.masked_positions()
         keys.load_k(run.nth(0), whole=False)
         sm80.arrive()
         for j in cutlass.range(run.count, unroll=1):
@@ -163,7 +164,9 @@ class ForwardSm80(ForwardCall):
             sm80.arrive()
             if run.more(j):
                 keys.load_k(run.after(j), whole=True)
-            if j < masked:
+            if masked.holds(j):
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].chain.begin(block, masked=True)
                 for i in cutlass.range_constexpr(len(slabs)):
                     slabs[i].chain.apply(slabs[i].scores, block, masked=True, count=j)
             else:

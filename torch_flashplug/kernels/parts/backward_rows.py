@@ -208,15 +208,20 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 
 @cute.jit
 def differentiate(
-    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0
-):
+    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
+    signed: cutlass.Constexpr[bool] = False,
+):  # fmt: skip
     """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
-    dK. raised: P is larger by that power of two.
+    dK. raised: P is larger by that power of two. signed: P that was not kept is negative (Chain.signed), its dP is 0.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
             weight = P[key, query].to(Float32) * 2.0**-raised
-            dS[key, query] = weight * (dP[key, query] - delta[query])
+            if cutlass.const_expr(signed):
+                kept = cute.arch.fmax(weight, Float32(0.0))
+                dS[key, query] = kept * dP[key, query] - abs(weight) * delta[query]
+            else:
+                dS[key, query] = weight * (dP[key, query] - delta[query])
 
 
 def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:

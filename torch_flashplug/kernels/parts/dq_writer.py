@@ -182,7 +182,7 @@ def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work
                 step = mine.nth(j)
                 last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, step))
+                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.wait_free(done + 1)  # it has been written

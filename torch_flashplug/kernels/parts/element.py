@@ -34,6 +34,11 @@ class Element:
         text = f"cvt.rn.{self.pack}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
 
+    def kept_pair(self, pair: Int32) -> Int32:
+        """0 for those of two packed that are negative; NaN stays."""
+        text = f"{{ .reg .b32 zero; mov.b32 zero, 0; max.NaN.{self.pack} {{$w0}}, {{$r0}}, zero; }}"
+        return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[pair])
+
 
 ELEMENTS = {  # by the name of spec.DTYPES
     "bf16": Element(cutlass.BFloat16, "bf16x2"),

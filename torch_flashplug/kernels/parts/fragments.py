@@ -63,6 +63,11 @@ class OperandA:
                 low, high = through(r, c, low), through(r, c + 1, high)
             self.pairs[i] = self.element.pack_pair(low, high)
 
+    def keep(self, signed: OperandA) -> None:
+        """What is not negative of another, or of itself; 0 for the rest."""
+        for i in range(cute.size(self.pairs)):
+            self.pairs[i] = self.element.kept_pair(signed.pairs[i])
+
 
 def zero_of(step: Int32) -> Int32:
     """Zero, of a number that is not negative, which the compiler does not know: addresses that it is added to are made

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from .scheduler import TileOrder
-from .walk import BoundBand
+from .walk import BoundBand, Downward
 
 STEPS_BEHIND = 3  # that a key block follows the one before it
 
@@ -36,9 +36,9 @@ class KeyOrder(TileOrder):
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
-    def turn(self, n_block: Int32, m_block: Int32) -> Int32:
-        """In order: how many key blocks add to a block of queries before this one."""
-        return self.walk.turn(n_block, m_block, self.num_m_blocks) if self.last_first else n_block
+    def turn(self, n_block: Int32, run: Downward, j: Int32) -> Int32:
+        """In order: how many key blocks add to the block of queries at a position of a run before this one."""
+        return self.walk.turn(n_block, run, j, self.num_m_blocks) if self.last_first else n_block
 
 
 def heads_in_turn(

@@ -14,26 +14,31 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ...spec import LISTED
 from .fragments import zero_of
 from .pieces import Tile
 from .walk import Run, RunOfKeys, Section, Sizes, Walk
 
-LISTED = 128  # queries and keys of a listed block
-
 
 @dataclass(frozen=True)
 class Lists:
-    """Of one direction: rows of blocks R, room for C blocks in each; contiguous; Pb and Ph may be 1 (broadcast)."""
+    """Of one direction: R rows of blocks of all planes, room for C blocks in each; contiguous. Plane (batch, head)
+    begins at row batch * rows_of_batch + head * rows_of_head; 0: broadcast.
+    """
 
-    masked_count: cute.Tensor  # (Pb, Ph, R) Int32
-    masked: cute.Tensor  # (Pb, Ph, R, C) Int32
-    whole_count: cute.Tensor  # (Pb, Ph, R) Int32
-    whole: cute.Tensor  # (Pb, Ph, R, C) Int32
+    masked_count: cute.Tensor  # (R,) Int32
+    masked: cute.Tensor  # (R, C) Int32
+    whole_count: cute.Tensor  # (R,) Int32
+    whole: cute.Tensor  # (R, C) Int32
+    rows_of_batch: Int32
+    rows_of_head: Int32
+    # Where blocks of keys add in order, the same for each entry: of how many later SHAREs of keys it is an entry, too.
+    masked_turn: cute.Tensor | None = None
+    whole_turn: cute.Tensor | None = None
 
     def row(self, batch: Int32, head: Int32, row: Int32) -> Int32:
         """Of all rows of blocks."""
-        planes_of_batch, planes_of_head, rows = self.masked_count.shape
-        return (batch % planes_of_batch * planes_of_head + head % planes_of_head) * rows + row
+        return batch * self.rows_of_batch + head * self.rows_of_head + row
 
     def counts(self, row: Int32, parts: int) -> tuple[Int32, Int32]:
         """Masked blocks of a row, and all; parts: a listed block's, that are walked over one by one."""
@@ -77,8 +82,14 @@ class BoundLists:
     def queries(self, tile: Tile) -> Heads:
         return Heads(self, tile)
 
-    def turn(self, n_block: Int32, m_block: Int32, num_n_blocks: Int32) -> Int32:
-        raise NotImplementedError("an ordered backward on lists reads its turns from a list, too (docs/layouts.md)")
+    def turn(self, n_block: Int32, run: QueriesRun, j: Int32, num_n_blocks: Int32) -> Int32:
+        """How many KV blocks add to the block of queries at a position before this one: those of later listed blocks,
+        counted by SHAREs of keys (spec.py), then what follows in its own.
+        """
+        later = run.turn(j)
+        if self.tile_n == LISTED:
+            return (later + 1) >> 1
+        return later + cutlass.min(1 - n_block % 2, num_n_blocks - 1 - n_block)
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,11 @@ class Heads:
     tile: Tile
 
     def of_head(self, nth: Int32) -> QueriesRun:
+        return self.of_query_head(self.tile.query_head(nth))
+
+    def of_query_head(self, head: Int32) -> QueriesRun:
         walk, tile = self.walk, self.tile
-        row = walk.of.queries.row(tile.sequence, tile.query_head(nth), tile.block // (LISTED // walk.tile_n))
+        row = walk.of.queries.row(tile.sequence, head, tile.block // (LISTED // walk.tile_n))
         return QueriesRun.create(walk.of.queries, row, LISTED // walk.tile_m)
 
     @cute.jit
@@ -100,6 +114,44 @@ class Heads:
         for nth in cutlass.range(heads, unroll=1):
             steps += self.of_head(nth).count
         return steps
+
+    def first(self, head: Int32, there: cutlass.Boolean) -> ListedStep:
+        """For those who walk over all query heads in one loop, from `head` on. there: whether there is a step."""
+        return self.seek(head, Int32(0), there)
+
+    def after(self, step: ListedStep, there: cutlass.Boolean) -> ListedStep:
+        """The next step: all of one head, then those of the next that has any."""
+        return self.seek(step.head, step.j + 1, there)
+
+    @cute.jit
+    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> ListedStep:
+        """A step, or where its head has no such the first of the next that has any, if it is there."""
+        run, block = self.of_query_head(head), Int32(0)
+        row, masked, count = run.row, run.num_masked, run.count
+        if there:
+            while j >= count:
+                head, j = head + 1, Int32(0)
+                other = self.of_query_head(head)
+                row, masked, count = other.row, other.num_masked, other.count
+            block = QueriesRun(run.lists, row, masked, count, run.parts).nth(j)
+        return ListedStep(head, j, block, j < masked)
+
+    def at(self, step: ListedStep) -> QueriesRun:
+        """The run of its head."""
+        return self.of_query_head(step.head)
+
+    def masked(self, step: ListedStep) -> cutlass.Boolean:
+        return step.masked
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """walk.Step, with what the list says: of few registers."""
+
+    head: Int32
+    j: Int32
+    block: Int32
+    masked: cutlass.Boolean
 
 
 @dataclass(frozen=True)
@@ -118,17 +170,25 @@ class ListedRun(Run):
 
     def nth(self, j: Int32) -> Int32:
         """A load: whoever follows it closely asks for it a step ahead (`next`)."""
-        whole = j >= self.num_masked
-        entry = cutlass.select_(whole, j - self.num_masked, j) // self.parts
-        start = cutlass.select_(whole, *(x.iterator.toint() for x in (self.lists.whole, self.lists.masked)))
+        return self.entry(j, self.lists.masked, self.lists.whole) * self.parts + (j & self.parts - 1)
+
+    def entry(self, j: Int32, masked: cute.Tensor, whole: cute.Tensor) -> Int32:
+        """At a position, of what is stored like the lists."""
+        behind = j >= self.num_masked
+        entry = cutlass.select_(behind, j - self.num_masked, j) >> self.parts.bit_length() - 1
+        start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
         place = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
-        first = Int64(self.row + zero_of(j)) * self.lists.masked.shape[3]  # an address is made in every step
-        return cute.arch.load(place + (first + entry), Int32) * self.parts + j % self.parts
+        first = Int64(self.row + zero_of(j)) * masked.shape[1]  # an address is made in every step
+        return cute.arch.load(place + (first + entry), Int32)
 
 
 @dataclass(frozen=True)
 class QueriesRun(ListedRun):
     """Of a block of keys."""
+
+    def turn(self, j: Int32) -> Int32:
+        """SHAREs of keys whose sums come before."""
+        return self.entry(j, self.lists.masked_turn, self.lists.whole_turn)
 
     def sections(self) -> tuple[Section, Section]:
         return Section(True, Int32(0), self.num_masked), Section(False, self.num_masked, self.count)

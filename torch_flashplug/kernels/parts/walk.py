@@ -46,6 +46,18 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Those before `end`, and from `begin` on: what of a run is masked."""
+
+    end: Int32
+    begin: Int32 | None = None
+
+    def holds(self, j: Int32) -> cutlass.Boolean:
+        before = j < self.end
+        return before if self.begin is None else before | (j >= self.begin)
+
+
+@dataclass(frozen=True)
 class Walk:
     """What a kernel takes: any of its kinds."""
 
@@ -125,9 +137,9 @@ class BoundBand:
         middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
         return Downward(begin, middle, end)
 
-    def turn(self, n_block: Int32, m_block: Int32, num_n_blocks: Int32) -> Int32:
-        """How many KV blocks add to a block of queries before this one, where the last to see it begins."""
-        return cutlass.min(m_block * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
+    def turn(self, n_block: Int32, run: Downward, j: Int32, num_n_blocks: Int32) -> Int32:
+        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        return cutlass.min(run.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
 
 
 class Run:
@@ -140,6 +152,10 @@ class Run:
 
 class RunOfKeys(Run):
     """`count` KV blocks of some rows, the first `num_masked` of them masked."""
+
+    def masked_positions(self) -> Positions:
+        """For those who walk over all sections in one loop."""
+        return Positions(self.num_masked, None)
 
     def sections_before_last(self) -> tuple[Section, Section]:
         """All but the last one, which counts as masked."""
@@ -205,9 +221,6 @@ class Downward(Run):
     def nth(self, j: Int32) -> Int32:
         return j
 
-    def masked(self, j: Int32) -> cutlass.Boolean:
-        return j < self.middle
-
     def total(self, heads: Int32) -> Int32:
         """Steps of so many query heads."""
         return heads * (self.end - self.begin)
@@ -222,10 +235,33 @@ class Downward(Run):
         """For those who do not see scores."""
         return Section(False, self.begin, self.end)
 
-    def after(self, head: Int32, j: Int32) -> tuple[Int32, Int32]:
-        """Head and position of the next step: all of one head, then those of the next."""
-        last = j + 1 >= self.end
-        return head + Int32(last), cutlass.select_(last, self.begin, j + 1)
+    def first(self, head: Int32, there: cutlass.Boolean) -> Step:
+        """For those who walk over all query heads in one loop, from `head` on. there: whether there is a step."""
+        return Step(head, self.begin)
+
+    def after(self, step: Step, there: cutlass.Boolean) -> Step:
+        """The next step: all of one head, then those of the next."""
+        last = step.j + 1 >= self.end
+        return Step(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
+
+    def at(self, step: Step) -> Downward:
+        """The run of its head."""
+        return self
+
+    def masked(self, step: Step) -> cutlass.Boolean:
+        return step.j < self.middle
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of a walk over the blocks of all query heads of a tile of keys."""
+
+    head: Int32
+    j: Int32  # position in the head's run
+
+    @property
+    def block(self) -> Int32:
+        return self.j
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class BiasTiles(Stage):
     def bring(self, tile: Tile, head: Int32) -> Stage:
         form = self.form
         shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
-        tXsX, tXgX = self.tiles.head(head, tile.batch).tiles(shape, (None, None))
+        tXsX, tXgX = self.tiles.head(head, tile.sequence).tiles(shape, (None, None))
         return Bringing(self, tile.block * form.warpgroups, tXsX, tXgX)
 
     def hold(self, columns: int) -> Stage:
@@ -171,7 +171,7 @@ class SlabBias(Stage):
         return natural(scales)
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
-        return SlabBringing(self, self.bias[tile.batch, head, None, None], tile.block * self.form.rows)
+        return SlabBringing(self, self.bias[tile.sequence, head, None, None], tile.block * self.form.rows)
 
     def at(self, place: Place) -> Stage:
         slab = place.row % self.form.rows // sm80.SLAB * sm80.SLAB

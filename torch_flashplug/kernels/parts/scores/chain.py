@@ -16,13 +16,15 @@ argument and names no stage. It asks, in this order:
     here.apply(S, block, masked, count)     scores, before the exponential
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
+    here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
 
 `count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
 who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
 everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
-spec.py counts. Decode and sm_80's backward bring nothing, and give no count.
+spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and ask
+`begin` and `apply` for each masked block.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
@@ -31,9 +33,11 @@ register that was used last, not into a second one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
@@ -130,8 +134,9 @@ class Stage:
 
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
-    def kept(self):
-        return None
+    def keeps(self, r: int, c: int) -> cutlass.Boolean:
+        """Whether P of a score goes to the next product; asked of stages that have a kept_share."""
+        raise NotImplementedError
 
     def derive(self, dP: cute.Tensor) -> None: ...
 
@@ -200,18 +205,27 @@ class Chain:
     def hides(self, masked: bool) -> bool:
         return any(stage.hides for stage in self.asked(masked))
 
-    def kept(self, masked: bool):
-        """(r, c, value) -> value, or None where every stage leaves P as it is."""
-        steps = [step for step in (stage.kept() for stage in self.asked(masked)) if step is not None]
-        if not steps:
+    def kept(self, masked: bool) -> Callable | None:
+        """(r, c, value) -> value: P, or 0; None where every stage leaves P as it is."""
+        return self.chosen(masked, lambda value: Float32(0.0))
+
+    def signed(self, masked: bool) -> Callable | None:
+        """(r, c, value) -> value: P, or -P where it is not kept."""
+        return self.chosen(masked, lambda value: -value)
+
+    def chosen(self, masked: bool, otherwise: Callable) -> Callable | None:
+        """P where it is kept."""
+        stages = [stage for stage in self.asked(masked) if stage.kept_share is not None]
+        if not stages:
             return None
 
-        def kept(r: int, c: int, value: Float32) -> Float32:
-            for step in steps:
-                value = step(r, c, value)
-            return value
+        def choose(r: int, c: int, value: Float32) -> Float32:
+            chosen = value
+            for stage in stages:
+                chosen = cutlass.select_(stage.keeps(r, c), chosen, otherwise(value))
+            return chosen
 
-        return kept
+        return choose
 
     def derive(self, dP: cute.Tensor, masked: bool) -> None:
         """dP: (2, columns) of a thread, in place."""

@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ....spec import SLAB
 from ..fragments import zero_of
 from .chain import Kept, Place, Stage
 
@@ -71,12 +72,13 @@ class Words(Stage):
         place, count = self.place, cute.size(self.now)
         _, columns = self.tiles()
         first = block * place.block // TILE
-        line = Int64(self.line)
+        line, row = Int64(self.line), place.row
         if cutlass.const_expr(place.transposed):
             # The backward has few registers: an address is made in every step. (In the forward ptxas would serialise
             # every product for it.)
-            line = Int64(self.line + zero_of(block))
-        start = self.words.iterator + (line * (columns + 1) * THREADS + cute.arch.thread_idx()[0] % THREADS)
+            line, row = Int64(self.line + zero_of(block)), place.row + zero_of(block)
+        thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 of them hold 16 rows
+        start = self.words.iterator + (line * (columns + 1) * THREADS + thread)
         if cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
                 self.now[i] = cute.arch.load(start + Int64(cutlass.min(first + i, columns)) * THREADS, Int32)
@@ -87,6 +89,8 @@ class Words(Stage):
                 above = cute.arch.load(start + Int64(cutlass.min(first + i + 1, columns)) * THREADS, Int32)
                 self.now[i] = shifted(below, above, shift)
                 below = above
+        # Scores may begin inside a block (bwd_sm80): 0 elsewhere, and the compiler knows.
+        self.now[0] = self.now[0] >> ((place.column & -8) >> 1)
 
     def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
         """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
@@ -134,8 +138,8 @@ class Dropout(Words):
     everywhere = True
     hides = False
 
-    def kept(self):
-        return lambda r, c, value: cutlass.select_(self.bit(r, c), value, Float32(0.0))
+    def keeps(self, r: int, c: int) -> cutlass.Boolean:
+        return self.bit(r, c)
 
     @cute.jit
     def derive(self, dP: cute.Tensor):

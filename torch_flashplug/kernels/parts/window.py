@@ -1,0 +1,223 @@
+"""A sliding window: query i sees the keys from i + diagonal - left to i + diagonal + right (Beltagy et al. 2020). left
+and right together are not negative; who has no bound on one side passes a number beyond all lengths, whose sum with
+them is still an Int32. diagonal: Sk - Sq where the last query goes with the last key, 0 where the first do.
+
+Masked blocks are at both ends of a run, whole ones between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .fragments import column_of
+from .pieces import Tile
+from .scores.chain import Place, Stage
+from .walk import Downward, Positions, RunOfKeys, Section, Sizes, Walk
+
+
+@dataclass(frozen=True)
+class Window(Walk):
+    """Holds what the call brings."""
+
+    left: Int32
+    right: Int32
+    diagonal: Int32
+    uneven = True
+
+    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundWindow:
+        return BoundWindow(self, sizes, tile_m, tile_n)
+
+    def keys(self, query: Int32) -> tuple[Int32, Int32]:
+        """The first that a query sees, and the first behind them; of those that there are and others."""
+        return query + self.diagonal - self.left, query + self.diagonal + self.right + 1
+
+    def queries(self, key: Int32) -> tuple[Int32, Int32]:
+        """The first that sees a key, and the first behind them."""
+        return key - self.diagonal - self.right, key - self.diagonal + self.left + 1
+
+
+@dataclass(frozen=True)
+class BoundWindow:
+    """The blocks of one sequence: tile_m queries, tile_n keys each."""
+
+    window: Window
+    sizes: Sizes
+    tile_m: int
+    tile_n: int
+    uneven = True
+
+    def keys(self, tile: Tile) -> WindowKeys:
+        return self.keys_of(tile.block * self.tile_m, self.tile_m)
+
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> WindowKeys:
+        return self.keys_of(first_row, self.tile_m)
+
+    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, WindowKeys]:
+        """Other rows may see blocks on the right that these do not, which come first. Those on the left that they do
+        not see are walked over with the others: all parts end together.
+        """
+        of_tile = self.keys(tile)
+        if not uneven:
+            return Int32(0), of_tile
+        mine = self.keys_of(first_row, rows)
+        end = cutlass.max(mine.end, of_tile.begin + 1)
+        end = cutlass.select_(first_row < self.sizes.Sq, end, of_tile.begin + 1)
+        end = cute.arch.make_warp_uniform(end)
+        run = WindowKeys(self, first_row, rows, of_tile.begin, end)
+        return of_tile.end - end, run
+
+    def keys_of(self, first_row: Int32, rows: int) -> WindowKeys:
+        """KV blocks that some of these rows see; one where none sees any."""
+        first, _ = self.window.keys(first_row)
+        _, end = self.window.keys(first_row + rows - 1)
+        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.Sk), self.tile_n)
+        begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
+        return WindowKeys(self, first_row, rows, begin, end)
+
+    def queries(self, tile: Tile) -> WindowQueries:
+        """Query blocks that see some key of a KV block. Keys beyond the last mask every step."""
+        first_key, num_blocks = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
+        last_key = first_key + self.tile_n - 1
+        (first, end_of_first), (first_of_last, end) = self.window.queries(first_key), self.window.queries(last_key)
+        begin = cutlass.min(cutlass.max(first, 0) // self.tile_m, num_blocks)
+        end = cutlass.min(cute.ceil_div(cutlass.max(end, 0), self.tile_m), num_blocks)
+        end = cutlass.max(end, begin)
+        middle = cutlass.min(cutlass.max(cute.ceil_div(cutlass.max(first_of_last, 0), self.tile_m), begin), end)
+        middle = cutlass.select_(last_key < self.sizes.Sk, middle, end)
+        behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
+        return WindowQueries(begin, middle, end, behind)
+
+    def turn(self, n_block: Int32, run: WindowQueries, j: Int32, num_n_blocks: Int32) -> Int32:
+        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        _, end = self.window.keys(run.nth(j) * self.tile_m + self.tile_m - 1)
+        return cutlass.min((end - 1) // self.tile_n, num_n_blocks - 1) - n_block
+
+
+@dataclass(frozen=True)
+class WindowKeys(RunOfKeys):
+    """KV blocks of `rows` rows from first_row on, from the right: from end - 1 to begin. The first counts as masked."""
+
+    bound: BoundWindow
+    first_row: Int32
+    rows: int
+    begin: Int32
+    end: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.end - self.begin
+
+    def nth(self, j: Int32) -> Int32:
+        return self.end - 1 - j
+
+    def before(self, j: Int32) -> Int32:
+        return self.end - j
+
+    def more(self, j: Int32) -> cutlass.Boolean:
+        """Whether a position follows."""
+        return self.nth(j) > self.begin
+
+    def after(self, j: Int32) -> Int32:
+        return self.nth(j) - 1
+
+    def last(self) -> Int32:
+        return self.begin
+
+    def edges(self) -> tuple[Int32, Int32]:
+        """Positions before the first one, and from the second one on, are masked."""
+        window, tile_n, Sk = self.bound.window, self.bound.tile_n, self.bound.sizes.Sk
+        _, end = window.keys(self.first_row)
+        begin, _ = window.keys(self.first_row + self.rows - 1)
+        right = self.end - cutlass.min(cutlass.max(end, 0), Sk) // tile_n
+        right = cutlass.min(cutlass.max(right, 1), self.count)
+        left = self.end - cute.ceil_div(cutlass.max(begin, 0), tile_n)
+        return right, cutlass.max(cutlass.min(left, self.count), right)
+
+    def masked_positions(self) -> Positions:
+        return Positions(*self.edges())
+
+    def sections(self) -> tuple[Section, ...]:
+        """After the first one."""
+        right, left = self.edges()
+        return Section(True, 1, right), Section(False, right, left), Section(True, left, self.count)
+
+    def sections_before_last(self) -> tuple[Section, ...]:
+        """All but the last one, which counts as masked."""
+        last, (right, left) = self.count - 1, self.edges()
+        right, left = cutlass.min(right, last), cutlass.min(left, last)
+        return Section(True, 0, right), Section(False, right, left), Section(True, left, last)
+
+    def columns_of_first(self, rows: int) -> Int32:
+        """Keys of the first block that some of `rows` rows may see; more than it has: all."""
+        _, end = self.bound.window.keys(self.first_row + rows - 1)
+        return cutlass.min(end, self.bound.sizes.Sk) - (self.end - 1) * self.bound.tile_n
+
+
+@dataclass(frozen=True)
+class WindowQueries(Downward):
+    """Query blocks of a KV block, one after the other: masked up to `middle`, and from `behind` on."""
+
+    behind: Int32
+
+    def masked(self, step) -> cutlass.Boolean:
+        return (step.j < self.middle) | (step.j >= self.behind)
+
+    def sections(self) -> tuple[Section, ...]:
+        return (
+            Section(True, self.begin, self.middle),
+            Section(False, self.middle, self.behind),
+            Section(True, self.behind, self.end),
+        )
+
+
+@dataclass(frozen=True)
+class InWindow(Stage):
+    """Which scores of a block count: those of keys in the window, and not beyond the last."""
+
+    window: Window
+
+    def at(self, place: Place) -> Stage:
+        return (QueriesInWindow if place.transposed else KeysInWindow)(self.window, place)
+
+
+@dataclass(frozen=True)
+class KeysInWindow(Stage):
+    """Sets scores of one block of keys that are out of it to -inf."""
+
+    window: Window
+    place: Place
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32):
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            # Column numbers are constants: an element costs two compares and one select.
+            begin, end = self.window.keys(self.place.row + 8 * r)
+            first = block * self.place.block + self.place.column
+            begin, end = begin - first, cutlass.min(end, self.place.sizes.Sk) - first
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                inside = (column_of(c) >= begin) & (column_of(c) < end)
+                S[r, c] = cutlass.select_(inside, S[r, c], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class QueriesInWindow(Stage):
+    """The same for scores as the backward has them, (keys, queries), of one block of queries."""
+
+    window: Window
+    place: Place
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32):
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            key = self.place.row + 8 * r
+            begin, end = self.window.queries(key)
+            first = block * self.place.block + self.place.column
+            begin, end = begin - first, end - first
+            end = cutlass.select_(key < self.place.sizes.Sk, end, 0)
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                inside = (column_of(c) >= begin) & (column_of(c) < end)
+                S[r, c] = cutlass.select_(inside, S[r, c], -Float32.inf)
