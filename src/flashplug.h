@@ -32,7 +32,7 @@
 
 namespace flashplug {
 
-// ---- vocabulary (mirrors torch_flashplug/spec.py; test_facts.py holds the two together) ----
+// ---- vocabulary (mirrors torch_flashplug/families.py; test_facts.py holds the two together) ----
 
 // Those of our kernels follow, one for each family of the tables, in their order.
 enum class Backend : int { kAuto = 0, kMath = 1, kStock = 2, kFirstFamily = 3 };
@@ -218,7 +218,7 @@ struct Kernel {
   std::atomic<uint64_t> devices{0};  // bit i: has run on device i, its module is loaded there
 };
 
-// The kernel pack of a target of spec.py's TARGETS ("sm_90a"); an empty path: it is not installed.
+// The kernel pack of a target of families.py ("sm_90a"); an empty path: it is not installed.
 void load_pack(const char* path, const char* target);
 void clear_packs();
 // The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,

@@ -163,7 +163,7 @@ BackwardResult backward(const BackwardCall& call) {
 
 Mode own_op_mode(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
-    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of spec.py");
+    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of families.py");
   const Mode now = effective_mode();
   return process_backend() != Backend::kAuto || (baked & kModeMask) == 0 ? now : Mode{baked & kModeMask};
 }

@@ -14,7 +14,7 @@
 
 namespace flashplug {
 
-// Kernels that are written for one architecture, and the backend that asks for them (FAMILIES of spec.py). Their order
+// Kernels that are written for one architecture, and the backend that asks for them (families.py). Their order
 // is the one in which auto asks.
 struct FamilyRow {
   const char* backend;

@@ -20,7 +20,7 @@ from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
-from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept
+from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept, Stage
 from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
@@ -68,11 +68,10 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True)
 class TrialSeams(Seams):
     """The walk of a spec, its own stage, then the trial's."""
 
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...]
 
     @property
     def short(self) -> bool:
@@ -98,8 +97,10 @@ class TrialSeams(Seams):
     def chain(self, call) -> Chain:
         first = (FIRST[name](call) for name in self.stages if name in FIRST)
         more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        own = (InWindow(self.walk(call)),) if "window" in self.stages else super().chain(call).stages
-        return Chain((*first, *own, *more))
+        return Chain((*first, *super().chain(call).stages, *more))
+
+    def visible(self, call) -> Stage:
+        return InWindow(self.walk(call)) if "window" in self.stages else super().visible(call)
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,8 @@ def trial(spec: KernelSpec, *stages: str):
     base = type(kernel)
 
     def with_seams(part) -> None:
-        if isinstance(getattr(part, "seams", None), Seams):
-            facts = {field.name: getattr(part.seams, field.name) for field in dataclasses.fields(Seams)}
-            part.seams = TrialSeams(**facts, stages=stages)
+        if isinstance(seams := getattr(part, "seams", None), Seams):
+            part.seams = type("TrialSeams", (TrialSeams, type(seams)), {"stages": stages})(seams.element)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:

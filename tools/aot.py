@@ -56,7 +56,8 @@ import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
 from torch_flashplug.compile import compile_spec, key, source_fingerprint  # noqa: E402
-from torch_flashplug.spec import TARGETS, KernelSpec  # noqa: E402
+from torch_flashplug.families import TARGETS  # noqa: E402
+from torch_flashplug.spec import KernelSpec  # noqa: E402
 
 
 def check_sources() -> None:

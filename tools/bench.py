@@ -38,7 +38,7 @@ from records import GRADIENT_FLOP
 from rich.console import Console
 
 from torch_flashplug import native, problem
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.families import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
     Case,

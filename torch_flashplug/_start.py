@@ -8,7 +8,7 @@ import functools
 import logging
 
 from . import choices, configs, env, integrations, library, native, problem, rescues, tracing, up_calls
-from .spec import BACKENDS
+from .families import BACKENDS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import _start, choices, composite, configs, env, native, problem, repair, rescues, tracing
+from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
-from .spec import BACKENDS, FAMILIES, KERNEL_BACKENDS
 
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature

@@ -7,6 +7,7 @@ Needs no GPU to compile. Compile in separate processes (spawn) to go parallel: t
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache
-from .spec import TARGETS, KernelSpec
+from . import cache, features
+from .elements import ELEMENTS, NUMBERS
+from .families import TARGETS
+from .spec import KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
 
@@ -132,16 +135,23 @@ def key(spec: KernelSpec, target: str) -> str:
 
 
 def fingerprint(spec: KernelSpec) -> str:
-    """Hash of the modules that a kernel comes from: its own and all that they import of ours. A change of one kernel
-    file leaves the objects of the others as they are.
+    """Hash of what a kernel comes from: its own module and all that it imports of ours, its features' modules, and its
+    rows of the tables. A change of one kernel file, or of one feature's, leaves the objects of the others as they are.
     """
-    return _hash_of(sources_of(spec))
+    made_of = dataclasses.astuple(ELEMENTS[spec.dtype])
+    rows = [(made_of, *(NUMBERS[name] for name in made_of))]
+    rows += [(x.tag, x.part, x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
+    return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 
 
 def source_fingerprint() -> str:
     """Hash of everything that generated code depends on: the kernels, the spec, elements and features."""
-    tables = (_PACKAGE / f"{name}.py" for name in ("spec", "elements", "features"))
-    return _hash_of([*tables, *(_PACKAGE / "kernels").rglob("*.py")])
+    return _hash_of([*_tables(), _PACKAGE / "spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
+
+
+def _tables() -> list[Path]:
+    """Of which a kernel depends on its own rows alone."""
+    return [_PACKAGE / "elements.py", _PACKAGE / "features.py"]
 
 
 def sources_of(spec: KernelSpec) -> list[Path]:
@@ -149,8 +159,10 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     from .kernels import BUILDERS
 
     module, _ = BUILDERS[spec.kind, spec.arch]
+    parts = [feature.part.rpartition(".")[0].split(".") for feature in features.of(spec.features) if feature.part]
     found: set[Path] = set()
     waiting = [_PACKAGE / "kernels" / f"{module}.py"]
+    waiting += [_PACKAGE.joinpath("kernels", "parts", *part).with_suffix(".py") for part in parts]
     while waiting:
         path = waiting.pop()
         if path not in found:
@@ -172,8 +184,8 @@ def _imported_by(path: Path, changed: int) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def _hash_of(files: list[Path]) -> str:
-    digest = hashlib.sha256()
+def _hash_of(files: list[Path], more: str = "") -> str:
+    digest = hashlib.sha256(more.encode())
     for path in sorted(files):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())
         digest.update(path.read_bytes())

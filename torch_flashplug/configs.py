@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .elements import DTYPES
-from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, TARGETS, KernelSpec
+from .families import TARGETS
+from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
 BOTH = FULL + CAUSAL

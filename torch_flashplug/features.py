@@ -19,6 +19,7 @@ class Feature:
     said: str  # of a call that needs it, in words; empty: left out
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
     arguments: tuple[str, ...] = ()  # optional arguments (arguments.py) of its kernels
+    part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
 
@@ -26,7 +27,8 @@ class Feature:
 FEATURES = (
     Feature(
         "causal", "causal", "causal",
-        "is_causal is given, and there are kernels without a mask alone; use the math backend", always=True,
+        "is_causal is given, and there are kernels without a mask alone; use the math backend",
+        part="causal.Causal", always=True,
     ),
     Feature(
         "mask", "mask", "masked",
@@ -64,26 +66,29 @@ COMBINATIONS = (
 )
 
 
+def of(features: Iterable[str]) -> tuple[Feature, ...]:
+    """Those of these names, in their order."""
+    wanted = set(features)
+    return tuple(feature for feature in FEATURES if feature.name in wanted)
+
+
 def bits(features: Iterable[str]) -> int:
     return sum(1 << NAMES.index(name) for name in set(features))
 
 
 def always(features: Iterable[str]) -> int:
     """Bits of those without which their kernels run no call."""
-    wanted = set(features)
-    return bits(feature.name for feature in FEATURES if feature.always and feature.name in wanted)
+    return bits(feature.name for feature in of(features) if feature.always)
 
 
 def score_bytes(features: Iterable[str]) -> int:
     """Of shared memory for every score of a block."""
-    wanted = set(features)
-    return sum(feature.score_bytes for feature in FEATURES if feature.name in wanted)
+    return sum(feature.score_bytes for feature in of(features))
 
 
 def tag_of(features: Iterable[str]) -> str:
     """The part of a kernel's name that says its features."""
-    wanted = set(features)
-    return "+".join(feature.tag for feature in FEATURES if feature.name in wanted) or NONE
+    return "+".join(feature.tag for feature in of(features)) or NONE
 
 
 TAGS = {tag_of(combination.features): combination for combination in COMBINATIONS}  # what a tag stands for

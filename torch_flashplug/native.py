@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import features, rows
+from .families import BACKENDS, KERNEL_BACKENDS
 from .library import doubles, ints, lib, text
-from .spec import BACKENDS, KERNEL_BACKENDS
 
 if TYPE_CHECKING:
     from . import choices, configs, rescues
@@ -293,8 +293,8 @@ def counters(reset: bool = False) -> dict[str, int]:
 
 
 def load_pack(path: Path | None, target: str) -> None:
-    """Registers the kernel pack of a target (spec.TARGETS); it is opened when a kernel is first needed. None: it is not
-    installed, and messages say how to build it.
+    """Registers the kernel pack of a target (families.TARGETS); it is opened when a kernel is first needed. None: it is
+    not installed, and messages say how to build it.
     """
     lib().flashplug_load_pack(str(path or "").encode(), target.encode())
 

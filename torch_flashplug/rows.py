@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from . import arguments, features
 from .choices import OPERANDS
 from .elements import ELEMENTS, NUMBERS
+from .families import FAMILIES
 from .rescues import FACTS
-from .spec import CLUSTER, FAMILIES, KINDS
+from .spec import CLUSTER, KINDS
 
 if TYPE_CHECKING:
     from . import choices, configs, rescues

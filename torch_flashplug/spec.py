@@ -1,7 +1,7 @@
 """What one compiled kernel is, and whether the hardware can hold it.
 
-Owns the vocabulary (backends, kinds), the name that identifies a kernel everywhere (pack symbol, cache key, log line)
-and the budgets that make a tile legal. The dispatcher's table, the compiler, the tuner and the tests all build on it.
+Owns the kinds of kernels, the name that identifies one everywhere (pack symbol, cache key, log line) and the budgets
+that make a tile legal. The dispatcher's table, the compiler, the tuner and the tests all build on it.
 """
 
 from __future__ import annotations
@@ -12,39 +12,10 @@ from dataclasses import dataclass
 from . import features
 from .elements import DTYPES, ELEMENTS
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Kernels that are written for one architecture, and the backend that asks for them."""
-
-    backend: str
-    arch: int  # 90: compute capability 9.0
-    later: bool  # every GPU since runs them; else that one alone
-    gpus: str  # that run them, in words: "these kernels need ..."
-
-    def runs_on(self, cc: int) -> bool:
-        return cc >= self.arch if self.later else cc == self.arch
-
-
-FAMILIES = (  # in the order in which auto asks
-    Family("fa3", 90, later=False, gpus="exactly 9.0 (H100, H200)"),
-    Family("fa2", 80, later=True, gpus="8.0 or more"),
-)
-KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
-# Mode ids are positions in this tuple; the enum in src/flashplug.h mirrors it and test_facts holds the two together.
-BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
 MASKS = tuple(features.TAGS)
-
-
-# What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
-# every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.
-TARGETS = {
-    target: tuple(family.arch for family in FAMILIES if family.runs_on(cc))
-    for target, cc in {"sm_80": 80, "sm_90a": 90, "sm_100": 100, "sm_120": 120}.items()
-}
 
 WARP, WARPGROUP = 32, 128  # threads
 SLAB = 16  # rows of one mma.sync, and of a warp in wgmma's

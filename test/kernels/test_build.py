@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import cache, configs
-from torch_flashplug.kernels import BUILDERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = configs.specs(90) + configs.specs(80)
@@ -99,16 +98,18 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     shutil.copytree(ROOT / "torch_flashplug", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     monkeypatch.setattr(compiler, "_PACKAGE", package)
     before = {spec: compiler.key(spec, "sm_90a") for spec in SPECS}
-    for changed, kinds in (
-        ("kernels/bwd_sm80.py", {("bwd", 80), ("detbwd", 80)}),
-        ("kernels/dq_sm90.py", {("partbwd", 90)}),
-        ("kernels/parts/sm80.py", {("fwd", 80), ("bwd", 80), ("detbwd", 80), ("decode", 80)}),
-        ("spec.py", {(spec.kind, spec.arch) for spec in SPECS}),
+    for changed, hits in (
+        ("kernels/bwd_sm80.py", lambda spec: spec.arch == 80 and spec.is_backward),
+        ("kernels/dq_sm90.py", lambda spec: spec.kind == "partbwd"),
+        ("kernels/parts/sm80.py", lambda spec: spec.arch == 80),
+        ("kernels/parts/causal.py", lambda spec: spec.mask == "causal"),
+        ("spec.py", lambda spec: True),
+        ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
     ):
         original = (package / changed).read_text()
         (package / changed).write_text(original + "\n# changed\n")
-        others = {(spec.kind, spec.arch) for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
-        assert others == kinds, changed
+        others = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
+        assert others == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
 
 
@@ -117,17 +118,16 @@ def test_sources_of_a_kernel_are_what_it_imports():
     pytest.importorskip("cutlass")
     from torch_flashplug import compile as compiler
 
-    for kind, arch in BUILDERS:
-        spec = next(spec for spec in SPECS if (spec.kind, spec.arch) == (kind, arch))
-        module = BUILDERS[kind, arch][0]
-        code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import aot, importlib\n"
+    for spec in {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values():
+        code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import aot\n"
         code += "before = set(sys.modules)\n"
-        code += f"importlib.import_module('torch_flashplug.kernels.{module}')\n"
+        code += "from torch_flashplug.kernels import builder\n"
+        code += f"builder(aot.KernelSpec.from_name({spec.name()!r}))\n"
         code += "print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if 'flashplug' in name))"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
         loaded = {Path(file) for file in run.stdout.split() if Path(file).name != "__init__.py"}
-        table = {ROOT / "torch_flashplug" / f"{name}.py" for name in ("spec", "features")}  # which the tool had read
-        assert loaded | table == set(compiler.sources_of(spec)), module
+        tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in ("spec", "elements", "features")}  # read before
+        assert loaded | tables == set(compiler.sources_of(spec)), spec.name()
 
 
 def test_builds_are_compared_by_their_instructions(tmp_path):

@@ -20,7 +20,8 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import configs, library, native
 from torch_flashplug.elements import DTYPES
-from torch_flashplug.spec import BACKENDS, KernelSpec
+from torch_flashplug.families import BACKENDS
+from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,

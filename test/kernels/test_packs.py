@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import choices, configs, library
-from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, TARGETS, KernelSpec
+from torch_flashplug.families import TARGETS
+from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = configs.specs(90) + configs.specs(80)
@@ -200,8 +201,19 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"kind": "decode", "mask": "causal"}, "no mask"),
         ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
         ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
-        ({"arch": 80, "kind": "bwd", "d": 96, "dv": 96, "tile_m": 64, "tile_n": 64, "stages": 1, "elementwise": True},
-         "96 for both"),
+        (
+            {
+                "arch": 80,
+                "kind": "bwd",
+                "d": 96,
+                "dv": 96,
+                "tile_m": 64,
+                "tile_n": 64,
+                "stages": 1,
+                "elementwise": True,
+            },
+            "96 for both",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
 )

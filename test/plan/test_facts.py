@@ -17,7 +17,8 @@ from torch_flashplug import _start, arguments, choices, configs, features, libra
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.elements import NUMBERS
-from torch_flashplug.spec import BACKENDS, FAMILIES, KERNEL_BACKENDS, KINDS, Family
+from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
+from torch_flashplug.spec import KINDS
 
 
 @pytest.fixture(autouse=True)

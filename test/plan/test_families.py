@@ -15,7 +15,8 @@ from torch_flashplug import compile as compiler
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, SMEM_BYTES, TARGETS, KernelSpec
+from torch_flashplug.families import BACKENDS, TARGETS
+from torch_flashplug.spec import SMEM_BYTES, KernelSpec
 
 FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
 BOTH = ("fa3", "fa2")

@@ -17,7 +17,8 @@ from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.elements import DTYPES
-from torch_flashplug.spec import BACKENDS, KernelSpec
+from torch_flashplug.families import BACKENDS
+from torch_flashplug.spec import KernelSpec
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.

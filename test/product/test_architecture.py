@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_flashplug import env, features, spec
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
@@ -26,10 +28,11 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
     *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "rows", "compile", "kernels"),
-    *("cache", "lists", "testing", "env", "choices", "rescues", "configs", "spec", "elements", "features", "arguments"),
+    *("cache", "lists", "testing", "env", "choices", "rescues", "configs", "spec", "families", "elements", "features"),
+    "arguments",
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
-STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "elements", "features", "arguments"}
+STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "families", "elements", "features", "arguments"}
 NO_TORCH = {
     *STDLIB_ONLY,
     "cache",
@@ -45,6 +48,8 @@ CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 # Parts that others are made of.
 BELOW = {"arguments", "element", "fragments", "pieces", "scheduler", "scores", "scratch", "sm80", "sm90", "walk"}
+
+PARTS_OF_FEATURES = {feature.part.rpartition(".")[0] for feature in features.FEATURES}  # which seams import
 
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 MAX_FUNCTION, MAX_KERNEL_FUNCTION = 120, 90
@@ -159,7 +164,9 @@ def test_kernels_know_only_parts_and_parts_only_what_all_share():
                 continue
             target = name.removeprefix("torch_flashplug.kernels.").split(".")
             if inside[0] == "parts":
-                assert target[0] == "parts" and target[1] in BELOW, (
+                what = ".".join(inside[1:]).removesuffix(".py")
+                below = {*BELOW, "seams"} if what in PARTS_OF_FEATURES else BELOW
+                assert target[0] == "parts" and target[1] in below, (
                     f"{inside}: a part imports only spec and {', '.join(sorted(BELOW))}, not {target}"
                 )
             elif inside != ("__init__.py",):
@@ -272,8 +279,6 @@ SHARED_NUMBERS = {
 
 @pytest.mark.parametrize("where", SHARED_NUMBERS, ids="-".join)
 def test_numbers_that_kernels_and_host_share(where):
-    from torch_flashplug import spec
-
     part, name = where
     values = [
         node.value.value
@@ -309,8 +314,6 @@ def test_environment_is_read_in_one_place():
 
 def test_each_environment_flag_is_read():
     """By a module, or by a function of env.py that one calls."""
-    from torch_flashplug import env
-
     home = PACKAGE / "env.py"
     others = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
     readers = {function.name: ast.unparse(function) for function in functions(home)}
@@ -357,8 +360,6 @@ def test_the_map_is_the_files_on_disk():
 
 
 def test_readme_environment_is_env_py():
-    from torch_flashplug import env
-
     said = {row[0].strip("`"): row[1:] for row in rows_of_table("README.md", "Environment")}
     assert list(said) == [flag.name for flag in env.FLAGS]
     for flag in env.FLAGS:

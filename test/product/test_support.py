@@ -12,8 +12,8 @@ from plans import Call, call
 
 from torch_flashplug import choices, native
 from torch_flashplug.api import DEVICES
+from torch_flashplug.families import BACKENDS
 from torch_flashplug.native import PREFERENCE
-from torch_flashplug.spec import BACKENDS
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "support.md").read_text().split())
 AUTO, FA3, FA2 = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2"))

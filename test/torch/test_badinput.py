@@ -15,7 +15,7 @@ from standin import Road
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug.spec import KERNEL_BACKENDS
+from torch_flashplug.families import KERNEL_BACKENDS
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")
@@ -175,9 +175,7 @@ def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_error_or_result_as_without(
-    any_road: Road, name: str, grad: bool, request: pytest.FixtureRequest
-) -> None:
+def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, request: pytest.FixtureRequest) -> None:
     if name == "no_heads" and TORCH < (2, 13):
         pytest.skip("stock's kernels divide by the number of heads")
     if any_road.device == "cuda" and name in REFUSED_BY_CUDNN:

@@ -19,7 +19,7 @@ from torch_flashplug import _start, arguments, choices, native, ops, up_calls
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.arguments import BACKWARD, DECODE, FORWARD, Argument
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import BACKENDS, TARGETS
+from torch_flashplug.families import BACKENDS, TARGETS
 
 KERNELS = (
     KernelRow("fwd", 90, 64, 64, ("full",), 128, 128, 2),

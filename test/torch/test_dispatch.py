@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import _start, composite, native, sdpa_backend, up_calls
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.families import BACKENDS
 
 
 def ours(took: dict[str, int]) -> int:

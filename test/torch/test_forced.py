@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch_flashplug
 from torch_flashplug import composite, configs, native, sdpa_backend
 from torch_flashplug.choices import ANY, ChoiceRow
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.families import BACKENDS
 
 CLOSE = {"atol": 2e-2, "rtol": 2e-2}
 

@@ -13,7 +13,7 @@ from conftest import CUDA
 from torch import Tensor
 
 from torch_flashplug import native, ops
-from torch_flashplug.spec import BACKENDS
+from torch_flashplug.families import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FORCE_FA3 = BACKENDS.index("fa3")

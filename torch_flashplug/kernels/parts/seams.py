@@ -1,47 +1,53 @@
-"""What a spec's features are made of: the one place under kernels/ that knows them. Kernels ask for pieces, a walk, a
-chain of stages and an element type, and never what they are.
+"""What a spec's features are made of: the one place under kernels/ that asks for them. Kernels ask for pieces, a walk,
+a chain of stages and an element type, and never what they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
 
+from ... import features
 from ...spec import KernelSpec
 from .element import ELEMENTS, Element
 from .pieces import Dense, Pieces
 from .scores.chain import Chain, Stage
-from .scores.visible import CausalVisible, Visible
-from .walk import Band, CausalBand, Walk
+from .scores.visible import Visible
+from .walk import Band, Walk
 
 
-@dataclass(frozen=True)
 class Seams:
-    """Of one kernel. What a call brings is taken from its arguments."""
+    """Of one kernel; here of one without features. A feature's class (Feature.part) inherits from this one and changes
+    what it must; those of a kernel are put together in the order of features.py. What a call brings is taken from its
+    arguments.
+    """
 
-    element: Element
-    band: type[Band]
-    visible: type[Stage]
+    uneven = False  # whether rows of a tile may see different numbers of keys
+    short = False  # whether many tiles have few rows
 
-    @classmethod
-    def of(cls, spec: KernelSpec) -> Seams:
-        band, visible = (CausalBand, CausalVisible) if "causal" in spec.features else (Band, Visible)
-        return cls(ELEMENTS[spec.dtype], band, visible)
+    def __init__(self, element: Element):
+        self.element = element
 
-    @property
-    def uneven(self) -> bool:
-        """Whether rows of a tile may see different numbers of keys."""
-        return self.band.uneven
-
-    @property
-    def short(self) -> bool:
-        """Whether many tiles have few rows."""
-        return False
+    @staticmethod
+    def of(spec: KernelSpec) -> Seams:
+        parts = [part_of(feature) for feature in features.of(spec.features) if feature.part]
+        kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
+        return kind(ELEMENTS[spec.dtype])
 
     def pieces(self, call: object) -> Pieces:
         return Dense()
 
     def walk(self, call: object) -> Walk:
-        return self.band()
+        return Band()
+
+    def visible(self, call: object) -> Stage:
+        """Which scores count: what every chain has."""
+        return Visible()
 
     def chain(self, call: object) -> Chain:
-        return Chain((self.visible(),))
+        return Chain((self.visible(call),))
+
+
+def part_of(feature: features.Feature) -> type[Seams]:
+    """Imported for kernels that have it alone: no other is made again when it changes (compile.sources_of)."""
+    module, _, name = feature.part.rpartition(".")
+    return getattr(importlib.import_module(f".{module}", __package__), name)
