@@ -33,7 +33,7 @@ TRIALS = {
     ],
     "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",), ("listed", "bits"), ("bias",)],
     "bwd_sm80_bf16_d64_full_m64n128s2": [("listed", "bits")],
-    "bwd_sm80_bf16_d128_full_m64n128s2": [("bits",), ("listed",)],
+    "bwd_sm80_bf16_d128_full_m64n128s2": [("listed",)],
     "bwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits"), ("bias",), ("bias", "dropout")],
     "detbwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
     "detbwd_sm90_bf16_d128_full_m64n128s2": [("listed",), ("listed", "bits")],

@@ -222,7 +222,7 @@ class Here:
     def of(self, slab: int, first: int) -> Chain:
         """For that slab of keys, and queries from `first` on."""
         row, column = self.place.row + slab * SLAB, self.place.column + first
-        place = replace(self.place, row=row, column=column, head=self.step.head)
+        place = replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
         return self.chain.hold(HALF).at(place)
 
 
@@ -392,10 +392,9 @@ class BackwardSm80(BackwardCall):
 
     def hide(self, scores: sm80.Accumulators, here: Here, first: int) -> None:
         """What stages hide of a masked step. They have no registers across steps: what they need comes now."""
-        chains = [here.of(s, first) for s in range(len(scores))]
-        for chain in chains:
+        for s, acc in enumerate(scores):
+            chain = here.of(s, first)
             chain.begin(here.block, masked=True)
-        for chain, acc in zip(chains, scores, strict=True):
             chain.apply(fragments.rows_and_columns(acc), here.block, masked=True)
 
     @cute.jit

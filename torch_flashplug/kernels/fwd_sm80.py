@@ -132,7 +132,7 @@ class ForwardSm80(ForwardCall):
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
             here = chain.hold(self.tile_n)
-            here = here.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = here.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True))
             slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 

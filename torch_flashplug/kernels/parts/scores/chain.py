@@ -84,6 +84,7 @@ class Place:
     batch: Int32
     head: Int32 | None  # query head; backward: of_head says it
     transposed: bool = False
+    by_row: bool = False  # which of the threads of 64 rows this one is follows from its row, not from its number
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,15 @@ class Words(Stage):
         place, count = self.place, cute.size(self.now)
         _, columns = self.tiles()
         first = block * place.block // TILE
-        line, row = Int64(self.line), place.row
+        line = Int64(self.line)
         if cutlass.const_expr(place.transposed):
             # The backward has few registers: an address is made in every step. (In the forward ptxas would serialise
             # every product for it.)
-            line, row = Int64(self.line + zero_of(block)), place.row + zero_of(block)
-        thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 of them hold 16 rows
+            line = Int64(self.line + zero_of(block))
+        thread = cute.arch.thread_idx()[0] % THREADS
+        if cutlass.const_expr(place.by_row):
+            row = place.row + zero_of(block) if place.transposed else place.row
+            thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 of them hold 16 rows
         start = self.words.iterator + (line * (columns + 1) * THREADS + thread)
         if cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
@@ -89,8 +92,8 @@ class Words(Stage):
                 above = cute.arch.load(start + Int64(cutlass.min(first + i + 1, columns)) * THREADS, Int32)
                 self.now[i] = shifted(below, above, shift)
                 below = above
-        # Scores may begin inside a block (bwd_sm80): 0 elsewhere, and the compiler knows.
-        self.now[0] = self.now[0] >> ((place.column & -8) >> 1)
+        if cutlass.const_expr(place.by_row and place.transposed):  # scores may begin inside a block
+            self.now[0] = self.now[0] >> ((place.column & -8) >> 1)
 
     def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
         """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
