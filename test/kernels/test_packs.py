@@ -198,7 +198,7 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"arch": 80, "stages": 1}, "280 registers"),
         ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
         ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
-        ({"kind": "decode", "mask": "causal"}, "no mask"),
+        ({"kind": "decode", "mask": "causal"}, "features causal; a decode of sm_90 has full"),
         ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
         ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
         (

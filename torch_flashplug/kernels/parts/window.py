@@ -192,7 +192,7 @@ class KeysInWindow(Stage):
     place: Place
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             # Column numbers are constants: an element costs two compares and one select.
             begin, end = self.window.keys(self.place.row + 8 * r)
@@ -211,7 +211,7 @@ class QueriesInWindow(Stage):
     place: Place
 
     @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32):
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             key = self.place.row + 8 * r
             begin, end = self.window.queries(key)
