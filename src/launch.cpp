@@ -77,8 +77,10 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  if (arguments.takes("counter")) arguments.one_number("counter", launch_counter(device_index, stream));
-  arguments.integer("num_ctas", device_facts(device_index).sm_count);
+  if (arguments.takes("counter")) {  // a persistent kernel: its CTAs draw tiles
+    arguments.one_number("counter", launch_counter(device_index, stream));
+    arguments.integer("num_ctas", device_facts(device_index).sm_count);
+  }
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;
   if (loads) relaxed.emplace();

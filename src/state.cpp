@@ -46,15 +46,8 @@ void Tables::add(KernelRow row) {
   group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
   if (const Features set{row.takes, row.always}; std::ranges::find(group.sets, set) == group.sets.end())
     group.sets.push_back(set);
-  if (const std::array operands{row.dtype[0], row.dtype[1], row.dtype[2]};
-      std::ranges::find(made, operands) == made.end())
-    made.push_back(operands);
+  made.set(place_of(row.dtype));
   kernels.push_back(row);
-}
-
-bool Tables::made_of(const DType (&dtype)[kNumOperands]) const {
-  return made.empty() ||
-         std::ranges::any_of(made, [&dtype](const auto& operands) { return std::ranges::equal(operands, dtype); });
 }
 
 bool Tables::takes_together(int family, int64_t needs) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <bitset>
 #include <cstdint>
 #include <deque>
 #include <iterator>
@@ -195,7 +196,7 @@ struct Tables {
   // which is a reason of its own.
   int64_t takes(int family) const { return groups[family].taken; }
   bool takes_together(int family, int64_t needs) const;  // whether some kernel takes all of it, and asks for no more
-  bool made_of(const DType (&dtype)[kNumOperands]) const;
+  bool made_of(const DType (&dtype)[kNumOperands]) const { return kernels.empty() || made[place_of(dtype)]; }
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
@@ -206,8 +207,14 @@ struct Tables {
     int64_t taken = -1;
     std::vector<Features> sets;  // that kernels have, each once
   };
-  std::vector<Group> groups;                          // one for each family
-  std::vector<std::array<DType, kNumOperands>> made;  // what kernels' query, key and value are, each once
+  std::vector<Group> groups;  // one for each family
+  // What kernels' query, key and value are made of: every three dtypes have a place.
+  static size_t place_of(const DType* dtype) {
+    size_t place = 0;
+    for (int i = 0; i < kNumOperands; ++i) place = place * kNumDTypes + static_cast<size_t>(dtype[i]);
+    return place;
+  }
+  std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;
 };
 
 // Whether the answer is yes for a family; asks in their order, until it is.

@@ -1,12 +1,18 @@
 // Tensor facts through the stable C shims. Nothing here decides anything.
 #include "tensor_facts.h"
 
+#include <algorithm>
+#include <array>
+
 namespace flashplug {
 
 DType dtype_of(int32_t torch) {
-  int place = 0;
-  while (kDTypes[place].torch != nullptr && kDTypes[place].torch() != torch) ++place;
-  return static_cast<DType>(place);
+  static const auto numbers = [] {
+    std::array<int32_t, kNumDTypes - 1> known;
+    for (size_t i = 0; i < known.size(); ++i) known[i] = kDTypes[i].torch();
+    return known;
+  }();
+  return static_cast<DType>(std::find(numbers.begin(), numbers.end(), torch) - numbers.begin());
 }
 
 bool read_class(AtenTensorHandle tensor, TensorClass* facts) {
