@@ -11,11 +11,11 @@ from dataclasses import dataclass
 class Argument:
     """One argument of a kernel: a tensor in global memory, or a number."""
 
-    name: str  # a slot of src/tables.h, which launch.cpp fills
+    name: str  # a slot of src/tables.h, which a call fills, or a fact of src/problem.h, which fills itself
     rank: int  # dims of a tensor; of a number 0
     dtype: str  # one of DTYPES: the operand that the kernel takes it to be made like, or a fixed one
     scalar: bool  # passed by value
-    optional: bool  # TVM-FFI's None where a call has none
+    optional: bool  # TVM-FFI's None where a call has none (facts always have one)
     what: str  # shape of a tensor, who provides it, what it means
 
     def __post_init__(self) -> None:

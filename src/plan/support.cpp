@@ -54,9 +54,12 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
 }
 
 void add_broken_units(const Problem& p, Collector* out) {
-  const int64_t step = unit_elements(p.dtype[0]), step_v = unit_elements(p.dtype[2]);
-  if (p.D % step != 0) out->add(Why::kHeadDimStep, p.D, step, 0);
-  if (p.Dv % step_v != 0) out->add(Why::kHeadDimStep, p.Dv, step_v, 2);
+  const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
+  for (int i = 0; i < kNumOperands; ++i) {
+    const int64_t step = unit_elements(p.dtype[i]);
+    const bool said = i == 1 && step == unit_elements(p.dtype[0]);  // of the query
+    if (dims[i] % step != 0 && !said) out->add(Why::kHeadDimStep, dims[i], step, i);
+  }
   for (int i = 0; i < kNumOperands; ++i) {
     const Layout& layout = p.layout[i];
     if (layout.last_stride != 1) out->add(Why::kLastStride, layout.last_stride, 1, i);

@@ -231,6 +231,16 @@ def test_vmap_with_dropout_asks_for_different_randomness() -> None:
     assert not torch.equal(out[0], out[1])
 
 
+def test_a_backward_knows_all_that_its_forward_was_told() -> None:
+    """Else it would give the gradients of another call."""
+    for name in ("sdpa", "_math"):
+        told, known = (
+            {argument.name for argument in getattr(ops.namespace, f"{name}_{way}").default._schema.arguments}
+            for way in ("fwd", "bwd")
+        )
+        assert told <= known
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
