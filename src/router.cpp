@@ -86,8 +86,8 @@ Verdict judge(const Call& call, Mode mode) {
   return plan.ours() && !kernel_missing(plan.kernel_row, device) ? Verdict::kOurs : Verdict::kStock;
 }
 
-// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and
-// a mask whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
+// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
+// whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Call& call) {
   const TorchSymbols& torch = torch_symbols();
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;

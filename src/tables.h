@@ -2,7 +2,6 @@
 // struct here, and the size of each is checked), pushed once at import.
 #pragma once
 
-#include <array>
 #include <bitset>
 #include <cstdint>
 #include <deque>
@@ -15,8 +14,8 @@
 
 namespace flashplug {
 
-// Kernels that are written for one architecture, and the backend that asks for them (families.py). Their order
-// is the one in which auto asks.
+// Kernels that are written for one architecture, and the backend that asks for them (families.py). Their order is
+// the one in which auto asks.
 struct FamilyRow {
   const char* backend;
   const char* gpus;  // that run them, in words

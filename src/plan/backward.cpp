@@ -50,13 +50,16 @@ BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mod
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc)
     return refused(Reason{Why::kUnmeasuredDevice, device.cc});
-  const BackwardPlan first = attempt(p, device, tables, std::max(mode.family(), 0), wanted);
-  BackwardPlan plan = first;
-  const auto serves = [&](int family) {
-    plan = attempt(p, device, tables, family, wanted);
-    return plan.kernel_row >= 0;
-  };
-  return first.kernel_row >= 0 || !any_family(tables, serves) ? first : plan;
+  const int asked = std::max(mode.family(), 0);
+  BackwardPlan plan = attempt(p, device, tables, asked, wanted);
+  if (plan.kernel_row >= 0) return plan;
+  any_family(tables, [&](int family) {
+    if (family == asked) return false;
+    const BackwardPlan other = attempt(p, device, tables, family, wanted);
+    if (other.kernel_row >= 0) plan = other;
+    return other.kernel_row >= 0;
+  });
+  return plan;
 }
 
 }  // namespace flashplug

@@ -191,33 +191,27 @@ class KeysInWindow(Stage):
     window: Window
     place: Place
 
+    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+        """Of the columns that there are and others, the first that counts for a row, and the first behind them."""
+        begin, end = self.window.keys(row)
+        return begin, cutlass.min(end, self.place.sizes.Sk)
+
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        first = block * self.place.block + self.place.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             # Column numbers are constants: an element costs two compares and one select.
-            begin, end = self.window.keys(self.place.row + 8 * r)
-            first = block * self.place.block + self.place.column
-            begin, end = begin - first, cutlass.min(end, self.place.sizes.Sk) - first
+            begin, end = self.seen(self.place.row + 8 * r)
+            begin, end = begin - first, end - first
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 inside = (column_of(c) >= begin) & (column_of(c) < end)
                 S[r, c] = cutlass.select_(inside, S[r, c], -Float32.inf)
 
 
 @dataclass(frozen=True)
-class QueriesInWindow(Stage):
+class QueriesInWindow(KeysInWindow):
     """The same for scores as the backward has them, (keys, queries), of one block of queries."""
 
-    window: Window
-    place: Place
-
-    @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            key = self.place.row + 8 * r
-            begin, end = self.window.queries(key)
-            first = block * self.place.block + self.place.column
-            begin, end = begin - first, end - first
-            end = cutlass.select_(key < self.place.sizes.Sk, end, 0)
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                inside = (column_of(c) >= begin) & (column_of(c) < end)
-                S[r, c] = cutlass.select_(inside, S[r, c], -Float32.inf)
+    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+        begin, end = self.window.queries(row)
+        return begin, cutlass.select_(row < self.place.sizes.Sk, end, begin)
