@@ -58,7 +58,7 @@ int copy_text(const std::string& text, char* out, int capacity) {
 Problem problem_from(const double* facts) {
   Problem p;
   visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
-  p.needs |= needs_of(Causal::kNone, false, p.dropout_p);
+  p.needs |= needs_of({.dropout_p = p.dropout_p});  // the other needs are said by their names
   return p;
 }
 
@@ -75,11 +75,14 @@ Problem plain_call() {
   return p;
 }
 
-constexpr auto kDTypeNames = [] {
-  std::array<const char*, kNumDTypes> names{};
-  for (int i = 0; i < kNumDTypes; ++i) names[i] = kDTypes[i].name;
+template <typename Row, size_t n>
+constexpr std::array<const char*, n> names_of(const Row (&rows)[n]) {
+  std::array<const char*, n> names{};
+  for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
   return names;
-}();
+}
+constexpr auto kDTypeNames = names_of(kDTypes);
+constexpr auto kFeatureNames = names_of(kFeatures);
 
 struct Names {
   const char* list;

@@ -12,11 +12,6 @@ namespace flashplug {
 
 namespace {
 
-bool is_there(AtenTensorHandle tensor) {
-  bool defined = false;
-  return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
-}
-
 bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
   const TensorClass& first = operand[0];
   return eligible_device(first.device_type) &&
@@ -35,6 +30,20 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
 
 }  // namespace
 
+bool is_there(AtenTensorHandle tensor) {
+  bool defined = false;
+  return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
+}
+
+int64_t needs_of(const Attention& call) {
+  int64_t needs = 0, bit = 1;
+  for (const Feature& feature : kFeatures) {
+    needs |= feature.needed(call) ? bit : 0;
+    bit <<= 1;
+  }
+  return needs;
+}
+
 bool read_class(const Attention& call, Facts* facts) {
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
   Problem& p = facts->problem;
@@ -43,7 +52,7 @@ bool read_class(const Attention& call, Facts* facts) {
     p.dtype[i] = facts->operand[i].dtype;
   }
   p.on_cuda = on_one_device(facts->operand);
-  p.needs = needs_of(call.causal, is_there(call.mask), call.dropout_p);
+  p.needs = needs_of(call);
   p.dropout_p = call.dropout_p;
   p.scale = scale_of(call.scale);
   return true;
@@ -65,12 +74,6 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
   }
   return true;
-}
-
-int64_t needs_of(Causal causal, bool mask, double dropout_p) {
-  const auto where = [](bool needed, int64_t feature) { return needed ? feature : 0; };
-  return where(causal == Causal::kTopLeft, kCausal) | where(causal == Causal::kBottomRight, kBottomRight) |
-         where(mask, kMask) | where(dropout_p != 0.0, kDropout);
 }
 
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {

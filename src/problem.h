@@ -6,16 +6,45 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include "tensor_facts.h"
 
 namespace flashplug {
 
-// What a call needs beyond softmax(Q K^T) V, and kernels take: a sum of these, in the order of features.py.
-enum Feature : int64_t { kCausal = 1, kMask = 2, kBottomRight = 4, kDropout = 8 };
-constexpr const char* kFeatureNames[] = {"causal", "mask", "bottom_right", "dropout"};
 // How a call says what it is to be causal to: causal_mode of ops.py.
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+// A call of attention as its caller gave it; tensors are borrowed, mask may be null.
+struct Attention {
+  AtenTensorHandle q = nullptr, k = nullptr, v = nullptr, mask = nullptr;
+  double dropout_p = 0.0;
+  Causal causal = Causal::kNone;
+  std::optional<double> scale = {};
+};
+bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
+
+// What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its
+// place, in the order of features.py.
+struct Feature {
+  using Needed = bool (*)(const Attention& call);
+  consteval Feature(const char* name, Needed needed) : name(name), needed(needed) {}  // none without a reader
+  const char* name;
+  Needed needed;
+};
+inline constexpr Feature kFeatures[] = {
+    {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
+    {"mask", [](const Attention& call) { return is_there(call.mask); }},
+    {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
+    {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
+};
+int64_t needs_of(const Attention& call);  // a sum of their bits
+// One of them that some rule of ours knows by its name. A name that is not there does not compile.
+consteval int64_t feature_bit(std::string_view name) {
+  int place = 0;
+  while (kFeatures[place].name != name) ++place;
+  return int64_t{1} << place;
+}
+constexpr int64_t kCausal = feature_bit("causal"), kDropout = feature_bit("dropout");
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
@@ -29,7 +58,7 @@ struct Problem {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
-  int64_t needs = 0;           // a sum of Feature
+  int64_t needs = 0;           // a sum of bits of kFeatures
   bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
   bool grad = false;           // autograd will want a backward
   bool deterministic = false;  // torch.use_deterministic_algorithms
@@ -66,14 +95,6 @@ inline double fact_of(Problem p, int number) {
   return value;
 }
 
-// A call of attention as its caller gave it; tensors are borrowed, mask may be null.
-struct Attention {
-  AtenTensorHandle q, k, v, mask;
-  double dropout_p;
-  Causal causal;
-  std::optional<double> scale;
-};
-
 // A call while it is read, in two steps, since sizes of tensors that are only traced may be symbolic.
 struct Facts {
   Problem problem;
@@ -90,7 +111,6 @@ bool four_dims(const Facts& facts);  // of every operand, as all below wants the
 enum class Memory { kReal, kTraced };
 // Sizes and layouts of what read_class() has read: they go by dtypes. False where there are none, or symbolic ones.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
-int64_t needs_of(Causal causal, bool mask, double dropout_p);
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone
 
 // Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.

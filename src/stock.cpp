@@ -67,11 +67,6 @@ Owned slice_lse(Owned lse, const Problem& p) {
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
 
-bool is_defined(AtenTensorHandle tensor) {
-  bool answer = false;
-  return tensor != nullptr && aoti_torch_is_defined(tensor, &answer) == 0 && answer;
-}
-
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
@@ -129,7 +124,7 @@ ForwardResult math_forward(const ForwardCall& call) {
   op[schema["query"]] = box::from_borrowed(call.q);
   op[schema["key"]] = box::from_borrowed(call.k);
   op[schema["value"]] = box::from_borrowed(call.v);
-  op[schema["attn_bias"]] = box::from_optional_tensor(is_defined(call.mask) ? call.mask : nullptr);
+  op[schema["attn_bias"]] = box::from_optional_tensor(is_there(call.mask) ? call.mask : nullptr);
   op[schema["dropout_p"]] = box::from(call.dropout_p);
   op[schema["causal_mode"]] = box::from(static_cast<int64_t>(call.causal));
   op[schema["scale"]] = box::from_optional_double(call.scale);
@@ -182,7 +177,7 @@ BackwardResult math_backward(const BackwardCall& call) {
   op[schema["query"]] = box::from_borrowed(forward.q);
   op[schema["key"]] = box::from_borrowed(forward.k);
   op[schema["value"]] = box::from_borrowed(forward.v);
-  op[schema["attn_bias"]] = box::from_optional_tensor(is_defined(forward.mask) ? forward.mask : nullptr);
+  op[schema["attn_bias"]] = box::from_optional_tensor(is_there(forward.mask) ? forward.mask : nullptr);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
   op[schema["seed"]] = box::from_borrowed(call.seed);

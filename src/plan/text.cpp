@@ -58,8 +58,8 @@ std::string with_facts(std::string words, Problem p) {
 // Of features that kernels have, but none has all of them.
 std::string together_reason(int64_t needs) {
   std::string names;
-  for (size_t i = 0; i < std::size(kFeatureNames); ++i) {
-    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatureNames[i]);
+  for (size_t i = 0; i < std::size(kFeatures); ++i) {
+    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatures[i].name);
   }
   return names.empty() ? "every kernel has features that this call does not need (torch_flashplug/features.py)"
                        : "no kernel has exactly " + names + " together; stock attention serves this call";
