@@ -1,7 +1,6 @@
 // Arguments as TVM-FFI wants them: tensors as DLTensors, numbers by value, None for what a call does not have.
 #include "arguments.h"
 
-#include <bit>
 #include <numbers>
 #include <string>
 
@@ -32,6 +31,7 @@ Arguments::Arguments(const KernelRow& row, const Problem& p, int device_index)
     : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index) {
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
   for (const FactParameter& one : signature_.facts) {
+    if (!takes_argument(row, one.features)) continue;
     const bool real = one.type == NumberType::kFp32;
     TVMFFIAny& any = packed_[one.place] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
     const double value = fact_of(p, one.fact);
@@ -57,11 +57,10 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
 
 // Where a value of that type goes; null where the kernel does not take it.
 TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
-  const int place = signature_.of(slot).place;
-  if (place < 0) return nullptr;
-  said_ |= bit_of(slot);
-  packed_[place] = typed(type_index);
-  return &packed_[place];
+  if (!takes(slot)) return nullptr;
+  TVMFFIAny& any = packed_[signature_.of(slot).place];
+  any = typed(type_index);
+  return &any;
 }
 
 void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
@@ -120,9 +119,12 @@ void Arguments::scale(double scale) {
 }
 
 void Arguments::stream(void* stream) {
-  if (const uint64_t missing = signature_.required & ~said_; missing != 0)
-    throw std::runtime_error(std::string("torch_flashplug: a kernel takes ") + kSlotNames[std::countr_zero(missing)] +
-                             ", which this call does not have");
+  for (int i = 0; i < kNumSlots; ++i) {
+    const Slot slot(i);
+    if (takes(slot) && packed_[signature_.of(slot).place].type_index == kTVMFFINone)
+      throw std::runtime_error(std::string("torch_flashplug: a kernel takes ") + kSlotNames[i] +
+                               ", which this call does not have");
+  }
   packed_[signature_.count] = typed(kTVMFFIOpaquePtr);
   packed_[signature_.count].v_ptr = stream;
 }

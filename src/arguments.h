@@ -9,8 +9,8 @@
 namespace flashplug {
 
 // Those of one call of a kernel of `row`, packed as they are said; those that are named like facts of the call, at
-// once. What the kernel does not take is left out, what is not said is None. Holds addresses into itself and into
-// tensors' sizes.
+// once. What kernels of that kind do not take is left out, what this one's features do not bring is None. Holds
+// addresses into itself and into tensors' sizes.
 class Arguments {
  public:
   Arguments(const KernelRow& row, const Problem& p, int device_index);
@@ -22,10 +22,13 @@ class Arguments {
   void integer(Slot slot, int64_t value);
   void real(Slot slot, double value);
   void scale(double scale);  // of the softmax
-  // The last one. Throws where the kernel cannot go without one that was not said.
+  // The last one. Throws where the kernel takes one that was not said.
   void stream(void* stream);
 
-  bool takes(Slot slot) const { return signature_.of(slot).place >= 0; }
+  bool takes(Slot slot) const {
+    const Parameter& one = signature_.of(slot);
+    return one.place >= 0 && takes_argument(row_, one.features);
+  }
   int device_index() const { return device_index_; }
   const TVMFFIAny* packed() const { return packed_; }
   int32_t count() const { return signature_.count + 1; }
@@ -42,7 +45,6 @@ class Arguments {
   const Signature& signature_;
   const KernelRow& row_;
   const int device_index_;
-  uint64_t said_ = 0;  // a bit for each slot
   Described described_[kMostArguments];
   TVMFFIAny packed_[kMostArguments + 1];
 };

@@ -62,8 +62,7 @@ void Tables::add(const ArgumentRow& row) {
   const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
   if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
     const Slot slot(static_cast<int>(name - kSlotNames));
-    signature.parameters[slot.number()] = Parameter{signature.count++, row.rank, row.type};
-    if (row.optional == 0) signature.required |= bit_of(slot);
+    signature.parameters[slot.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
     return;
   }
   int fact = -1, number = 0;
@@ -74,7 +73,7 @@ void Tables::add(const ArgumentRow& row) {
   });
   if (fact < 0 || row.rank != 0)
     throw std::runtime_error(std::string("torch_flashplug: no call has an argument named ") + row.name);
-  signature.facts.push_back(FactParameter{signature.count++, fact, row.type});
+  signature.facts.push_back(FactParameter{row.features, signature.count++, fact, row.type});
 }
 
 Tables& tables() { return state().tables; }

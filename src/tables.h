@@ -130,18 +130,22 @@ enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32 }
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames, or a fact
-  Kind kind;         // of the kernels that take it, in the order of its rows
+  int64_t features;  // that bring it: None to kernels that have none of them; 0: all take it
+  Kind kind;         // of the kernels, which take arguments in the order of their rows
   int32_t rank;      // 0: a number
   NumberType type;
-  int32_t optional;  // None where a call has none
 };
-constexpr uint64_t bit_of(Slot slot) { return uint64_t{1} << slot.number(); }
+inline bool takes_argument(const KernelRow& kernel, int64_t features) {
+  return features == 0 || (kernel.takes & features) != 0;
+}
 struct Parameter {
-  int32_t place = -1;  // among the arguments; -1: not taken
+  int64_t features = 0;  // as of its row
+  int32_t place = -1;    // among the arguments; -1: not taken
   int32_t rank = 0;
   NumberType type = NumberType::kQuery;
 };
 struct FactParameter {
+  int64_t features;
   int32_t place, fact;
   NumberType type;
 };
@@ -149,7 +153,6 @@ constexpr int kMostArguments = 32;
 // What a kind of kernels takes.
 struct Signature {
   int32_t count = 0;
-  uint64_t required = 0;  // bits of slots
   Parameter parameters[kNumSlots];
   std::vector<FactParameter> facts;
   const Parameter& of(Slot slot) const { return parameters[slot.number()]; }

@@ -15,7 +15,7 @@ class Argument:
     rank: int  # dims of a tensor; of a number 0
     dtype: str  # one of DTYPES: the operand that the kernel takes it to be made like, or a fixed one
     scalar: bool  # passed by value
-    optional: bool  # TVM-FFI's None where a call has none (facts always have one)
+    optional: bool  # a feature's (features.py): TVM-FFI's None to kernels without it
     what: str  # shape of a tensor, who provides it, what it means
 
     def __post_init__(self) -> None:
@@ -26,12 +26,12 @@ class Argument:
 DTYPES = ("query", "key", "value", "output", "fp32", "int32")
 
 
-def _tensor(name: str, rank: int, dtype: str, what: str) -> Argument:
-    return Argument(name, rank, dtype, scalar=False, optional=False, what=what)
+def _tensor(name: str, rank: int, dtype: str, what: str, *, optional: bool = False) -> Argument:
+    return Argument(name, rank, dtype, scalar=False, optional=optional, what=what)
 
 
-def _number(name: str, dtype: str, what: str) -> Argument:
-    return Argument(name, 0, dtype, scalar=True, optional=False, what=what)
+def _number(name: str, dtype: str, what: str, *, optional: bool = False) -> Argument:
+    return Argument(name, 0, dtype, scalar=True, optional=optional, what=what)
 
 
 _OPERANDS = (

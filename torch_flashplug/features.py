@@ -18,7 +18,7 @@ class Feature:
     tag: str  # in names of kernels
     said: str  # of a call that needs it, in words; empty: left out
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
-    arguments: tuple[str, ...] = ()  # optional arguments (arguments.py) of its kernels
+    arguments: tuple[str, ...] = ()  # optional ones (arguments.py), which its kernels take
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
@@ -79,6 +79,11 @@ def bits(features: Iterable[str]) -> int:
 def always(features: Iterable[str]) -> int:
     """Bits of those without which their kernels run no call."""
     return bits(feature.name for feature in of(features) if feature.always)
+
+
+def bringing(argument: str) -> int:
+    """Bits of those whose kernels take this optional argument."""
+    return bits(feature.name for feature in FEATURES if argument in feature.arguments)
 
 
 def score_bytes(features: Iterable[str]) -> int:

@@ -61,7 +61,7 @@ class FeatureRow(ctypes.Structure):
 
 
 class ArgumentRow(ctypes.Structure):
-    _fields_ = (*_members(c_char_p, "name"), *_members(c_int32, "kind rank type optional"))
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int64, "features"), *_members(c_int32, "kind rank type"))
 
 
 class GateRow(ctypes.Structure):
@@ -129,8 +129,11 @@ def of_features() -> Iterator[FeatureRow]:
 def of_arguments() -> Iterator[ArgumentRow]:
     for kind, taken in arguments.OF_KIND.items():
         for one in taken:
+            bringing = features.bringing(one.name) if one.optional else 0
+            if one.optional and not bringing:
+                raise ValueError(f"argument {one.name} is optional, and no feature of features.py brings it")
             dtype = arguments.DTYPES.index(one.dtype)
-            yield ArgumentRow(one.name.encode(), KINDS.index(kind), one.rank, dtype, one.optional)
+            yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
 
 
 def of_gate(gate: choices.Gate) -> GateRow:

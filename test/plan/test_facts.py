@@ -135,10 +135,14 @@ def test_combinations_are_what_rows_have() -> None:
     assert "features causal; a decode of sm_90 has full" in refused
 
 
-def test_arguments_of_features_are_optional() -> None:
-    """Kernels without the feature get None for them."""
+def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels without the feature get None for them; and there are no other optional ones."""
     known = {one.name for taken in arguments.OF_KIND.values() for one in taken if one.optional}
     assert {name for feature in features.FEATURES for name in feature.arguments} == known
+    nobodys = arguments._number("Sq", "int32", "a fact that no feature brings", optional=True)
+    monkeypatch.setitem(arguments.OF_KIND, "fwd", (nobodys, *arguments.FORWARD))
+    with pytest.raises(ValueError, match=r"argument Sq is optional, and no feature"):
+        _start.push_tables()
 
 
 def test_tags_are_sets_of_features() -> None:

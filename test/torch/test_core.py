@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import standin
 import torch
 
-from torch_flashplug import _start, arguments, choices, native, ops, up_calls
+from torch_flashplug import _start, arguments, choices, features, native, ops, rows, up_calls
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.arguments import BACKWARD, DECODE, FORWARD, Argument
 from torch_flashplug.configs import KernelRow
@@ -27,7 +27,6 @@ KERNELS = (
     KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1),
     KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1, elementwise=True),
 )
-
 
 FA3, FA2, STOCK = (BACKENDS.index(name) for name in ("fa3", "fa2", "stock"))
 
@@ -128,7 +127,6 @@ def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
-
 NONE, INTEGER, REAL, POINTER, TENSOR = 0, 1, 3, 4, 7  # TVM-FFI's types
 DLPACK = {  # code and bits, of bf16 kernels
     **dict.fromkeys(("query", "key", "value", "output"), (4, 16)), "fp32": (2, 32), "int32": (0, 32),
@@ -192,26 +190,49 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
         assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
 
-def test_what_a_call_does_not_have_is_none(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument that a kernel may go without; one that it may not, and one that no launch can have, are errors."""
-    query = torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
-    extra = Argument("scratch", 1, "fp32", scalar=False, optional=True, what="")
+@pytest.fixture
+def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """What forwards see first if they take one argument more, the first, which is dropout's if it is optional."""
+    known, query = rows.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
 
-    def take(argument: Argument) -> None:
+    def call(argument: Argument, dropout: bool = False) -> list[int]:
+        def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+            for kernel in known(row):
+                kernel.takes |= features.bits(["dropout"] * dropout)
+                yield kernel
+
+        of_dropout = dataclasses.replace(*features.of(["dropout"]), arguments=(argument.name,) * argument.optional)
+        monkeypatch.setattr(features, "FEATURES", (*features.of(features.NAMES[:-1]), of_dropout))
+        monkeypatch.setattr(rows, "of_kernels", of_kernels)
         monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))
         native.push_rows(KERNELS, (), choices.GATE)
+        CARRIER(query, query, query, None, 0.5 * dropout)
+        return seen_by_kernel(fake_pack)[:3]
 
-    take(extra)
-    CARRIER(query, query, query)
-    assert seen_by_kernel(fake_pack)[:3] == [len(FORWARD) + 2, NONE, TENSOR]
-    take(dataclasses.replace(extra, optional=False))
+    return call
+
+
+COUNT = len(FORWARD) + 2  # and the stream
+
+
+def test_a_kernel_gets_all_that_it_takes(take: Callable[..., list[int]]) -> None:
+    """A fact of the call by itself; what no launch can have, or this one does not, is an error."""
+    assert take(arguments._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
     with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
-        CARRIER(query, query, query)
-    take(Argument("Sq", 0, "int32", scalar=True, optional=False, what="a fact of the call"))
-    CARRIER(query, query, query)
-    assert seen_by_kernel(fake_pack)[:3] == [len(FORWARD) + 2, INTEGER, 5]
+        take(arguments._tensor("scratch", 1, "fp32", "no forward's"))
     with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
-        take(dataclasses.replace(extra, name="fnord"))
+        take(arguments._number("fnord", "int32", "no call's"))
+
+
+def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[..., list[int]]) -> None:
+    fact = arguments._number("dropout_p", "fp32", "filled by itself", optional=True)
+    said = arguments._number("splits", "int32", "said by every forward", optional=True)
+    scratch = arguments._tensor("scratch", 1, "fp32", "said by none", optional=True)
+    assert take(fact) == take(said) == take(scratch) == [COUNT, NONE, TENSOR]
+    assert take(fact, dropout=True) == [COUNT, REAL, TENSOR]
+    assert take(said, dropout=True) == [COUNT, INTEGER, 1]
+    with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
+        take(scratch, dropout=True)
 
 
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
