@@ -2,6 +2,7 @@
 // torch's own). Places on a stack are looked up in them by name, when this is compiled.
 #pragma once
 
+#include <algorithm>
 #include <string_view>
 
 namespace flashplug {
@@ -9,34 +10,47 @@ namespace flashplug {
 class Schema {
  public:
   consteval explicit Schema(const char* text) : text_(text) {
-    for (size_t i = 0; text[i] != '('; ++i) name_[i] = text[i];
+    const size_t end = text_.find('('), dot = text_.substr(0, end).find('.');
+    text_.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
+    if (dot < end) text_.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
+    while (!argument(count_).empty()) ++count_;
   }
   constexpr const char* text() const { return text_.data(); }
   const char* name() const { return name_; }
+  const char* overload() const { return overload_; }
+  int count() const { return count_; }  // of arguments
+  constexpr std::string_view argument(int place) const { return name_in(between("(", ") -> "), place); }
   // Of an argument by its name; a name that the op does not have is no constant, so it does not compile.
   consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
   consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
 
  private:
-  consteval std::string_view between(std::string_view begin, std::string_view end) const {
+  constexpr std::string_view between(std::string_view begin, std::string_view end) const {
     const size_t first = text_.find(begin) + begin.size();
     return text_.substr(first, text_.find(end, first) - first);
   }
-  static consteval int place(std::string_view list, std::string_view name) {
-    for (int at = 0; !list.empty();) {
+  // Empty behind the last one.
+  static constexpr std::string_view name_in(std::string_view list, int place) {
+    while (!list.empty()) {
       const size_t comma = list.find(", ");
       const std::string_view item = list.substr(0, comma);
       list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
       if (item == "*") continue;  // what follows has to be named, and has its place all the same
       const std::string_view word = item.substr(item.rfind(' ') + 1);
-      if (word.substr(0, word.find('=')) == name) return at;
-      ++at;
+      if (place-- == 0) return word.substr(0, word.find('='));
+    }
+    return {};
+  }
+  static consteval int place(std::string_view list, std::string_view name) {
+    for (int at = 0; !name_in(list, at).empty(); ++at) {
+      if (name_in(list, at) == name) return at;
     }
     throw "the schema has no such name";
   }
 
   std::string_view text_;
-  char name_[96] = {};
+  char name_[96] = {}, overload_[32] = {};
+  int count_ = 0;
 };
 
 // ---- the carrier, and the project's own (ops.py defines these) ----
@@ -98,9 +112,17 @@ inline constexpr Schema kEfficientBackward(
     "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
     "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)");
 
+inline constexpr Schema kNegate("aten::neg_(Tensor(a!) self) -> Tensor(a!)");
+inline constexpr Schema kRepeat(
+    "aten::repeat_interleave.self_int(Tensor self, SymInt repeats, int? dim=None, *, "
+    "SymInt? output_size=None) -> Tensor");
+inline constexpr Schema kSum(
+    "aten::sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor");
+
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
                                            kOwnBackward.text(),    kMathForward.text(),      kMathBackward.text(),
                                            kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
-                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text()};
+                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text(),
+                                           kNegate.text(),         kRepeat.text(),           kSum.text()};
 
 }  // namespace flashplug

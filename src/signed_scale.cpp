@@ -14,8 +14,9 @@ namespace {
 void times_sign(AtenTensorHandle tensor, Scale scale) {
   if (scale == Scale::kZero) check_shim(aoti_torch_aten_fill__Scalar(tensor, 0.0), "fill_");
   if (scale == Scale::kNegative) {
-    OpCall negate("aten::neg_");
-    negate.add(box::from_borrowed(tensor)).require();
+    OpCall negate(kNegate);
+    negate[kNegate["self"]] = box::from_borrowed(tensor);
+    negate.run();
     negate.result(0);
   }
 }

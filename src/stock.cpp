@@ -28,9 +28,12 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
 // [B, Hkv, S, D] -> [B, Hq, S, D]: key and value heads repeated for the query heads that share them.
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   if (group == 1) return aligned_ones(Owned::share(tensor));
-  OpCall op("aten::repeat_interleave");
-  op.add(box::from_borrowed(tensor), box::from(group), box::from(std::optional<int64_t>(1)), box::from(std::nullopt))
-      .require("self_int");
+  OpCall op(kRepeat);
+  op[kRepeat["self"]] = box::from_borrowed(tensor);
+  op[kRepeat["repeats"]] = box::from(group);
+  op[kRepeat["dim"]] = box::from(std::optional<int64_t>(1));
+  op[kRepeat["output_size"]] = box::from(std::nullopt);
+  op.run();
   return op.result(0);
 }
 
@@ -41,10 +44,12 @@ Owned sum_heads(Owned grad, const Problem& p) {
   const int64_t size[5] = {shape.size[0], p.Hkv, p.group(), shape.size[2], shape.size[3]};
   const int64_t stride[5] = {shape.stride[0], shape.stride[1] * p.group(), shape.stride[1], shape.stride[2],
                              shape.stride[3]};
-  OpCall op("aten::sum");
-  op.add(box::from_tensor(view(grad.get(), 5, size, stride)),
-         box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2})));
-  op.add(box::from(false), box::from(std::nullopt)).require("dim_IntList");
+  OpCall op(kSum);
+  op[kSum["self"]] = box::from_tensor(view(grad.get(), 5, size, stride));
+  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2}));
+  op[kSum["keepdim"]] = box::from(false);
+  op[kSum["dtype"]] = box::from(std::nullopt);
+  op.run();
   return op.result(0);
 }
 
@@ -109,7 +114,7 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   op[schema["dropout_p"]] = box::from(call.dropout_p);
   op[schema["is_causal"]] = box::from(call.causal == Causal::kTopLeft);
   op[schema["scale"]] = box::from_optional_double(call.scale);
-  op.require();
+  op.run();
   ForwardResult result;
   result.out = in_output_layout(op.result(schema.result("output")), call.q);
   result.lse = slice_lse(op.result(schema.result("log_sumexp")), p);
@@ -129,7 +134,7 @@ ForwardResult math_forward(const ForwardCall& call) {
   op[schema["causal_mode"]] = box::from(static_cast<int64_t>(call.causal));
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op[schema["mode"]] = box::from(call.mode.word);
-  op.require();
+  op.run();
   ForwardResult result;
   result.out = op.result(schema.result("out"));
   result.lse = op.result(schema.result("lse"));
@@ -159,7 +164,7 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
   op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
   op[schema["scale"]] = box::from_optional_double(forward.scale);
-  op.require();
+  op.run();
   BackwardResult result;
   result.grads[0] = laid_out_like(op.result(0), forward.q);
   result.grads[1] = laid_out_like(sum_heads(op.result(1), p), forward.k);
@@ -187,7 +192,7 @@ BackwardResult math_backward(const BackwardCall& call) {
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op[schema["mode"]] = box::from(forward.mode.word);
   op[schema["bias_grad"]] = box::from(call.wanted[3]);
-  op.require();
+  op.run();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);
   return result;

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <bit>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -91,28 +92,29 @@ T to(StableIValue value) {
 
 }  // namespace box
 
-// A call of one op: arguments go to their places, or in order; results come out in order. Arguments are freed by the
-// dispatcher.
+// A call of one op: arguments go to their places, results come out in order. Arguments are freed by the dispatcher.
 class OpCall {
  public:
-  explicit OpCall(const char* name) : name_(name) {}
-  explicit OpCall(const Schema& op) : name_(op.name()) {}  // which lives as long
-  StableIValue& operator[](int place) { return stack_[place]; }
-  template <typename... Values>
-  OpCall& add(Values... values) {
-    ((stack_[count_++] = values), ...);
-    return *this;
+  explicit OpCall(const Schema& op) : op_(op) {}  // which lives as long
+  StableIValue& operator[](int place) {
+    given_ |= uint32_t{1} << place;
+    return stack_[place];
   }
-  bool run(const char* overload = "") { return torch_call_dispatcher(name_, overload, stack_, TORCH_ABI_VERSION) == 0; }
-  void require(const char* overload = "") {
-    if (!run(overload)) throw std::runtime_error(std::string("torch_flashplug: ") + name_ + " failed: " + shim_error());
+  void run() {
+    // The dispatcher would take a place that was left alone for a tensor's address.
+    if (const int missing = std::countr_one(given_); missing < op_.count())
+      throw std::runtime_error(said("without its argument ") + std::string(op_.argument(missing)));
+    if (torch_call_dispatcher(op_.name(), op_.overload(), stack_, TORCH_ABI_VERSION) != 0)
+      throw std::runtime_error(said("failed: ") + shim_error());
   }
   Owned result(int i) const { return box::to_tensor(stack_[i]); }
 
  private:
-  const char* name_;
+  std::string said(const char* what) const { return std::string("torch_flashplug: ") + op_.name() + " " + what; }
+
+  const Schema& op_;
   StableIValue stack_[20];
-  int count_ = 0;
+  uint32_t given_ = 0;  // a bit for each place
 };
 
 }  // namespace flashplug

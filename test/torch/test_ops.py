@@ -4,8 +4,11 @@ serves them, on CUDA the kernels.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from pathlib import Path
 
+import cpp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,7 +135,32 @@ def test_math_is_torchs(name: str, dtype: torch.dtype) -> None:
 def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
     """It takes arguments from stacks, and leaves results there, by their names in these."""
     namespace, name = schema.partition("(")[0].split("::")
-    assert str(getattr(getattr(torch.ops, namespace), name).default._schema) == schema
+    name, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops, namespace), name)
+    assert str(getattr(op, overload or "default")._schema) == schema
+
+
+FORGETFUL = """
+#include <cstring>
+#include "values.h"
+namespace flashplug {
+std::string shim_error() { return "the dispatcher was asked"; }
+}
+extern "C" void forget(char* text) try {
+  flashplug::OpCall op(flashplug::kSum);
+  op[flashplug::kSum["self"]] = op[flashplug::kSum["dim"]] = op[flashplug::kSum["dtype"]] = 0;
+  op.run();
+} catch (const std::exception& error) {
+  std::strcpy(text, error.what());
+}
+"""
+
+
+def test_a_call_without_an_argument_says_which(tmp_path: Path) -> None:
+    assert cpp.compiles(FORGETFUL, "-shared", "-fPIC", "-o", str(tmp_path / "forgetful.so"))
+    text = ctypes.create_string_buffer(200)
+    ctypes.CDLL(str(tmp_path / "forgetful.so")).forget(text)
+    assert text.value.decode() == "torch_flashplug: aten::sum without its argument keepdim"
 
 
 def test_bottom_right_is_the_mask_it_says() -> None:
