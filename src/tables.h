@@ -49,17 +49,17 @@ struct KernelRow {
   int32_t family;                 // a row of `families`
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
-  int32_t cost;            // ns of one KV block of one tile on one SM
-  int32_t elementwise;     // takes any addresses and strides, and calls that need it alone
-  int32_t smem_bytes;      // of a CTA
-  int32_t sector_columns;  // what L2 hands out at once, of rows that TMA fetches in boxes; 1: no boxes
-  int32_t whole_sectors;   // only for calls whose rows begin with a sector
-  int32_t group_rows;      // of a tile, which are worked on together
-  int32_t max_cluster;     // CTAs of one that can add up in shared memory
-  int32_t peers_at_once;   // in a cluster: results of other CTAs that are read at the same time
-  int32_t counters;        // of a block of rows of a backward's scratch; 0: it has no scratch
-  int32_t dkdv_alone;      // in parts: faster than the fused kernel where dQ is not wanted
-  double last_tile;        // what the least of a head's last tiles costs, of a full one's time
+  int32_t cost;           // ns of one KV block of one tile on one SM
+  int32_t elementwise;    // takes any addresses and strides, and calls that need it alone
+  int32_t smem_bytes;     // of a CTA
+  int32_t sector_bytes;   // what L2 hands out at once, of rows that TMA fetches in boxes; 1: no boxes
+  int32_t whole_sectors;  // only for calls whose rows begin with a sector
+  int32_t group_rows;     // of a tile, which are worked on together
+  int32_t max_cluster;    // CTAs of one that can add up in shared memory
+  int32_t peers_at_once;  // in a cluster: results of other CTAs that are read at the same time
+  int32_t counters;       // of a block of rows of a backward's scratch; 0: it has no scratch
+  int32_t dkdv_alone;     // in parts: faster than the fused kernel where dQ is not wanted
+  double last_tile;       // what the least of a head's last tiles costs, of a full one's time
 };
 
 // What the operands of a class of calls look like to the kernel that takes them: by vectors, as far as head dims go; or

@@ -7,7 +7,6 @@ Needs no GPU to compile. Compile in separate processes (spawn) to go parallel: t
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, features
-from .elements import ELEMENTS, NUMBERS
+from .elements import ELEMENTS, NUMBERS, misfit
 from .families import TARGETS
 from .spec import KernelSpec
 
@@ -64,7 +63,7 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
     if spec.arch not in TARGETS[target]:
         archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
         return f"{spec.name()}: {target} runs kernels that are written for {archs}"
-    return spec.check()
+    return misfit(spec.dtype, spec.kind, spec.arch) or spec.check()
 
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
@@ -138,7 +137,7 @@ def fingerprint(spec: KernelSpec) -> str:
     """Hash of what a kernel comes from: its own module and all that it imports of ours, its features' modules, and its
     rows of the tables. A change of one kernel file, or of one feature's, leaves the objects of the others as they are.
     """
-    made_of = dataclasses.astuple(ELEMENTS[spec.dtype])
+    made_of = ELEMENTS[spec.dtype].operands
     rows = [(made_of, *(NUMBERS[name] for name in made_of))]
     rows += [(x.tag, x.part, x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .elements import DTYPES
+from .elements import elements_of, misfit
 from .families import TARGETS
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
 BOTH = FULL + CAUSAL
+SECTOR_BYTES = 32  # what L2 hands out at once
+BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
 # themselves (by the costs of 64, 128 and 192 rows).
 THIRDS = 0.35
@@ -23,8 +25,8 @@ THIRDS = 0.35
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """A kernel in every dtype and with each of these sets of features, and the calls whose shapes it fits. What else
-    C++ asks of a row (struct KernelRow in src/tables.h) are properties.
+    """A kernel of each of these elements and with each of these sets of features, and the calls whose shapes it fits.
+    What else C++ asks of a row (struct KernelRow in src/tables.h) are properties.
     """
 
     kind: str
@@ -39,13 +41,17 @@ class KernelRow:
     elementwise: bool = False
     last_tile: float = 1.0  # what the least of a head's last tiles costs, of a full one's time
     dkdv_alone: bool = True  # in parts: dK and dV alone take less time than the fused kernel
+    elements: tuple[str, ...] = ()  # names of elements.py; none: all that such kernels are made of
 
     def specs(self) -> list[KernelSpec]:
+        """Raises ValueError for an element that is not for such kernels."""
+        if reasons := [reason for name in self.elements if (reason := misfit(name, self.kind, self.arch))]:
+            raise ValueError("; ".join(reasons))
         head, tile = (self.d_max, self.dv_max), (self.tile_m, self.tile_n, self.stages)
         return [
-            KernelSpec(self.kind, self.arch, dtype, *head, tag, *tile, self.elementwise)
+            KernelSpec(self.kind, self.arch, name, *head, tag, *tile, self.elementwise)
             for tag in self.features
-            for dtype in DTYPES
+            for name in self.elements or elements_of(self.kind, self.arch)
         ]
 
     @property
@@ -53,20 +59,17 @@ class KernelRow:
         return self.arch == 90
 
     @property
-    def sector_columns(self) -> int:
-        """32 bytes, which L2 hands out at once: where rows start inside a sector, every box that TMA fetches touches
-        one more. 1: no boxes.
-        """
-        return 16 if self.is_hopper else 1
+    def sector_bytes(self) -> int:
+        """Where rows start inside a sector, every box that TMA fetches touches one more. 1: no boxes."""
+        return SECTOR_BYTES if self.is_hopper else 1
 
-    @property
-    def whole_sectors(self) -> bool:
-        """TMA fetches a tile in boxes of 128, 64 or 32 bytes a row, whichever divides its head dim; narrow ones are for
-        rows that start with a sector: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in tiles of 128. Boxes of 64
-        bytes do no harm where 192 query rows share the keys.
+    def whole_sectors(self, spec: KernelSpec) -> bool:
+        """TMA's narrow boxes are for rows that start with a sector: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in
+        tiles of 128. Boxes of 64 bytes do no harm where 192 query rows share the keys.
         """
-        shared = self.d_max % 32 == 0 and self.tile_m == 3 * ROWS_PER_WARPGROUP
-        return self.is_hopper and self.d_max % 64 != 0 and not shared
+        wide, half = (spec.row_bytes("k") % box == 0 for box in BOX_BYTES)
+        shared = half and self.tile_m == 3 * ROWS_PER_WARPGROUP
+        return self.is_hopper and not wide and not shared
 
     @property
     def group_rows(self) -> int:

@@ -27,6 +27,15 @@ class Element:
     k: str
     v: str
     o: str
+    kinds: dict[int, tuple[str, ...]] | None = None  # of spec.KINDS, by architecture; None: any kernel is made of it
+
+    @property
+    def operands(self) -> tuple[str, str, str, str]:
+        return self.q, self.k, self.v, self.o
+
+    def of(self, kind: str, arch: int) -> bool:
+        """Whether such kernels are made of it."""
+        return self.kinds is None or kind in self.kinds.get(arch, ())
 
     def bytes(self, operand: str) -> int:
         """Of one entry of "q", "k", "v" or "o"."""
@@ -35,3 +44,14 @@ class Element:
 
 ELEMENTS = {name: Element(name, name, name, name) for name in ("bf16", "fp16")}
 DTYPES = tuple(ELEMENTS)
+
+
+def elements_of(kind: str, arch: int) -> tuple[str, ...]:
+    """Names of those that such kernels are made of."""
+    return tuple(name for name, element in ELEMENTS.items() if element.of(kind, arch))
+
+
+def misfit(name: str, kind: str, arch: int) -> str | None:
+    """Why no such kernel is made of this one; None if it can be."""
+    known = elements_of(kind, arch)
+    return None if name in known else f"{name}: a {kind} of sm_{arch} is made of {' or '.join(known)} (elements.py)"

@@ -37,7 +37,7 @@ class KernelRow(ctypes.Structure):
         *_members(c_int32, "kind family"),
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
-        *_members(c_int32, "smem_bytes sector_columns whole_sectors group_rows max_cluster peers_at_once counters"),
+        *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
         *_members(c_int32, "dkdv_alone"),
         *_members(c_double, "last_tile"),
     )
@@ -90,7 +90,6 @@ def _family(arch: int) -> int:
 def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
     """One for each of its kernels."""
     for spec in row.specs():
-        made_of = ELEMENTS[spec.dtype]
         yield _same(
             KernelRow,
             row,
@@ -99,8 +98,9 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             always=features.always(spec.features),
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
-            dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in (made_of.q, made_of.k, made_of.v, made_of.o))),
+            dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
+            whole_sectors=row.whole_sectors(spec),
         )
 
 

@@ -16,7 +16,10 @@ constexpr int64_t kManyRows = 1024;  // more than any tile has
 
 // Whether a call's rows start with a sector of what L2 hands out at once.
 bool whole_sectors(const Problem& p, const KernelRow& row) {
-  return p.D % row.sector_columns == 0 && p.Dv % row.sector_columns == 0;
+  const auto whole = [&row](int64_t columns, int operand) {
+    return columns * facts_of(row.dtype[operand]).bytes % row.sector_bytes == 0;
+  };
+  return whole(p.D, 0) && whole(p.D, 1) && whole(p.Dv, 2);
 }
 
 // Elementwise kernels are for the calls that no other can read.

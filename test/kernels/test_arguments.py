@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import arguments, configs
+from torch_flashplug import arguments, configs, features
+from torch_flashplug.elements import ELEMENTS
+from torch_flashplug.families import FAMILIES
+from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import direct
 
 pytest.importorskip("cutlass", reason="the DSL is needed to make kernels")
@@ -19,7 +22,10 @@ from torch_flashplug.kernels import builder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {"fwd": "ForwardCall", "decode": "DecodeCall", "bwd": "BackwardCall"}
-KINDS = {spec.kind: spec for arch in (90, 80) for spec in configs.specs(arch)}
+MADE = {
+    (spec.kind, spec.arch, spec.dtype, spec.mask): spec for family in FAMILIES for spec in configs.specs(family.arch)
+}
+CUTLASS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32", "int32": "Int32"}
 
 
 def signature(name: str) -> list[str]:
@@ -46,14 +52,16 @@ def test_direct_calls_go_by_the_table():
     assert direct.in_order((*arguments.DECODE, extra), values) == (*values, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(kind):
-    kernel = builder(KINDS[kind])
-    types = dict.fromkeys(("query", "key", "value", "output"), kernel.element.dtype.__name__)
-    types |= {"fp32": "Float32", "int32": "Int32"}
-    *given, _ = kernel.fake_arguments()
-    for one, value in zip(arguments.OF_KIND[kind], given, strict=True):
-        if one.scalar:
+@pytest.mark.parametrize("spec", MADE.values(), ids=KernelSpec.name)
+def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(spec):
+    """And for None in the place of what their features do not bring."""
+    operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
+    types = {name: CUTLASS[made_of] for name, made_of in (*operands, ("fp32", "fp32"), ("int32", "int32"))}
+    *given, _ = builder(spec).fake_arguments()
+    for one, value in zip(arguments.OF_KIND[spec.kind], given, strict=True):
+        if one.optional and not features.bringing(one.name) & features.bits(spec.features):
+            assert value is None, one.name
+        elif one.scalar:
             assert type(value).__name__ == types[one.dtype], one.name
         else:
             assert (len(value.shape), value.element_type.__name__) == (one.rank, types[one.dtype]), one.name

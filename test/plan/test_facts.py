@@ -14,10 +14,10 @@ import cpp
 import pytest
 from plans import call
 
-from torch_flashplug import _start, arguments, choices, configs, features, library, native, rescues, rows
+from torch_flashplug import _start, arguments, choices, configs, elements, features, library, native, rescues, rows
+from torch_flashplug import compile as compiler
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.elements import NUMBERS
 from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.spec import KINDS
 
@@ -34,7 +34,7 @@ def test_ids_are_mirrored() -> None:
     homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
              "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
     assert {of: native.names(of) for of in homes} == homes
-    assert native.names("dtypes") == (*(number.torch for number in NUMBERS.values()), "other")
+    assert native.names("dtypes") == (*(number.torch for number in elements.NUMBERS.values()), "other")
 
 
 def test_a_feature_without_a_reader_does_not_compile() -> None:
@@ -114,6 +114,39 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
             "these kernels need exactly 10.0; stock attention serves this device"
         )
+
+
+def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that names none has all that there can be; any other is an error, of the compiler, too."""
+    kinds = {90: ("fwd",)}
+    monkeypatch.setitem(elements.ELEMENTS, "half", elements.Element("fp16", "bf16", "bf16", "fp16", kinds))
+    made_of = {
+        (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
+        for kind in ("fwd", "bwd") for arch in (90, 80)
+    }  # fmt: skip
+    plain = {"bf16", "fp16"}
+    assert made_of == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
+    chosen = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
+    assert [spec.dtype for spec in chosen.specs()] == ["fp16"]
+    refused = "half: a bwd of sm_90 is made of bf16 or fp16"
+    with pytest.raises(ValueError, match=refused):
+        dataclasses.replace(chosen, elements=("fp16", "half")).specs()
+    with pytest.raises(ValueError, match=refused):
+        compiler.compile_spec(dataclasses.replace(*chosen.specs(), dtype="half"), "sm_90a")
+
+
+def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
+    monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
+    native.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), choices.GATE)
+
+    def kernel(d: int, name: str) -> str:
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
+        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["kernel"]
+
+    assert [bool(kernel(d, name)) for d in (80, 72) for name in ("bf16", "fp32")] == [True, True, False, True]
+    assert not kernel(76, "fp32")
 
 
 def test_combinations_are_what_rows_have() -> None:
