@@ -56,7 +56,7 @@ import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
 from torch_flashplug.compile import compile_spec, key, source_fingerprint  # noqa: E402
-from torch_flashplug.families import TARGETS  # noqa: E402
+from torch_flashplug.families import BY_ARCH, TARGETS  # noqa: E402
 from torch_flashplug.spec import KernelSpec  # noqa: E402
 
 
@@ -115,7 +115,7 @@ def compile_one(name: str, store: Store) -> str:
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
     row["smem_bytes"] = compiled.spec.smem_bytes()
     # Instructions are counted where wgmma and register splits show in them; a third of a second each.
-    measure = sass.resources if compiled.spec.arch == 90 else sass.usage
+    measure = sass.resources if BY_ARCH[compiled.spec.arch].wgmma else sass.usage
     row |= measure(compiled.cubin) or {}
     store.path(name).write_text(json.dumps(row))
     return name

@@ -23,7 +23,7 @@ _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or it
 
 _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
-# for).
+# for). A GPU's compute capability is its own; which kernels run there, families.py says.
 DEVICES: dict[str, dict[str, int]] = {
     "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB, "memory_rate": 3352},
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},

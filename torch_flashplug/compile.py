@@ -20,7 +20,7 @@ from typing import Any
 
 from . import cache, features
 from .elements import ELEMENTS, NUMBERS, misfit
-from .families import TARGETS
+from .families import TARGETS, targets_of
 from .spec import KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
@@ -49,10 +49,9 @@ class Compiled:
 
 
 def target_of(cc: int) -> str:
-    """The target whose code runs on GPUs of this compute capability (90 is 9.0): the one of the same major number."""
-    for target in TARGETS:
-        if int(target.removeprefix("sm_").rstrip("af")) // 10 == cc // 10:
-            return target
+    """The target whose code runs on GPUs of this compute capability (90 is 9.0). Raises ValueError where none does."""
+    for target in targets_of(cc):
+        return target
     raise ValueError(f"compute capability {cc // 10}.{cc % 10}; kernels are compiled for {', '.join(TARGETS)}")
 
 

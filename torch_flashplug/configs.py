@@ -7,11 +7,11 @@ is a change of rows with its date and machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .elements import elements_of, misfit
-from .families import TARGETS
+from .families import BY_ARCH, TARGETS, targets_of
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
@@ -55,13 +55,9 @@ class KernelRow:
         ]
 
     @property
-    def is_hopper(self) -> bool:
-        return self.arch == 90
-
-    @property
     def sector_bytes(self) -> int:
         """Where rows start inside a sector, every box that TMA fetches touches one more. 1: no boxes."""
-        return SECTOR_BYTES if self.is_hopper else 1
+        return SECTOR_BYTES if BY_ARCH[self.arch].tma else 1
 
     def whole_sectors(self, spec: KernelSpec) -> bool:
         """TMA's narrow boxes are for rows that start with a sector: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in
@@ -69,7 +65,7 @@ class KernelRow:
         """
         wide, half = (spec.row_bytes("k") % box == 0 for box in BOX_BYTES)
         shared = half and self.tile_m == 3 * ROWS_PER_WARPGROUP
-        return self.is_hopper and not wide and not shared
+        return BY_ARCH[self.arch].tma and not wide and not shared
 
     @property
     def group_rows(self) -> int:
@@ -77,7 +73,7 @@ class KernelRow:
 
     @property
     def max_cluster(self) -> int:
-        return CLUSTER if self.is_hopper else 1
+        return CLUSTER if BY_ARCH[self.arch].clusters else 1
 
     @property
     def peers_at_once(self) -> int:
@@ -201,8 +197,8 @@ class Pack:
 
 
 def _only_forced(spec: KernelSpec) -> bool:
-    """On Hopper no choice row serves them: sm_80's kernels for long calls that vectors can read."""
-    return spec.arch == 80 and not spec.is_decode and not spec.elementwise
+    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read."""
+    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise
 
 
 # Of a target, the one that every call needs comes first.
@@ -211,6 +207,13 @@ PACKS = (
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
     Pack("sm80", "sm_80", lambda spec: True),
 )
+
+
+def packs_of_auto(capabilities: Iterable[str]) -> list[str]:
+    """Names of the packs that auto asks on GPUs of these compute capabilities ("9.0"), as far as there are any."""
+    targets = {target for one in capabilities for target in targets_of(int(one.replace(".", "")))}
+    first = {pack.target: pack.name for pack in reversed(PACKS)}
+    return [name for target, name in first.items() if target in targets]
 
 
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:

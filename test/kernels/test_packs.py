@@ -167,6 +167,18 @@ def test_builds_name_the_packs_that_there_are():
     assert f'env = "FLASHPLUG_PACKS", default = "{names}"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_a_demo_builds_what_auto_asks_here():
+    """One pack for each kind of GPU in the machine, none where there are no kernels or no GPU."""
+    known = {
+        ("9.0",): ["sm90a"],
+        ("8.0", "8.9"): ["sm80"],
+        ("8.6", "9.0"): ["sm80", "sm90a"],
+        ("7.5", "12.0"): [],
+        (): [],
+    }
+    assert {here: sorted(configs.packs_of_auto(here)) for here in known} == known
+
+
 @pytest.mark.parametrize("pack", configs.PACKS, ids=lambda pack: pack.name)
 def test_a_pack_stays_small(pack):
     assert len(pack.specs()) <= CEILINGS[pack.name]

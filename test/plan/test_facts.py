@@ -14,12 +14,24 @@ import cpp
 import pytest
 from plans import call
 
-from torch_flashplug import _start, arguments, choices, configs, elements, features, library, native, rescues, rows
+from torch_flashplug import (
+    _start,
+    arguments,
+    choices,
+    configs,
+    elements,
+    families,
+    features,
+    library,
+    native,
+    rescues,
+    rows,
+)
 from torch_flashplug import compile as compiler
 from torch_flashplug.api import DEVICES
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
-from torch_flashplug.spec import KINDS
+from torch_flashplug.spec import CLUSTER, KINDS
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +126,18 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
             "these kernels need exactly 10.0; stock attention serves this device"
         )
+
+
+def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = KernelRow("fwd", 80, 96, 96, ("full",), 64, 64, 1)
+
+    def asked() -> tuple[int, int, bool]:
+        return row.sector_bytes, row.max_cluster, row.whole_sectors(row.specs()[0])
+
+    assert asked() == (1, 1, False)
+    used = dataclasses.replace(families.BY_ARCH[80], tma=True, clusters=True)
+    monkeypatch.setitem(families.BY_ARCH, 80, used)
+    assert asked() == (configs.SECTOR_BYTES, CLUSTER, True)
 
 
 def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
