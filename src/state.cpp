@@ -46,7 +46,7 @@ void Tables::add(KernelRow row) {
   group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
   if (const Features set{row.takes, row.always}; std::ranges::find(group.sets, set) == group.sets.end())
     group.sets.push_back(set);
-  made.set(place_of(row.dtype));
+  group.made.set(place_of(row.dtype));
   kernels.push_back(row);
 }
 

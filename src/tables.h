@@ -194,11 +194,13 @@ struct Tables {
   const std::vector<int>& of(Kind kind, int family, DType query) const {
     return groups[family].of[kind][static_cast<int>(query)];
   }
-  // What the kernels of a family take, each some of it, and what any are made of; everything where there are none,
+  // What the kernels of a family take, each some of it, and what they are made of; everything where there are none,
   // which is a reason of its own.
   int64_t takes(int family) const { return groups[family].taken; }
   bool takes_together(int family, int64_t needs) const;  // whether some kernel takes all of it, and asks for no more
-  bool made_of(const DType (&dtype)[kNumOperands]) const { return kernels.empty() || made[place_of(dtype)]; }
+  bool made_of(int family, const DType (&dtype)[kNumOperands]) const {
+    return groups[family].taken < 0 || groups[family].made[place_of(dtype)];
+  }
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
@@ -207,16 +209,16 @@ struct Tables {
   struct Group {
     std::vector<int> of[kNumKinds][kNumDTypes];
     int64_t taken = -1;
-    std::vector<Features> sets;  // that kernels have, each once
+    std::vector<Features> sets;                              // that kernels have, each once
+    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;  // what their query, key and value are made of
   };
   std::vector<Group> groups;  // one for each family
-  // What kernels' query, key and value are made of: every three dtypes have a place.
+  // Every three dtypes have one in `made`.
   static size_t place_of(const DType* dtype) {
     size_t place = 0;
     for (int i = 0; i < kNumOperands; ++i) place = place * kNumDTypes + static_cast<size_t>(dtype[i]);
     return place;
   }
-  std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;
 };
 
 // Whether the answer is yes for a family; asks in their order, until it is.

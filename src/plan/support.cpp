@@ -42,9 +42,9 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
     out->add(Why::kDevice);
   else if (!runs_on(tables.families[family], device.cc))
     out->add(Why::kArch, device.cc, family);
-  if (!tables.made_of(p.dtype)) {
+  if (!tables.made_of(family, p.dtype)) {
     const bool mixed = p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2];
-    out->add(mixed ? Why::kMixedDtype : Why::kDtype);
+    out->add(mixed ? Why::kMixedDtype : Why::kDtype, 0, family);
   }
   const int64_t missing = p.needs & ~tables.takes(family);
   for (int64_t left = missing; left != 0; left &= left - 1)

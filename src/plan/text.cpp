@@ -31,12 +31,12 @@ std::string quoted(const std::string& text) {
   return out + "\"";
 }
 
-// What kernels are made of.
-std::string elements_text(const Tables& tables) {
+// What kernels of a family are made of.
+std::string elements_text(int family, const char* between, const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
     const DType one = static_cast<DType>(i), all[kNumOperands] = {one, one, one};
-    if (tables.made_of(all)) out += (out.empty() ? "" : " and ") + std::string(kDTypes[i].name);
+    if (tables.made_of(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
   }
   return out;
 }
@@ -79,10 +79,10 @@ std::string operand_reason(const Reason& reason, const Problem& p, const Tables&
   switch (reason.why) {
     case Why::kMixedDtype:
       return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
-             facts_of(p.dtype[2]).name + "); cast them to one 16-bit dtype";
+             facts_of(p.dtype[2]).name + "); cast them all to " + elements_text(reason.allowed, " or ", tables);
     case Why::kDtype:
-      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " + elements_text(tables) +
-             "; cast, or use torch.autocast";
+      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " +
+             elements_text(reason.allowed, " and ", tables) + "; cast, or use torch.autocast";
     case Why::kHeadDimStep:
       return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) +
              "; pad the head dim";

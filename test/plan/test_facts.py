@@ -159,6 +159,19 @@ def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyP
         compiler.compile_spec(dataclasses.replace(*chosen.specs(), dtype="half"), "sm_90a")
 
 
+def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
+    """A dtype that another one has does not help, and is not said."""
+    hopper = KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2, elements=("fp16",))
+    native.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), choices.GATE)
+    plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
+    names = [native.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
+    assert names == ["", "fwd_sm80_bf16"]
+    assert "dtype bfloat16, kernels take float16; cast" in native.forced_error(plain, DEVICES["h100"], fa3)
+    mixed = plain | {"dtype_k": 1}
+    assert "cast them all to float16" in native.forced_error(mixed, DEVICES["h100"], fa3)
+    assert "cast them all to bfloat16 or float16" in native.forced_error(mixed, DEVICES["h100"], fa2)
+
+
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))

@@ -255,7 +255,7 @@ fp32
 mixed_dtypes
   h100
     stock
-      fa3: dtypes differ (bfloat16, float16, bfloat16); cast them to one 16-bit dtype
+      fa3: dtypes differ (bfloat16, float16, bfloat16); cast them all to bfloat16 or float16
 mask
   h100
     stock
