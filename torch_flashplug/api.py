@@ -207,7 +207,13 @@ def explain(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         stock_choice = torch.nn.attention.SDPBackend(choice).name
-    outside = problem.outside_dispatcher(query, key, value, enable_gqa)
+    # Calls on other devices never come to the hook: nothing is forced there.
+    mode = native.effective_mode() if device is not None or query.is_cuda else 0
+    if problem.takes_math(mode):
+        asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
+        return Plan(call, "math", reasons=reasons, stock_choice=stock_choice)
+    outside = problem.outside_dispatcher(query, key, value, enable_gqa, mode)
     if outside is not None:
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
         return Plan(call, "stock", reasons=reasons, stock_choice=stock_choice)
@@ -221,7 +227,6 @@ def explain(
     described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | (
         {"on_cuda": True} if device is not None else {}
     )
-    mode = native.effective_mode()
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     if problem.gives_nan(scale, choice) and made["backend"] == "stock" and native.backend_of(mode) != "stock":

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from . import env, native, problem
+from . import native, problem
 from .ops import never_a_frame
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -84,13 +84,11 @@ def _backend(
     scale: float | None,
 ) -> str:
     mode = native.effective_mode()
-    wanted, forced = native.backend_of(mode), native.forced_kernels(mode)
-    outside = problem.outside_dispatcher(query, key, value, enable_gqa)
-    if wanted == "math" and native.enabled():
-        return "math" if _math_may(query, key, value, attn_mask) else "stock"
-    if outside is not None or wanted == "stock":
+    if problem.takes_math(mode):
+        return "math" if _math_can(query, key, value, attn_mask) else "stock"
+    if native.backend_of(mode) == "stock" or problem.outside_dispatcher(query, key, value, enable_gqa, mode):
         return "stock"
-    if forced is not None:
+    if (forced := native.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": query.device.type in _libraries
@@ -104,15 +102,11 @@ def _backend(
     return planned
 
 
-def _math_may(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-    """As the router: torch.nn.attention.sdpa_kernel counts, but not against a process-wide backend. What stock refuses
-    is left to it.
-    """
-    ours = torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
-    allowed = env.BACKEND.get() == "math" or (ours and torch.backends.cuda.math_sdp_enabled())
+def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """What stock refuses is left to it."""
     alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
     masked = attn_mask is None or attn_mask.dtype in {torch.bool, torch.float32, query.dtype}
-    return allowed and alike and masked and min(tensor.dim() for tensor in (query, key, value)) > 1
+    return alike and masked and min(tensor.dim() for tensor in (query, key, value)) > 1
 
 
 @functools.lru_cache(maxsize=1024)

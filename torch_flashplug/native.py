@@ -105,7 +105,12 @@ def names_backend(mode_word: int) -> bool:
 def forced_kernels(mode_word: int) -> str | None:
     """One of KERNEL_BACKENDS where calls that it cannot run must raise."""
     backend = backend_of(mode_word)
-    return backend if backend in KERNEL_BACKENDS and not mode_word & PREFERENCE else None
+    return backend if backend in KERNEL_BACKENDS and not is_preference(mode_word) else None
+
+
+def is_preference(mode_word: int) -> bool:
+    """It is the process-wide backend's."""
+    return bool(mode_word & PREFERENCE)
 
 
 def set_process_backend(backend: int) -> None:

@@ -42,8 +42,22 @@ def sizes_of_traced(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[in
     return tuple(_hints(tensor.shape) for tensor in (query, key, value))
 
 
-def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
-    """Why the dispatcher is not asked about this call at all; None if it is."""
+def takes_math(mode: int) -> bool:
+    """The router answers math before it looks at the tensors. torch.nn.attention.sdpa_kernel counts, but not against a
+    process-wide backend.
+    """
+    if not native.enabled() or native.backend_of(mode) != "math":
+        return False
+    return native.is_preference(mode) or (_kernels_allowed() and torch.backends.cuda.math_sdp_enabled())
+
+
+def _kernels_allowed() -> bool:
+    """By torch.nn.attention.sdpa_kernel: our class of backends."""
+    return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
+
+
+def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, mode: int) -> str | None:
+    """Why the dispatcher is not asked about this call at all; None if it is. Not for calls that takes_math() has."""
     if not native.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
@@ -58,17 +72,22 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
     sizes = [_hints(tensor.shape) for tensor in (query, key, value)]
     if any(None in size for size in sizes):
-        return "sizes depend on data; stock attention serves this call"
+        return (
+            "sizes depend on data: in a traced graph the op decides when it runs, where kernels take such calls at "
+            "all; else stock attention serves this call"
+        )
     if not native.shapes_fit(sizes, enable_gqa):
         return (
             "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
             "stock attention decides"
         )
-    if not (torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()):
+    if not _kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
             "the two that stand for this plugin"
         )
+    if native.backend_of(mode) == "math":
+        return "math is forced, but torch.nn.attention.sdpa_kernel does not allow it; stock attention decides"
     return None
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import standin
 import torch
 
 from torch_flashplug import _start, arguments, choices, features, native, ops, rows, up_calls
@@ -306,18 +305,6 @@ def test_output_strides_are_promised_ones(fake_pack: ctypes.CDLL, layout: str, v
     kernel_out = seen[1 + 3 * 8 :][4:8]
     assert kernel_out[3] == 1  # what the kernel writes always has its last dim innermost
     assert all(stride % 8 == 0 for stride in kernel_out[:3])
-
-
-def test_strided_nested_tensors_stay_stock() -> None:
-    """They have four dims and no sizes; torch's TransformerEncoder makes them on its own."""
-    with standin.road_to("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nested = torch.nested.nested_tensor([torch.randn(2, n, 64) for n in (5, 7)], dtype=torch.bfloat16)
-        try:
-            torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
-        except RuntimeError as stock:  # what stock does for them on the CPU is its own business
-            assert "overrideable" not in str(stock)
-        assert native.counters()["routed_ours"] == 0
 
 
 AUTOLOAD = """
