@@ -75,9 +75,8 @@ def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
             return lambda: provider.attend(*inputs, **case.sdpa_kwargs())
 
         with torch.no_grad():
-            # Math and efficient are never near the front; the order of sums matters to gradients only.
-            slow = {"math", "efficient"}
-            names = [name for name in bench.providers if name not in slow and not name.endswith(who.ONE_ORDER)]
+            # The order of sums matters to gradients only.
+            names = [name for name in bench.providers if name not in who.SLOW and not name.endswith(who.ONE_ORDER)]
             candidates, errors, refused = try_each(bench, case, inputs, names, build)
             calls = 1
             if bench.device == "cuda":
@@ -152,7 +151,7 @@ def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
 
             return call
 
-        names = [name for name in bench.providers if name not in {"math", "efficient", "fa3"}]  # slow; forward only
+        names = [name for name in bench.providers if name not in who.SLOW | who.FORWARD_ONLY]
         candidates, errors, refused = try_each(bench, case, inputs, names, build)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
         facts = facts_of(case) | {"flop": GRADIENT_FLOP[what] * case.flop}

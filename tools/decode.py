@@ -58,7 +58,7 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
 
     copies, turns = states_of(case)[state]
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
-    skipped = {"efficient", "math"} if kv_bytes(case) > MATH_BYTES else {"efficient"}
+    skipped = who.SLOW if kv_bytes(case) > MATH_BYTES else who.SLOW - {"math"}
     names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(who.ONE_ORDER)]
     with torch.no_grad():
 

@@ -44,8 +44,8 @@ WHEELS = {
     "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface"), {"num_splits": 0}),
     "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",), {}),
 }
-
-
+SLOW = {"efficient", "math"}  # never near the front
+FORWARD_ONLY = {"fa3"}
 OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2"}  # name -> backend
 
 

@@ -55,7 +55,7 @@ def help_of(*stem: str) -> subprocess.CompletedProcess[str]:
 
 
 def without_assignments(line: str) -> list[str]:
-    words = shlex.split(line)
+    words = shlex.split(line, comments=True)
     while words and re.fullmatch(r"\w+=\S*", words[0]):
         words.pop(0)
     return words
