@@ -5,6 +5,7 @@ the files alone, and the tables of README and docs say what they say.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import geometric_mean
@@ -118,6 +119,12 @@ def test_pictures_are_drawn_from_files_alone(name, tmp_path):
 # ---- what pages quote ----
 
 
+def test_quoted_files_are_kept():
+    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), RESULTS / "LOG.md")
+    quoted = {name for page in pages for name in re.findall(r"[\w-]+-h\d00\.(?:json|png|txt)", page.read_text())}
+    assert len(quoted) > 10 and not [name for name in quoted if not (RESULTS / name).exists()]
+
+
 def rows_of(name: str) -> list[dict]:
     return records.read(RESULTS / f"{name}.json")["rows"]
 
@@ -158,6 +165,26 @@ def test_the_table_of_forwards():
             row = rows[case, s]
             ms = (row["ours_ms"], *(row["peers_ms"][peer] for peer in ("stock", "fa3", "fa4")))[peers.index(who)]
             assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, who, s)
+
+
+def test_the_backward_in_one_order():
+    """From 2k on, over our own of any order, and over stock's in one order where that was timed."""
+    page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    rows = {gpu: [row for row in rows_of(f"backward-{gpu}") if row["s"] >= 2048] for gpu in ("h100", "h200")}
+
+    def of_own(d: int) -> str:
+        own = [row["ours_ms"] / row["one_order_ms"]["ours_fa3"] for row in rows["h100"] if row["d"] == d]
+        return f"{geometric_mean(own):.2f} (D {d})"
+
+    def of_stock(gpu: str) -> tuple[str, set[int]]:
+        timed = [row for row in rows[gpu] if "stock" in row["one_order_ms"]]
+        over = [row["one_order_ms"]["stock"] / row["one_order_ms"]["ours_fa3"] for row in timed]
+        return f"{min(over):.1f} to {max(over):.1f}", {row["d"] for row in timed}
+
+    (h100, dims), (h200, more) = of_stock("h100"), of_stock("h200")
+    assert (dims, more) == ({128, 256}, {64, 128, 256})
+    assert f"{of_own(128)}, {of_own(64)} and {of_own(256)} x our own speed" in page
+    assert f"{h100} x stock's there (D 128 and 256; H200, with D 64: {h200})" in page
 
 
 def test_readmes_table_and_losses():
