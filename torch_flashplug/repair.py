@@ -20,34 +20,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from . import env, native
 
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# What src/stock_kernels.cpp calls by its mangled name, which says nothing of results.
-_SCHEMAS = {
-    getattr(torch.ops.aten, schema.partition("(")[0]).default: f"aten::{schema}"
-    for schema in (
-        "_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
-        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
-        "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
-        "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
-        "_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-        "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, "
-        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> "
-        "(Tensor, Tensor, Tensor)",
-        "_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
-        "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
-        "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, "
-        "Tensor unused, Tensor debug_attn_mask)",
-        "_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
-        "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> "
-        "(Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)",
-        "_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-        "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
-        "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-        "_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
-        "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
-        "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    )
-}
 
 
 @functools.cache
@@ -95,11 +67,26 @@ def in_graphs(on: bool) -> None:
         _BACKWARD.py_impl(ProxyTorchDispatchMode)(_trace_backward)
 
 
+def _schema(name: str) -> str:
+    """This torch's; empty where it has no such op."""
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+    return "" if packet is None else str(packet.default._schema)
+
+
+def _changed() -> list[str]:
+    """Stock's ops that are not as src/schemas.h has them. src/stock_kernels.cpp calls their functions by mangled names,
+    which say nothing of results.
+    """
+    known = {schema.partition("(")[0]: schema for schema in native.names("schemas")}
+    repaired = [name for name in known if any(f"_{backend}_" in name for backend in native.STOCK_BACKENDS)]
+    return [name for name in repaired if _schema(name) != known[name]]
+
+
 def install() -> str:
     """Puts it in place; says why not, where it cannot be."""
     if env.REPAIR.get() == "0" or torch.version.cuda is None:
         return ""
-    changed = [op.name() for op, schema in _SCHEMAS.items() if str(op._schema) != schema]
+    changed = _changed()
     backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
     spend_override_warning()
     in_graphs("cudnn" in backends)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -33,6 +34,22 @@ def test_readme_is_short():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_within_their_width(page):
     assert not [line for line in page.read_text().splitlines() if len(line) > COLUMNS]
+
+
+def test_one_range_of_torch_is_claimed():
+    """By pages, sources and the build; what is pinned and what is installed lie in it. How to move it:
+    docs/developing.md, "another torch version".
+    """
+    build, cmake = (ROOT / "pyproject.toml").read_text(), (ROOT / "CMakeLists.txt").read_text()
+    named = "\n".join(path.read_text() for path in (*PAGES, *(ROOT / "src").glob("*.cpp")))
+    ((first, last),) = set(re.findall(r"torch (\d+\.\d+) to (\d+\.\d+)", named))
+    assert re.findall(r'"torch>=(.*?)"', build) == [first]
+    assert re.findall(r"torch ([\d.]+) (?:or|and) later", (ROOT / "README.md").read_text() + cmake) == [first] * 2
+    major, minor = map(int, first.split("."))
+    assert f"TORCH_TARGET_VERSION=0x{major:02X}{minor:02X}" in cmake
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "tools" / "requirements.txt").read_text(), re.M)[1]
+    for version in (pinned, torch.__version__):
+        assert (major, minor) <= tuple(map(int, version.split(".")[:2])) <= tuple(map(int, last.split("."))), version
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

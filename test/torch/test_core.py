@@ -7,7 +7,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -5,7 +5,9 @@ serves them, on CUDA the kernels.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import cpp
@@ -15,7 +17,8 @@ import torch.nn.functional as F
 from conftest import CUDA
 from torch import Tensor
 
-from torch_flashplug import native, ops
+import torch_flashplug
+from torch_flashplug import composite, native, ops
 from torch_flashplug.families import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -161,6 +164,16 @@ def test_a_call_without_an_argument_says_which(tmp_path: Path) -> None:
     text = ctypes.create_string_buffer(200)
     ctypes.CDLL(str(tmp_path / "forgetful.so")).forget(text)
     assert text.value.decode() == "torch_flashplug: aten::sum without its argument keepdim"
+
+
+@pytest.mark.parametrize(
+    "function, more", [(composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
+)
+def test_calls_are_spelled_as_torchs(function: Callable, more: set[str]) -> None:
+    """F.sdpa's arguments, and those of stock's choice, which both ask."""
+    spelled = [name for name in inspect.signature(function).parameters if name not in more]
+    for op in (torch.ops.aten.scaled_dot_product_attention, torch.ops.aten._fused_sdp_choice):
+        assert [argument.name for argument in op.default._schema.arguments] == spelled
 
 
 def test_bottom_right_is_the_mask_it_says() -> None:
