@@ -20,7 +20,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import configs, library, native
 from torch_flashplug.elements import DTYPES
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.families import BACKENDS, FAMILIES
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     CASES,
@@ -43,7 +43,7 @@ from torch_flashplug.testing import (
 SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
-ARCHS = {"fa3": 90, "fa2": 80}  # of each family's kernels
+ARCHS = {family.backend: family.arch for family in FAMILIES}
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)

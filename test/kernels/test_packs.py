@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import choices, configs, library
-from torch_flashplug.families import TARGETS
+from torch_flashplug.families import FAMILIES, TARGETS
 from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = configs.specs(90) + configs.specs(80)
+SPECS = [spec for family in FAMILIES for spec in configs.specs(family.arch)]
 # Targets of which no GPU was at hand and no pack is built: what spills nothing there, either.
 COMPILED_ONLY = dict.fromkeys(
     ("sm_100", "sm_120"),

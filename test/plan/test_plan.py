@@ -16,7 +16,7 @@ from torch_flashplug import _start, choices, configs, native
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import DTYPES, NUMBERS
 from torch_flashplug.families import BACKENDS
 from torch_flashplug.spec import KernelSpec
 
@@ -356,7 +356,7 @@ def test_a_kernel_is_named_for_its_element_type() -> None:
     for number, dtype in enumerate(DTYPES):
         named = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
         assert f"_{dtype}_" in named["kernel"] and KernelSpec.from_name(named["kernel"]).dtype == dtype
-    for number in (len(DTYPES), len(DTYPES) + 1):
+    for number in range(len(DTYPES), len(NUMBERS) + 1):  # the last one: what has no number
         refused = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
         assert refused["backend"] == "stock" and not refused["kernel"] and "dtype" in refused["reasons"]["fa3"]
 

@@ -317,7 +317,9 @@ def test_each_environment_flag_is_read():
     home = PACKAGE / "env.py"
     others = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
     readers = {function.name: ast.unparse(function) for function in functions(home)}
-    for name in (name for name, flag in vars(env).items() if isinstance(flag, env.Flag)):
+    flags = {name: flag for name, flag in vars(env).items() if isinstance(flag, env.Flag)}
+    assert list(flags.values()) == list(env.FLAGS)
+    for name in flags:
         called = [reader for reader, code in readers.items() if f"{name}.get()" in code and f"env.{reader}()" in others]
         assert called or f"env.{name}.get()" in others, f"nothing reads {name}"
 
