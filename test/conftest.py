@@ -1,27 +1,33 @@
-"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `isolated(seconds)`: runs in a process of its
-own that is killed when its time is over, for tests that could hang, poison the device or need a fresh torch.
+"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `interpreted`: runs kernels on the CPU, which
+a machine with a GPU need not. `isolated(seconds)`: runs in a process of its own that is killed when its time is over,
+for tests that could hang, poison the device or need a fresh torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import interpreted
 import pytest
 import standin
 import torch
 from torch._functorch import config as functorch_config
 
 from torch_flashplug import native
+from torch_flashplug.testing import case_named
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
 
 
@@ -30,11 +36,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    has_gpu = torch.cuda.is_available()
+    left_out = [item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _is_small(item: pytest.Item) -> bool:
+    """Whether the case that it is about, if any, can be interpreted in about a second."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if (name := parameters.get("name")) is not None:
+        return interpreted.is_small(case_named(name))
+    return "case" not in parameters or interpreted.is_small(parameters["case"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,6 +106,13 @@ def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Ro
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(params=[INTERPRETED, CUDA])
+def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device of the tensors that our kernels take: a GPU's, or the CPU's where they are interpreted."""
+    with interpreted.kernels() if request.param == "cpu" else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@
 A pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
 build. What is compiled are the kernels beside this file, whatever is installed. Objects are kept in DIR/objects, by
 kernel and by the sources that it comes from: only kernels whose sources changed are compiled again. Beside each lie its
-cubin, which tools/sass.py compares, and its row of the report.
+cubin, which tools/sass.py compares, its PTX, which tools/interpreted.py runs, and its row of the report.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ def start_worker(folder: str) -> None:
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
+SUFFIXES = (".o", ".cubin", ".ptx", ".json")  # of what a store holds of a kernel
+
+
 @dataclass(frozen=True)
 class Store:
     """Objects that were compiled once, of one target."""
@@ -91,8 +94,11 @@ class Store:
     target: str
 
     def path(self, name: str, suffix: str = ".json") -> Path:
-        """Where a kernel's files lie; the row of the report is written last."""
+        """Where a kernel's files lie."""
         return self.folder / (key(KernelSpec.from_name(name), self.target) + suffix)
+
+    def has(self, name: str) -> bool:
+        return all(self.path(name, suffix).exists() for suffix in SUFFIXES)
 
     def row(self, name: str) -> dict:
         return json.loads(self.path(name).read_text())
@@ -107,11 +113,12 @@ class Store:
 
 def compile_one(name: str, store: Store) -> str:
     """Worker: one kernel to one object, its cubin and its row of the report."""
-    compiled = compile_spec(KernelSpec.from_name(name), store.target, keep_cubin=True)
+    compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
     check_sources()  # the kernel's own modules have been imported by now
     path = store.path(name, ".o")
     compiled.export(path)
     store.path(name, ".cubin").write_bytes(compiled.cubin)
+    store.path(name, ".ptx").write_text(compiled.ptx)
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
     row["smem_bytes"] = compiled.spec.smem_bytes()
     # Instructions are counted where wgmma and register splits show in them; a third of a second each.
@@ -124,7 +131,7 @@ def compile_one(name: str, store: Store) -> str:
 def compile_all(names: list[str], store: Store, jobs: int) -> None:
     """Those that are not in the store, in parallel processes; the first failure stops the build."""
     store.folder.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in names if not store.path(name).exists()]
+    missing = [name for name in names if not store.has(name)]
     say(f"{len(names) - len(missing)} of {len(names)} kernels for {store.target} are up to date")
     spawn = multiprocessing.get_context("spawn")
     start = time.perf_counter()
@@ -146,8 +153,10 @@ def say(text: str) -> None:
     print(f"[aot] {text}", flush=True)
 
 
-def link(objects: list[Path], pack: Path) -> None:
-    """One shared library; CUDA's and TVM-FFI's symbols come from the libraries the process has loaded."""
+def link(objects: list[Path], pack: Path, *more: str | Path) -> None:
+    """One shared library; CUDA's and TVM-FFI's symbols come from the libraries the process has loaded, if not from
+    `more`: files and options.
+    """
     import nvidia_cutlass_dsl
     import tvm_ffi.libinfo
 
@@ -160,7 +169,7 @@ def link(objects: list[Path], pack: Path) -> None:
     compiler = compiler if shutil.which(compiler) else "cc"
     ffi = Path(tvm_ffi.libinfo.find_libtvm_ffi())
     command = [compiler, "-shared", "-fPIC", "-O2", "-fvisibility=hidden", "-Wl,--exclude-libs,ALL", "-o", pack]
-    command += [ROOT / "src" / "pack_error.c", *objects, archives[-1], ffi, "-ldl"]
+    command += [ROOT / "src" / "pack_error.c", *objects, *more, archives[-1], ffi, "-ldl"]
     subprocess.run(list(map(str, command)), check=True)
 
 

@@ -33,11 +33,15 @@ def push_tables() -> None:
     native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
 
 
+def register_packs() -> None:
+    for pack in configs.PACKS:
+        native.load_pack(library.find_built(pack.file), pack.target)
+
+
 def _load_core() -> None:
     push_tables()
     native.set_process_backend(_process_backend())
-    for pack in configs.PACKS:
-        native.load_pack(library.find_built(pack.file), pack.target)
+    register_packs()
     up_calls.set_compile(provide)
     up_calls.set_trace(problem.sizes_of_traced)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()

@@ -36,12 +36,13 @@ _loaded: dict[tuple[str, str], Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel, compiled; `cubin` is there if asked for."""
+    """One kernel, compiled; `cubin` and `ptx` are there if asked for."""
 
     spec: KernelSpec
     function: Any
     seconds: float
     cubin: bytes | None
+    ptx: str | None
 
     def export(self, path: Path) -> None:
         """Write an object file whose one visible symbol is `__tvm_ffi_<spec name>`."""
@@ -70,9 +71,9 @@ def _ptxas_level(spec: KernelSpec, target: str) -> str:
     return PTXAS.get((target, spec.kind, spec.mask), "")
 
 
-def compile_spec(spec: KernelSpec, target: str, keep_cubin: bool = False) -> Compiled:
+def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
     """Compile one spec for a key of TARGETS. Raises ValueError if its tile cannot be built, or not for that target.
-    `keep_cubin`: the DSL also dumps it in CUTE_DSL_DUMP_DIR.
+    `keep`: its cubin and its PTX, too, which the DSL also dumps in CUTE_DSL_DUMP_DIR.
     """
     if reason := _misfit(spec, target):
         raise ValueError(reason)
@@ -85,12 +86,12 @@ def compile_spec(spec: KernelSpec, target: str, keep_cubin: bool = False) -> Com
 
     start = time.perf_counter()
     kernel = builder(spec)
-    options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin" if keep_cubin else "")
+    options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin --keep-ptx" if keep else "")
     if level := _ptxas_level(spec, target):
         options += f" --ptxas-options='{level}'"
     function = cute.compile(kernel, *kernel.fake_arguments(), options=options)
-    cubin = bytes(function.__cubin__) if keep_cubin else None
-    return Compiled(spec, function, time.perf_counter() - start, cubin)
+    cubin, ptx = (bytes(function.__cubin__), function.__ptx__) if keep else (None, None)
+    return Compiled(spec, function, time.perf_counter() - start, cubin, ptx)
 
 
 def provide(name: str, target: str) -> int:

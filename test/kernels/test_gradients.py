@@ -71,8 +71,8 @@ BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])
 ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
 
 
-def forward(case: Case, family: str) -> tuple[Tensor, Inputs]:
-    inputs = make_inputs(case, "cuda", SEED, requires_grad=True)
+def forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
+    inputs = make_inputs(case, device, SEED, requires_grad=True)
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
@@ -84,9 +84,9 @@ def gradients(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.grad_out, retain_graph=True)
 
 
-def check(case: Case, family: str) -> None:
+def check(case: Case, family: str, device: str) -> None:
     """Three gradients within the budget of plain math's errors."""
-    out, inputs = forward(case, family)
+    out, inputs = forward(case, family, device)
     got = gradients(out, inputs)
     assert native.counters()["ours_bwd"] == 1
     exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
@@ -96,20 +96,18 @@ def check(case: Case, family: str) -> None:
         assert_within_budget(f"{case.name} {case.dtype} {name}", ours, fp64, yardstick, **budget, seed=SEED)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
-def test_gradients(family: str, case: Case, dtype: str) -> None:
-    check(case.with_dtype(dtype), family)
+def test_gradients(kernels_on: str, family: str, case: Case, dtype: str) -> None:
+    check(case.with_dtype(dtype), family, kernels_on)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
-def test_odd_gradients(case: Case, dtype: str) -> None:
+def test_odd_gradients(kernels_on: str, case: Case, dtype: str) -> None:
     """What no vector fits."""
-    check(case.with_dtype(dtype), "fa2")
+    check(case.with_dtype(dtype), "fa2", kernels_on)
 
 
 @pytest.mark.gpu
@@ -144,12 +142,11 @@ def test_some_gradients(family: str, case: Case, wanted: str) -> None:
     assert taken <= facts + rounding + sum(operands[name].nbytes + rounding for name in written)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
-def test_gradients_in_one_order(family: str, case: Case) -> None:
+def test_gradients_in_one_order(kernels_on: str, family: str, case: Case) -> None:
     with in_order():
-        check(case, family)
+        check(case, family, kernels_on)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import interpreted
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
+FORWARDS = configs.specs(90, "fwd") + configs.specs(80, "fwd")
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -53,16 +55,11 @@ def attend(inputs: Inputs, case: Case) -> Tensor:
     return F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
 
 
-def poison(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> None:
+def poison_outputs(case: Case, device: str) -> None:
     """Leaves NaN in the allocator's free blocks of these sizes: what a kernel does not write shows."""
-    blocks = [
-        torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape, dtype in shapes_and_dtypes for _ in "ab"
-    ]
+    outputs = ((case.B, case.Hq, case.Sq, case.Dv), case.torch_dtype), ((case.B, case.Hq, case.Sq), torch.float32)
+    blocks = [torch.full(shape, float("nan"), dtype=dtype, device=device) for shape, dtype in outputs for _ in "ab"]
     del blocks
-
-
-def poison_outputs(case: Case) -> None:
-    poison(((case.B, case.Hq, case.Sq, case.Dv), case.torch_dtype), ((case.B, case.Hq, case.Sq), torch.float32))
 
 
 def forced(family: str, call: Callable[[], Tensor]) -> Tensor:
@@ -113,54 +110,62 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", configs.specs(90, "fwd") + configs.specs(80, "fwd"), ids=lambda spec: spec.name())
+@pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
     pack = library.find_built(next(p.file for p in configs.PACKS if p.target == "sm_90a" and spec in p.specs()))
-    for (sq, sk), less in itertools.product(tile_edges(spec), (0, 5 if spec.elementwise else 8)):
+    at_edges(spec, load_pack(pack)[spec.name()], "cuda", (2, 4, 2), tile_edges(spec))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
+def test_every_kernel_interpreted(spec):
+    m, n = spec.tile_m, spec.tile_n
+    at_edges(spec, interpreted.Function(interpreted.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
+
+
+def at_edges(spec: KernelSpec, function: Callable, device: str, heads: tuple[int, int, int], edges: list) -> None:
+    for (sq, sk), less in itertools.product(edges, (0, 5 if spec.elementwise else 8)):
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
-        case = new_case(f"{spec.name()} {sq}x{sk}", (2, 4, 2), (sq, sk), dims, spec.mask, dtype=spec.dtype)
-        inputs = make_inputs(case, "cuda", seed)
-        run = DirectForward(load_pack(pack)[spec.name()], case, inputs)
+        case = new_case(f"{spec.name()} {sq}x{sk}", heads, (sq, sk), dims, spec.mask, dtype=spec.dtype)
+        inputs = make_inputs(case, device, seed)
+        run = DirectForward(function, case, inputs)
         run.call()
         exact, low = oracle(case, inputs), plain(case, inputs)
         assert_within_budget(case.name, run.out, exact.out, low.out, seed=seed)
         assert_lse(case.name, run.lse, exact.lse, low.lse, seed=seed)
 
 
-@pytest.mark.gpu
 @BY_DTYPE
 @BY_NAME
 @BY_FAMILY
-def test_forward(family, case, dtype):
-    check_forward(family, case.with_dtype(dtype))
+def test_forward(kernels_on, family, case, dtype):
+    check_forward(kernels_on, family, case.with_dtype(dtype))
 
 
-@pytest.mark.gpu
 @BY_DTYPE
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
-def test_odd_forward(case, dtype):
+def test_odd_forward(kernels_on, case, dtype):
     """What no vector fits runs fused all the same."""
-    check_forward("fa2", case.with_dtype(dtype))
+    check_forward(kernels_on, "fa2", case.with_dtype(dtype))
 
 
-def check_forward(family: str, case: Case) -> None:
-    inputs = make_inputs(case, "cuda", SEED)
-    poison_outputs(case)
+def check_forward(device: str, family: str, case: Case) -> None:
+    inputs = make_inputs(case, device, SEED)
+    poison_outputs(case, device)
     with torch.no_grad():
         out = forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{case.name} {case.dtype} out", out, exact.out, low.out, seed=SEED)
     promised = stock_strides(inputs)
     assert all(size == 1 or had == want for size, had, want in zip(out.shape, out.stride(), promised, strict=True))
-    poison_outputs(case)
+    poison_outputs(case, device)
     mode = BACKENDS.index(family)
     again, lse, _, _ = torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, int(case.causal), case.scale, mode)
     assert_lse(f"{case.name} {case.dtype}", lse, exact.lse, low.lse, seed=SEED)
     assert_bitwise_equal(f"{case.name} {case.dtype} op against F.sdpa", again, out)
 
 
-@pytest.mark.gpu
 @BY_DTYPE
 @pytest.mark.parametrize(
     "name",
@@ -169,22 +174,21 @@ def check_forward(family: str, case: Case) -> None:
      "decode_1x8k_d128_gqa4"),
 )  # fmt: skip
 @BY_FAMILY
-def test_lookup_is_exact(name, dtype, family):
+def test_lookup_is_exact(kernels_on, name, dtype, family):
     """Each row selects one key: a wrong index, which a tolerance can hide, is a wrong integer."""
     case = case_named(name).with_dtype(dtype)
-    inputs, expected = make_lookup(case, "cuda", SEED)
+    inputs, expected = make_lookup(case, kernels_on, SEED)
     with torch.no_grad():
         out = forced(family, lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0})))
     assert_bitwise_equal(f"{case.name} {dtype} lookup", out, expected)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("operand", ("q", "k"))
 @pytest.mark.parametrize("name", ("square_s193_d64", "square_s193_d128_causal"))
 @BY_FAMILY
-def test_nan_stays_where_math_puts_it(name, operand, family):
+def test_nan_stays_where_math_puts_it(kernels_on, name, operand, family):
     case = case_named(name)
-    inputs = make_inputs(case, "cuda", SEED)
+    inputs = make_inputs(case, kernels_on, SEED)
     getattr(inputs, operand)[0, 1, 150, 3] = float("nan")
     with torch.no_grad():
         out = forced(family, lambda: attend(inputs, case))
@@ -192,20 +196,18 @@ def test_nan_stays_where_math_puts_it(name, operand, family):
     assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
 
 
-@pytest.mark.gpu
 @BY_FAMILY
-def test_equal_huge_scores_weigh_alike(family):
-    q, k, v = (torch.full_like(tensor, HUGE) for tensor in make_inputs(case_named("square_s256_d64"), "cuda", SEED))
+def test_equal_huge_scores_weigh_alike(kernels_on, family):
+    q, k, v = (torch.full_like(tensor, HUGE) for tensor in make_inputs(case_named("square_s256_d64"), kernels_on, SEED))
     with torch.no_grad():
         out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v))
     assert torch.equal(out, v)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @BY_FAMILY
-def test_the_largest_of_huge_scores_takes_all(causal, family):
-    q, k, v = make_inputs(case_named("square_s256_d64"), "cuda", SEED)
+def test_the_largest_of_huge_scores_takes_all(kernels_on, causal, family):
+    q, k, v = make_inputs(case_named("square_s256_d64"), kernels_on, SEED)
     q, k = q * HUGE, k * HUGE
     with torch.no_grad():
         out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
@@ -239,7 +241,7 @@ def test_same_bits_every_time(name, family):
     with torch.no_grad():
         first = forced(family, lambda: attend(inputs, case))
         for _ in range(20):
-            poison_outputs(case)
+            poison_outputs(case, "cuda")
             assert_bitwise_equal(name, forced(family, lambda: attend(inputs, case)), first)
 
 

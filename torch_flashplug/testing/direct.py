@@ -38,7 +38,8 @@ def in_order(taken: Sequence[Argument], values: Mapping[str, object]) -> tuple:
 class DirectForward:
     """One forward kernel on one problem: `call()` launches it into `out` (B, Hq, Sq, Dv) and `lse` (B, Hq, Sq).
 
-    `more`: arguments by their names in arguments.FORWARD, beside those of every call: what F.sdpa cannot say.
+    `more`: arguments by their names in arguments.FORWARD, beside those of every call: what F.sdpa cannot say. Tensors
+    on the CPU: a function that interprets the kernel, on as few SMs as give each several tiles.
     """
 
     def __init__(self, function: Callable, case: Case, inputs: Inputs, **more: object):
@@ -49,11 +50,12 @@ class DirectForward:
         self._function = function
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         scale = case.D**-0.5 if case.scale is None else case.scale
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
         tensors = {name: tensor.detach() for name, tensor in zip("qkv", inputs, strict=True)}
         results = {"o": self.out, "lse": self.lse}
         numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": sm_count}
         self._args = in_order(FORWARD, {**tensors, **results, **numbers, "counter": self._counter, **more})
 
     def call(self) -> None:
-        self._function(*self._args, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        stream = torch.cuda.current_stream().cuda_stream if self.out.is_cuda else None
+        self._function(*self._args, ctypes.c_void_p(stream))

@@ -1,0 +1,105 @@
+"""Kernel packs that run without a GPU: host code as it is compiled, kernels by their PTX, which an interpreter executes
+on CPU memory (tools/interpreter). Numbers are those of the kernels' own arithmetic; times say nothing.
+
+    python tools/interpreted.py --target sm_90a --out DIR           every kernel that the build has for that target
+    python tools/interpreted.py --target sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
+
+Writes DIR/interpreted_sm_90a.so and, beside it, a folder of PTX. What it cannot show: what ptxas makes of the PTX,
+orders of memory accesses that only a GPU knows, speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import aot
+import filelock
+
+SOURCES = aot.ROOT / "tools" / "interpreter"
+# Signed numbers wrap as registers do; it runs where it was built.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-Wall", "-Wextra")
+OBJECTS = aot.ROOT / "build" / "objects"
+
+
+def runtime(folder: Path) -> list[Path]:
+    """The interpreter's objects, of which those are compiled that the folder lacks."""
+    headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
+    compiler = os.environ.get("CXX") or "c++"
+
+    def built(source: Path) -> Path:
+        digest = hashlib.sha256(headers + source.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
+        made = folder / f"{source.stem}-{digest}.o"
+        if not made.exists():
+            part = made.with_suffix(f".{os.getpid()}")
+            subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", str(part)], check=True)
+            part.replace(made)
+        return made
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(built, sorted(SOURCES.glob("*.cpp"))))
+
+
+def name_of(cubin: bytes) -> str:
+    """What the interpreter looks for when it is given this cubin (name_of in tools/interpreter/cuda.cpp): FNV-1a of
+    what lies before the section headers.
+    """
+    digest = 0xCBF29CE484222325
+    (end,) = struct.unpack_from("<Q", cubin, 0x28)
+    for byte in cubin[:end]:
+        digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return f"{digest:016x}.ptx"
+
+
+def pack(kernels: Iterable[Path], file: Path) -> Path:
+    """Links a pack of kernels, each a path without suffix of an object, its cubin and its PTX (aot.Store.path), unless
+    the one that is there was linked of the same.
+    """
+    kernels = sorted(kernels)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{file}.lock"):
+        parts = runtime(file.parent / "interpreter")
+        stamp, made_of = file.with_suffix(".txt"), "\n".join(map(str, (*kernels, *parts)))
+        if file.exists() and stamp.exists() and stamp.read_text() == made_of:
+            return file
+        folder = file.with_name(f"{file.name}.ptx")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for kernel in kernels:
+            os.link(f"{kernel}.ptx", folder / name_of(Path(f"{kernel}.cubin").read_bytes()))
+        # Its CUDA is its own, whatever the process has loaded.
+        objects = [Path(f"{kernel}.o") for kernel in kernels]
+        aot.link(objects, file, *parts, "-Wl,-Bsymbolic", "-lstdc++", "-lm")
+        stamp.write_text(made_of)
+    return file
+
+
+def kernels_of(target: str, names: Iterable[str]) -> list[Path]:
+    """Of names, where a build has put them. Raises SystemExit for one that it has not built."""
+    store = aot.Store(OBJECTS, target)
+    if missing := [name for name in names if not store.has(name)]:
+        raise SystemExit(f"{', '.join(missing)}: not built; ./tools/dev build, or tools/aot.py --objects {OBJECTS}")
+    return [store.path(name, "") for name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=aot.TARGETS, required=True, help="what the kernels were compiled for")
+    parser.add_argument("--spec", action="append", help="only this kernel (repeatable)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the pack and the interpreter's objects")
+    args = parser.parse_args()
+    packs = [pack for pack in aot.configs.PACKS if pack.target == args.target]
+    names = args.spec or sorted({spec.name() for one in packs for spec in one.specs()})
+    print(pack(kernels_of(args.target, names), args.out / f"interpreted_{args.target}.so"))
+
+
+if __name__ == "__main__":
+    main()

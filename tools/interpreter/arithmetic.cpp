@@ -1,0 +1,378 @@
+// What a lane does alone with its registers, and what lanes of a warp tell each other. PTX ISA 9, chapter 9.7.
+#include <cmath>
+
+#include "opcodes.h"
+
+namespace interpreter {
+
+namespace {
+
+// d = work(a), work(a, b), work(a, b, c) in every lane.
+template <typename D, typename A, auto work>
+Outcome unary(Warp& w, const Instruction& in, uint32_t lanes) {
+  D* d = w.lanes<D>(in.operands[0].at);
+  const A* a = w.lanes<A>(in.operands[1].at);
+  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i])); });
+  return Outcome::kNext;
+}
+
+template <typename D, typename A, typename B, auto work>
+Outcome binary(Warp& w, const Instruction& in, uint32_t lanes) {
+  D* d = w.lanes<D>(in.operands[0].at);
+  const A* a = w.lanes<A>(in.operands[1].at);
+  const B* b = w.lanes<B>(in.operands[2].at);
+  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i], b[i])); });
+  return Outcome::kNext;
+}
+
+template <typename D, typename A, typename C, auto work>
+Outcome ternary(Warp& w, const Instruction& in, uint32_t lanes) {
+  D* d = w.lanes<D>(in.operands[0].at);
+  const A *a = w.lanes<A>(in.operands[1].at), *b = w.lanes<A>(in.operands[2].at);
+  const C* c = w.lanes<C>(in.operands[3].at);
+  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i], b[i], c[i])); });
+  return Outcome::kNext;
+}
+
+template <typename T>
+Outcome select(Warp& w, const Instruction& in, uint32_t lanes) {
+  T* d = w.lanes<T>(in.operands[0].at);
+  const T *a = w.lanes<T>(in.operands[1].at), *b = w.lanes<T>(in.operands[2].at);
+  const uint32_t chosen = w.predicate(in.operands[3].at);
+  each_lane(lanes, [&](int i) { d[i] = (chosen >> i & 1) != 0 ? a[i] : b[i]; });
+  return Outcome::kNext;
+}
+
+template <typename A, auto holds>
+Outcome compare(Warp& w, const Instruction& in, uint32_t lanes) {
+  const A *a = w.lanes<A>(in.operands[1].at), *b = w.lanes<A>(in.operands[2].at);
+  uint32_t result = 0;
+  each_lane(lanes, [&](int i) { result |= static_cast<uint32_t>(holds(a[i], b[i])) << i; });
+  uint32_t& d = w.predicate(in.operands[0].at);
+  d = (d & ~lanes) | result;
+  return Outcome::kNext;
+}
+
+// Of predicates: all lanes are bits of a word.
+template <auto work>
+Outcome logic(Warp& w, const Instruction& in, uint32_t lanes) {
+  const uint32_t a = w.predicate(in.operands[1].at);
+  const int second = in.operands[2].at;
+  uint32_t& d = w.predicate(in.operands[0].at);
+  d = (d & ~lanes) | (static_cast<uint32_t>(work(a, second < 0 ? 0 : w.predicate(second))) & lanes);
+  return Outcome::kNext;
+}
+
+// Parts from low to high.
+template <typename Whole, typename Part>
+Outcome pack(Warp& w, const Instruction& in, uint32_t lanes) {
+  Whole* d = w.lanes<Whole>(in.operands[0].at);
+  each_lane(lanes, [&](int i) {
+    Whole made = 0;
+    for (size_t part = 0; part < in.many.size(); ++part)
+      made |= static_cast<Whole>(w.lanes<Part>(in.many[part])[i]) << (8 * sizeof(Part) * part);
+    d[i] = made;
+  });
+  return Outcome::kNext;
+}
+
+template <typename Whole, typename Part>
+Outcome unpack(Warp& w, const Instruction& in, uint32_t lanes) {
+  const Whole* a = w.lanes<Whole>(in.operands[1].at);
+  each_lane(lanes, [&](int i) {
+    const Whole whole = a[i];
+    for (size_t part = 0; part < in.many.size(); ++part)
+      w.lanes<Part>(in.many[part])[i] = static_cast<Part>(whole >> (8 * sizeof(Part) * part));
+  });
+  return Outcome::kNext;
+}
+
+// ---- between lanes ----
+
+// shfl.sync.mode d, a, b, c, members: c is a clamp in its low bits (segments of 32 lanes are all that we write).
+template <auto source>
+Outcome shuffle(Warp& w, const Instruction& in, uint32_t lanes) {
+  const uint32_t members = w.lanes<uint32_t>(in.operands[4].at)[std::countr_zero(lanes)];
+  if (!w.gathered(members)) return Outcome::kBlocked;
+  uint32_t a[kLanes];
+  std::memcpy(a, w.lanes<uint32_t>(in.operands[1].at), sizeof a);
+  uint32_t* d = w.lanes<uint32_t>(in.operands[0].at);
+  const uint32_t* b = w.lanes<uint32_t>(in.operands[2].at);
+  each_lane(lanes, [&](int i) {
+    const int from = source(i, static_cast<int>(b[i]));
+    d[i] = a[from >= 0 && from < kLanes ? from : i];
+  });
+  return Outcome::kNext;
+}
+
+// elect.sync d|p, members: the lowest of them.
+Outcome elect(Warp& w, const Instruction& in, uint32_t lanes) {
+  const uint32_t members = w.lanes<uint32_t>(in.operands[2].at)[std::countr_zero(lanes)];
+  if (!w.gathered(members)) return Outcome::kBlocked;
+  const int leader = std::countr_zero(members & w.alive);
+  each_lane(lanes, [&](int i) { w.lanes<uint32_t>(in.operands[0].at)[i] = static_cast<uint32_t>(leader); });
+  uint32_t& d = w.predicate(in.operands[1].at);
+  d = (d & ~lanes) | (1u << leader & lanes);
+  return Outcome::kNext;
+}
+
+enum Vote { kAny, kAll, kBallot };
+template <Vote vote>
+Outcome voted(Warp& w, const Instruction& in, uint32_t lanes) {
+  const uint32_t members = w.lanes<uint32_t>(in.operands[2].at)[std::countr_zero(lanes)];
+  if (!w.gathered(members)) return Outcome::kBlocked;
+  const uint32_t yes = w.predicate(in.operands[1].at) & members & w.alive;
+  if (vote == kBallot) {
+    each_lane(lanes, [&](int i) { w.lanes<uint32_t>(in.operands[0].at)[i] = yes; });
+    return Outcome::kNext;
+  }
+  const bool result = vote == kAny ? yes != 0 : yes == (members & w.alive);
+  uint32_t& d = w.predicate(in.operands[0].at);
+  d = (d & ~lanes) | (result ? lanes : 0);
+  return Outcome::kNext;
+}
+
+// ---- control ----
+
+Outcome jump(Warp&, const Instruction&, uint32_t) { return Outcome::kJump; }
+Outcome end(Warp&, const Instruction&, uint32_t) { return Outcome::kExit; }
+Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
+Outcome gathered_nothing(Warp& w, const Instruction&, uint32_t) {
+  return whole(w) ? Outcome::kNext : Outcome::kBlocked;
+}
+
+template <typename T>
+constexpr const char* letter() {
+  return sizeof(T) == 2 ? "h" : sizeof(T) == 4 ? "w" : "x";
+}
+
+// Operands of one width, kept for as long as the table is.
+template <typename... T>
+const char* letters() {
+  static const std::string made = (std::string() + ... + letter<T>());
+  return made.c_str();
+}
+
+template <typename T>
+void add_numbers(Opcodes& to, const std::string& type) {
+  constexpr auto plus = [](T a, T b) { return a + b; };
+  constexpr auto minus = [](T a, T b) { return a - b; };
+  constexpr auto times = [](T a, T b) { return a * b; };
+  // Of a number and NaN: the number.
+  constexpr auto least = [](T a, T b) { return a != a ? b : b < a ? b : a; };
+  constexpr auto most = [](T a, T b) { return a != a ? b : b > a ? b : a; };
+  constexpr auto negative = [](T a) { return -a; };
+  const char *two = letters<T, T>(), *three = letters<T, T, T>();
+  const std::string low = std::is_floating_point_v<T> ? "" : "lo.";
+  to["add." + type] = {three, binary<T, T, T, plus>};
+  to["sub." + type] = {three, binary<T, T, T, minus>};
+  to["mul." + low + type] = {three, binary<T, T, T, times>};
+  to["min." + type] = {three, binary<T, T, T, least>};
+  to["max." + type] = {three, binary<T, T, T, most>};
+  to["neg." + type] = {two, unary<T, T, negative>};
+  constexpr auto eq = [](T a, T b) { return a == b; };
+  constexpr auto ne = [](T a, T b) { return a < b || b < a; };
+  constexpr auto lt = [](T a, T b) { return a < b; };
+  constexpr auto le = [](T a, T b) { return a <= b; };
+  constexpr auto gt = [](T a, T b) { return a > b; };
+  constexpr auto ge = [](T a, T b) { return a >= b; };
+  static const std::string sides = "p" + std::string(letters<T, T>());
+  const char* compared = sides.c_str();
+  to["setp.eq." + type] = {compared, compare<T, eq>};
+  to["setp.ne." + type] = {compared, compare<T, ne>};
+  to["setp.lt." + type] = {compared, compare<T, lt>};
+  to["setp.le." + type] = {compared, compare<T, le>};
+  to["setp.gt." + type] = {compared, compare<T, gt>};
+  to["setp.ge." + type] = {compared, compare<T, ge>};
+  if constexpr (std::is_floating_point_v<T>) {  // true where one is NaN
+    constexpr auto neu = [](T a, T b) { return !(a == b); };
+    constexpr auto ltu = [](T a, T b) { return !(a >= b); };
+    constexpr auto leu = [](T a, T b) { return !(a > b); };
+    constexpr auto gtu = [](T a, T b) { return !(a <= b); };
+    constexpr auto geu = [](T a, T b) { return !(a < b); };
+    constexpr auto nan = [](T a, T b) { return a != a || b != b; };
+    to["setp.neu." + type] = {compared, compare<T, neu>};
+    to["setp.ltu." + type] = {compared, compare<T, ltu>};
+    to["setp.leu." + type] = {compared, compare<T, leu>};
+    to["setp.gtu." + type] = {compared, compare<T, gtu>};
+    to["setp.geu." + type] = {compared, compare<T, geu>};
+    to["setp.nan." + type] = {compared, compare<T, nan>};
+  } else {
+    constexpr auto quotient = [](T a, T b) { return b == 0 ? T(-1) : T(a / b); };
+    constexpr auto rest = [](T a, T b) { return b == 0 ? a : T(a % b); };
+    constexpr auto multiplied = [](T a, T b, T c) { return a * b + c; };
+    // Shifts of all bits and more are not C++'s.
+    constexpr auto right = [](T a, uint32_t b) {
+      constexpr uint32_t bits = 8 * sizeof(T);
+      return b < bits ? T(a >> b) : a < T(0) ? T(-1) : T(0);
+    };
+    to["div." + type] = {three, binary<T, T, T, quotient>};
+    to["rem." + type] = {three, binary<T, T, T, rest>};
+    to["mad.lo." + type] = {letters<T, T, T, T>(), ternary<T, T, T, multiplied>};
+    to["shr." + type] = {letters<T, T, uint32_t>(), binary<T, T, uint32_t, right>};
+  }
+}
+
+template <typename Narrow, typename Wide>
+void add_products(Opcodes& to, const std::string& type) {
+  constexpr auto wide = [](Narrow a, Narrow b) { return Wide(a) * Wide(b); };
+  constexpr auto high = [](Narrow a, Narrow b) { return Wide(a) * Wide(b) >> (8 * sizeof(Narrow)); };
+  constexpr auto more = [](Narrow a, Narrow b, Wide c) { return Wide(a) * Wide(b) + c; };
+  to["mul.wide." + type] = {letters<Wide, Narrow, Narrow>(), binary<Wide, Narrow, Narrow, wide>};
+  to["mul.hi." + type] = {letters<Narrow, Narrow, Narrow>(), binary<Narrow, Narrow, Narrow, high>};
+  to["mad.wide." + type] = {letters<Wide, Narrow, Narrow, Wide>(), ternary<Wide, Narrow, Wide, more>};
+}
+
+template <typename T>
+void add_bits(Opcodes& to, const std::string& type) {
+  constexpr auto both = [](T a, T b) { return a & b; };
+  constexpr auto either = [](T a, T b) { return a | b; };
+  constexpr auto one = [](T a, T b) { return a ^ b; };
+  constexpr auto none = [](T a) { return ~a; };
+  constexpr auto left = [](T a, uint32_t b) { return b < 8 * sizeof(T) ? T(a << b) : T(0); };
+  constexpr auto same = [](T a) { return a; };
+  constexpr auto count = [](T a) { return std::popcount(a); };
+  constexpr auto zeros = [](T a) { return std::countl_zero(a); };
+  const char *two = letters<T, T>(), *three = letters<T, T, T>();
+  to["and." + type] = {three, binary<T, T, T, both>};
+  to["or." + type] = {three, binary<T, T, T, either>};
+  to["xor." + type] = {three, binary<T, T, T, one>};
+  to["not." + type] = {two, unary<T, T, none>};
+  to["shl." + type] = {letters<T, T, uint32_t>(), binary<T, T, uint32_t, left>};
+  to["mov." + type] = {two, unary<T, T, same>};
+  to["popc." + type] = {letters<uint32_t, T>(), unary<uint32_t, T, count>};
+  to["clz." + type] = {letters<uint32_t, T>(), unary<uint32_t, T, zeros>};
+  static const std::string selected = std::string(three) + "p";
+  to["selp." + type] = {selected.c_str(), select<T>};
+}
+
+// Between integers: registers are at least as wide as the type says (8 bits lie in 16).
+template <typename D, typename A>
+void add_conversion(Opcodes& to, const std::string& name) {
+  using Register = std::conditional_t<sizeof(A) == 1, uint16_t, A>;
+  using Target = std::conditional_t<sizeof(D) == 1, std::conditional_t<std::is_signed_v<D>, int16_t, uint16_t>, D>;
+  constexpr auto convert = [](Register a) { return Target(D(A(a))); };
+  to["cvt." + name] = {letters<Target, Register>(), unary<Target, Register, convert>};
+  if constexpr (sizeof(A) == 1) {
+    constexpr auto of_word = [](uint32_t a) { return Target(D(A(a))); };
+    to["cvt." + name + " word"] = {letters<Target, uint32_t>(), unary<Target, uint32_t, of_word>};
+  }
+}
+
+template <typename A>
+void add_conversions(Opcodes& to, const std::string& from) {
+  add_conversion<int8_t, A>(to, "s8." + from);
+  add_conversion<uint8_t, A>(to, "u8." + from);
+  add_conversion<int16_t, A>(to, "s16." + from);
+  add_conversion<uint16_t, A>(to, "u16." + from);
+  add_conversion<int32_t, A>(to, "s32." + from);
+  add_conversion<uint32_t, A>(to, "u32." + from);
+  add_conversion<int64_t, A>(to, "s64." + from);
+  add_conversion<uint64_t, A>(to, "u64." + from);
+}
+
+template <auto from, auto into>
+void add_halves(Opcodes& to, const std::string& type) {
+  // The first operand is the high half.
+  constexpr auto two = [](float high, float low) { return uint32_t{into(high)} << 16 | into(low); };
+  to["cvt.rn." + type + "x2.f32"] = {"www", binary<uint32_t, float, float, two>};
+  to["cvt.rn." + type + ".f32"] = {"hw", unary<uint16_t, float, into>};
+  to["cvt.f32." + type] = {"wh", unary<float, uint16_t, from>};
+}
+
+}  // namespace
+
+void add_arithmetic(Opcodes& to) {
+  add_numbers<float>(to, "f32");
+  add_numbers<int16_t>(to, "s16");
+  add_numbers<uint16_t>(to, "u16");
+  add_numbers<int32_t>(to, "s32");
+  add_numbers<uint32_t>(to, "u32");
+  add_numbers<int64_t>(to, "s64");
+  add_numbers<uint64_t>(to, "u64");
+  add_products<int16_t, int32_t>(to, "s16");
+  add_products<uint16_t, uint32_t>(to, "u16");
+  add_products<int32_t, int64_t>(to, "s32");
+  add_products<uint32_t, uint64_t>(to, "u32");
+  for (const auto* type : {"b16", "u16"}) add_bits<uint16_t>(to, type);
+  for (const auto* type : {"b32", "u32", "f32"}) add_bits<uint32_t>(to, type);
+  for (const auto* type : {"b64", "u64"}) add_bits<uint64_t>(to, type);
+  for (const auto& [bits, type] : {std::pair{"b16", "u16"}, {"b32", "u32"}, {"b64", "u64"}})
+    for (const std::string how : {"eq.", "ne."}) to["setp." + how + bits] = to.at("setp." + how + type);
+  constexpr auto both = [](uint32_t a, uint32_t b) { return a & b; };
+  constexpr auto either = [](uint32_t a, uint32_t b) { return a | b; };
+  constexpr auto one = [](uint32_t a, uint32_t b) { return a ^ b; };
+  constexpr auto none = [](uint32_t a, uint32_t) { return ~a; };
+  constexpr auto same = [](uint32_t a, uint32_t) { return a; };
+  to["and.pred"] = {"ppp", logic<both>};
+  to["or.pred"] = {"ppp", logic<either>};
+  to["xor.pred"] = {"ppp", logic<one>};
+  to["not.pred"] = {"pp", logic<none>};
+  to["mov.pred"] = {"pp", logic<same>};
+  add_conversions<int8_t>(to, "s8");
+  add_conversions<uint8_t>(to, "u8");
+  add_conversions<int16_t>(to, "s16");
+  add_conversions<uint16_t>(to, "u16");
+  add_conversions<int32_t>(to, "s32");
+  add_conversions<uint32_t>(to, "u32");
+  add_conversions<int64_t>(to, "s64");
+  add_conversions<uint64_t>(to, "u64");
+  add_halves<from_bf16, to_bf16>(to, "bf16");
+  add_halves<from_fp16, to_fp16>(to, "f16");
+  constexpr auto to_float = [](int32_t a) { return static_cast<float>(a); };
+  constexpr auto u_to_float = [](uint32_t a) { return static_cast<float>(a); };
+  constexpr auto toward_zero = [](float a) { return static_cast<int32_t>(a); };
+  to["cvt.rn.f32.s32"] = {"ww", unary<float, int32_t, to_float>};
+  to["cvt.rn.f32.u32"] = {"ww", unary<float, uint32_t, u_to_float>};
+  to["cvt.rzi.s32.f32"] = {"ww", unary<int32_t, float, toward_zero>};
+  constexpr auto multiplied = [](float a, float b, float c) { return std::fma(a, b, c); };
+  constexpr auto exponential = [](float a) { return std::exp2(a); };
+  constexpr auto logarithm = [](float a) { return std::log2(a); };
+  constexpr auto inverse = [](float a) { return 1.0f / a; };
+  constexpr auto size = [](float a) { return std::fabs(a); };
+  constexpr auto quotient = [](float a, float b) { return a / b; };
+  constexpr auto tangent = [](float a) { return std::tanh(a); };
+  constexpr auto most = [](float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); };
+  to["fma.rn.f32"] = {"wwww", ternary<float, float, float, multiplied>};
+  to["ex2.approx.f32"] = {"ww", unary<float, float, exponential>};
+  to["lg2.approx.f32"] = {"ww", unary<float, float, logarithm>};
+  to["rcp.approx.f32"] = to["rcp.rn.f32"] = {"ww", unary<float, float, inverse>};
+  to["tanh.approx.f32"] = {"ww", unary<float, float, tangent>};
+  to["div.rn.f32"] = to["div.full.f32"] = to["div.approx.f32"] = {"www", binary<float, float, float, quotient>};
+  to["max.NaN.f32"] = {"www", binary<float, float, float, most>};
+  for (const auto* name : {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"})
+    to[name] = to.at(std::string(name).replace(4, 3, ""));
+  to["abs.f32"] = {"ww", unary<float, float, size>};
+  constexpr auto funnel_left = [](uint32_t low, uint32_t high, uint32_t by) {
+    return static_cast<uint32_t>((uint64_t{high} << 32 | low) << (by & 31) >> 32);
+  };
+  constexpr auto funnel_right = [](uint32_t low, uint32_t high, uint32_t by) {
+    return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (by & 31));
+  };
+  to["shf.l.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_left>};
+  to["shf.r.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_right>};
+  to["mov.b32 pack"] = {"wH", pack<uint32_t, uint16_t>};
+  to["mov.b32 unpack"] = {"Hw", unpack<uint32_t, uint16_t>};
+  to["mov.b64 pack"] = {"xV", pack<uint64_t, uint32_t>};
+  to["mov.b64 unpack"] = {"Vx", unpack<uint64_t, uint32_t>};
+  to["cvta.param.u64"] = to["cvta.to.global.u64"] = to["cvta.global.u64"] = to["mov.b64"];
+  constexpr auto crossed = [](int lane, int b) { return lane ^ b; };
+  constexpr auto named = [](int, int b) { return b & 31; };
+  constexpr auto above = [](int lane, int b) { return lane + b; };
+  constexpr auto below = [](int lane, int b) { return lane - b; };
+  to["shfl.sync.bfly.b32"] = {"wwwww", shuffle<crossed>};
+  to["shfl.sync.idx.b32"] = {"wwwww", shuffle<named>};
+  to["shfl.sync.down.b32"] = {"wwwww", shuffle<above>};
+  to["shfl.sync.up.b32"] = {"wwwww", shuffle<below>};
+  to["elect.sync"] = {"wpw", elect};
+  to["vote.sync.any.pred"] = {"ppw", voted<kAny>};
+  to["vote.sync.all.pred"] = {"ppw", voted<kAll>};
+  to["vote.sync.ballot.b32"] = {"wpw", voted<kBallot>};
+  to["bra"] = {"L", jump};
+  to["ret"] = to["exit"] = {"", end};
+  to["setmaxnreg.inc.sync.u32"] = to["setmaxnreg.dec.sync.u32"] = {"I", gathered_nothing};
+  // Kernels of a stream run one behind the other.
+  to["griddepcontrol.wait"] = to["griddepcontrol.launch_dependents"] = {"", nothing};
+}
+
+}  // namespace interpreter

@@ -1,0 +1,203 @@
+// A GPU as our kernels see it: warps that take turns, shared memory with its barriers, and copies and products that are
+// done some time between being asked for and being waited for. When, is chosen by a seed: a kernel that waits too
+// little computes wrong numbers for some seed.
+#pragma once
+
+#include <bit>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "program.h"
+
+namespace interpreter {
+
+struct Cta;
+struct Machine;
+
+constexpr uint32_t kAllLanes = 0xffffffff;
+// Where a CTA's shared memory begins, behind what the hardware keeps for itself; multiples of 1024 are where swizzles
+// repeat. Addresses in a cluster have 1 + a CTA's rank above bit kRankShift.
+constexpr uint32_t kSharedBase = 1024;
+constexpr int kRankShift = 24;
+
+struct Stop : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Lanes of a warp that are at the same instruction.
+struct Group {
+  uint32_t pc = 0;
+  uint32_t lanes = 0;
+  uint64_t ticket = 0;  // of a barrier at which they have arrived: the phase that they wait for
+  bool stuck = false;   // in this turn
+};
+
+// Something asynchronous that was asked for and not yet done.
+struct Pending {
+  std::function<void()> finish;
+  int lane = 0;
+  int group = -1;  // as committed by its lane; -1: not yet
+};
+
+// What was asked for in order and is waited for in groups: wgmma of a warp; cp.async, bulk stores of its lanes.
+class Queue {
+ public:
+  void add(std::function<void()> finish, int lane = 0) { waiting_.push_back({std::move(finish), lane, -1}); }
+  void commit(int lane = 0) {
+    for (Pending& one : waiting_)
+      if (one.lane == lane && one.group < 0) one.group = groups_[lane];
+    ++groups_[lane];
+  }
+  // All but the latest `left` groups of a lane.
+  void wait(int left, int lane = 0) {
+    const int last = groups_[lane] - left;
+    for (size_t i = 0; i < waiting_.size();) {
+      Pending& one = waiting_[i];
+      if (one.lane == lane && one.group >= 0 && one.group < last)
+        finish(i);
+      else
+        ++i;
+    }
+  }
+  void finish_first() { finish(0); }
+  bool empty() const { return waiting_.empty(); }
+
+ private:
+  void finish(size_t i) {
+    auto work = std::move(waiting_[i].finish);
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
+    work();
+  }
+  std::deque<Pending> waiting_;
+  int groups_[kLanes] = {};
+};
+
+struct Warp {
+  Cta* cta = nullptr;
+  int index = 0;
+  uint32_t alive = kAllLanes;
+  std::vector<Group> groups;
+  Group* now = nullptr;  // the one that executes
+  std::vector<std::byte> registers;
+  Queue products, copies, stores;  // wgmma, cp.async, bulk stores
+  uint64_t cluster_ticket = 0;
+
+  template <typename T>
+  T* lanes(int32_t at) {
+    return reinterpret_cast<T*>(registers.data() + at);
+  }
+  uint32_t& predicate(int32_t at) { return *lanes<uint32_t>(at); }
+  Machine& machine();
+  // Whether all of these lanes are here, of those that have not ended.
+  bool gathered(uint32_t members) const { return (now->lanes & members & alive) == (members & alive); }
+};
+
+struct Barrier {
+  int arrived = 0;
+  uint64_t phase = 0;
+  // Whether that completes the phase.
+  bool arrive(int threads, int expected) {
+    arrived += threads;
+    if (arrived > expected) throw Stop("more threads at a barrier than it expects");
+    if (arrived < expected) return false;
+    arrived = 0;
+    ++phase;
+    return true;
+  }
+};
+
+struct Cluster {
+  Barrier barrier;
+  std::vector<Cta*> ctas;
+};
+
+struct Cta {
+  Machine* machine = nullptr;
+  uint32_t index[3] = {};
+  uint32_t rank = 0;
+  std::shared_ptr<Cluster> cluster;
+  std::vector<std::byte> shared;
+  std::vector<uint8_t> unfenced;  // of every 16 bytes: 1 + the warp that wrote there and has not fenced since
+  Barrier barriers[16];
+  std::vector<Warp> warps;
+  int copies_coming = 0;  // bulk copies that will write here
+  // A place in the shared memory of this CTA, or of one of its cluster. Stops where that is outside.
+  std::byte* at(uint64_t address, size_t bytes);
+  // The same, for a warp that stores there; for copies and wgmma, which see what a warp stored once that has fenced
+  // (fence.proxy.async).
+  std::byte* to_store(uint64_t address, size_t bytes, const Warp& warp);
+  const std::byte* to_read_async(uint64_t address, size_t bytes);
+  void fence(const Warp& warp);
+  bool done() const {
+    for (const Warp& warp : warps)
+      if (warp.alive != 0) return false;
+    return true;
+  }
+};
+
+inline Machine& Warp::machine() { return *cta->machine; }
+
+struct Launch {
+  const Kernel* kernel;
+  uint32_t grid[3], block, cluster;
+  size_t shared_bytes;
+  std::vector<std::byte> parameters;
+};
+
+struct Machine {
+  explicit Machine(uint64_t seed) : seed(seed), random(seed) {}
+  void run(const Launch& launch);
+
+  // Asked for now: done at once (seed 0), or when chance or need says.
+  void later(std::function<void()> work) {
+    if (seed == 0)
+      work();
+    else
+      copies.push_back(std::move(work));
+  }
+  void later(Queue& queue, std::function<void()> work, int lane = 0) {
+    queue.add(std::move(work), lane);
+    if (seed == 0 || chance(8)) queue.finish_first();
+  }
+  bool chance(uint32_t of) { return random() % of == 0; }
+
+  uint64_t seed;
+  std::mt19937 random;
+  std::vector<std::function<void()>> copies;  // into shared memory, in no order
+  // Of one product at a time.
+  float left[16][16], right[16][256], sums[16][256];
+
+ private:
+  const Launch* launch_ = nullptr;
+  std::vector<std::unique_ptr<Cta>> ctas_;
+  void start_cluster(uint32_t first);
+  bool turn(Warp& warp, int instructions);
+  void advance(Warp& warp, Group& group, const Instruction& in, uint32_t taken, Outcome outcome);
+  bool finish_some();
+  std::string where() const;
+};
+
+// For what only a whole warp can do (.aligned).
+inline bool whole(const Warp& warp) { return warp.gathered(kAllLanes); }
+
+template <typename Work>
+inline void each_lane(uint32_t lanes, Work&& work) {
+  if (lanes == kAllLanes) {
+    for (int i = 0; i < kLanes; ++i) work(i);
+  } else {
+    for (; lanes != 0; lanes &= lanes - 1) work(std::countr_zero(lanes));
+  }
+}
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+  return std::bit_cast<To>(from);
+}
+
+}  // namespace interpreter

@@ -1,0 +1,176 @@
+// Loads, stores, atomics, and copies of a thread's own (cp.async). PTX ISA 9, chapter 9.7.9.
+#include "opcodes.h"
+
+namespace interpreter {
+
+namespace {
+
+enum class Space { kGlobal, kShared };
+
+enum class Access { kLoads, kStores };
+
+template <Space space, Access access>
+std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
+  std::byte* at = nullptr;
+  if constexpr (space == Space::kShared) {
+    const uint32_t offset = w.lanes<uint32_t>(address.at)[lane] + static_cast<uint32_t>(address.number);
+    if (offset % bytes != 0) throw Stop("a misaligned address in shared memory");
+    return access == Access::kStores ? w.cta->to_store(offset, bytes, w) : w.cta->at(offset, bytes);
+  } else {
+    const uint64_t offset = w.lanes<uint64_t>(address.at)[lane] + static_cast<uint64_t>(address.number);
+    if (offset < 4096) throw Stop("a null address");
+    if (offset % bytes != 0) throw Stop("a misaligned address");
+    at = reinterpret_cast<std::byte*>(offset);
+  }
+  return at;
+}
+
+template <typename T>
+void copy_lane(void* to, const std::byte* from) {
+  std::memcpy(to, from, sizeof(T));
+}
+
+// ld: T into each register of the vector.
+template <Space space, typename T>
+Outcome load(Warp& w, const Instruction& in, uint32_t lanes) {
+  const size_t count = in.many.size();
+  each_lane(lanes, [&](int i) {
+    const std::byte* from = place<space, Access::kLoads>(w, in.operands[1], i, count * sizeof(T));
+    for (size_t k = 0; k < count; ++k) copy_lane<T>(&w.lanes<T>(in.many[k])[i], from + k * sizeof(T));
+  });
+  return Outcome::kNext;
+}
+
+template <Space space, typename T>
+Outcome store(Warp& w, const Instruction& in, uint32_t lanes) {
+  const size_t count = in.many.size();
+  each_lane(lanes, [&](int i) {
+    std::byte* to = place<space, Access::kStores>(w, in.operands[0], i, count * sizeof(T));
+    for (size_t k = 0; k < count; ++k) std::memcpy(to + k * sizeof(T), &w.lanes<T>(in.many[k])[i], sizeof(T));
+  });
+  return Outcome::kNext;
+}
+
+// d = the old value; memory = work(old, b).
+template <Space space, typename T, auto work>
+Outcome atomic(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) {
+    std::byte* at = place<space, Access::kStores>(w, in.operands[1], i, sizeof(T));
+    T old;
+    std::memcpy(&old, at, sizeof old);
+    const T made = work(old, w.lanes<T>(in.operands[2].at)[i]);
+    std::memcpy(at, &made, sizeof made);
+    w.lanes<T>(in.operands[0].at)[i] = old;
+  });
+  return Outcome::kNext;
+}
+
+template <Space space, typename T, auto work>
+Outcome reduce(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) {
+    std::byte* at = place<space, Access::kStores>(w, in.operands[0], i, sizeof(T));
+    T old;
+    std::memcpy(&old, at, sizeof old);
+    const T made = work(old, w.lanes<T>(in.operands[1].at)[i]);
+    std::memcpy(at, &made, sizeof made);
+  });
+  return Outcome::kNext;
+}
+
+// cp.async [shared], [global], bytes, of which so many are read and the others zero.
+template <bool has_size>
+Outcome copy(Warp& w, const Instruction& in, uint32_t lanes) {
+  const auto bytes = static_cast<size_t>(in.operands[2].number);
+  each_lane(lanes, [&](int i) {
+    std::byte* to = place<Space::kShared, Access::kStores>(w, in.operands[0], i, bytes);
+    size_t read = bytes;
+    if constexpr (has_size) read = w.lanes<uint32_t>(in.operands[3].at)[i];
+    const std::byte* from = read != 0 ? place<Space::kGlobal, Access::kLoads>(w, in.operands[1], i, bytes) : nullptr;
+    w.machine().later(
+        w.copies,
+        [=] {
+          std::memset(to, 0, bytes);
+          if (read != 0) std::memcpy(to, from, read);
+        },
+        i);
+  });
+  return Outcome::kNext;
+}
+
+Outcome commit_copies(Warp& w, const Instruction&, uint32_t lanes) {
+  each_lane(lanes, [&](int i) { w.copies.commit(i); });
+  return Outcome::kNext;
+}
+
+Outcome wait_copies(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) { w.copies.wait(static_cast<int>(in.operands[0].number), i); });
+  return Outcome::kNext;
+}
+
+Outcome wait_all_copies(Warp& w, const Instruction&, uint32_t lanes) {
+  each_lane(lanes, [&](int i) {
+    w.copies.commit(i);
+    w.copies.wait(0, i);
+  });
+  return Outcome::kNext;
+}
+
+template <typename T>
+Outcome load_parameter(Warp& w, const Instruction& in, uint32_t lanes) {
+  return load<Space::kGlobal, T>(w, in, lanes);
+}
+
+template <Space space, typename T>
+void add_access(Opcodes& to, const std::string& where, const std::string& type) {
+  const bool shared = space == Space::kShared;
+  const std::string vector = sizeof(T) == 2 ? "H" : sizeof(T) == 4 ? "V" : "X";
+  static const std::string loaded = vector + (shared ? "S" : "G"), stored = (shared ? "S" : "G") + vector;
+  for (const std::string size : {"", "v2.", "v4."}) {
+    to["ld." + where + size + type] = {loaded.c_str(), load<space, T>};
+    to["st." + where + size + type] = {stored.c_str(), store<space, T>};
+  }
+}
+
+template <Space space, typename T, auto work>
+void add_atomic(Opcodes& to, const std::string& where, const std::string& what) {
+  const bool shared = space == Space::kShared;
+  to["atom." + where + what] = {shared ? "wSw" : "wGw", atomic<space, T, work>};
+  to["red." + where + what] = {shared ? "Sw" : "Gw", reduce<space, T, work>};
+}
+
+template <Space space>
+void add_space(Opcodes& to, const std::string& where) {
+  for (const auto* type : {"b16", "u16"}) add_access<space, uint16_t>(to, where, type);
+  for (const auto* type : {"b32", "u32", "f32"}) add_access<space, uint32_t>(to, where, type);
+  for (const auto* type : {"b64", "u64"}) add_access<space, uint64_t>(to, where, type);
+  constexpr auto plus = [](auto a, auto b) { return a + b; };
+  constexpr auto least = [](auto a, auto b) { return std::min(a, b); };
+  constexpr auto most = [](auto a, auto b) { return std::max(a, b); };
+  constexpr auto other = [](auto, auto b) { return b; };
+  add_atomic<space, uint32_t, plus>(to, where, "add.u32");
+  add_atomic<space, uint32_t, plus>(to, where, "add.s32");
+  add_atomic<space, float, plus>(to, where, "add.f32");
+  add_atomic<space, uint32_t, other>(to, where, "exch.b32");
+  add_atomic<space, int32_t, least>(to, where, "min.s32");
+  add_atomic<space, int32_t, most>(to, where, "max.s32");
+}
+
+}  // namespace
+
+void add_memory(Opcodes& to) {
+  add_space<Space::kGlobal>(to, "global.");
+  add_space<Space::kShared>(to, "shared.");
+  add_space<Space::kShared>(to, "shared::cluster.");
+  for (const std::string size : {"", "v2.", "v4."}) {
+    for (const auto* type : {"b32", "u32", "f32"}) to["ld.param." + size + type] = {"VP", load_parameter<uint32_t>};
+    for (const auto* type : {"b64", "u64"}) to["ld.param." + size + type] = {"XP", load_parameter<uint64_t>};
+  }
+  for (const auto* type : {"b16", "u16"}) to[std::string("ld.param.") + type] = {"HP", load_parameter<uint16_t>};
+  to["cp.async.cg.shared.global"] = {"SGIw", copy<true>};
+  to["cp.async.ca.shared.global"] = {"SGIw", copy<true>};
+  to["cp.async.commit_group"] = {"", commit_copies};
+  to["cp.async.wait_group"] = {"I", wait_copies};
+  to["cp.async.wait_all"] = {"", wait_all_copies};
+}
+
+}  // namespace interpreter

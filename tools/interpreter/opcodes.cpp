@@ -1,0 +1,43 @@
+#include "opcodes.h"
+
+#include <set>
+
+namespace interpreter {
+
+namespace {
+
+// Parts of an opcode's name that change nothing here: one thread at a time touches memory, in the order of its text.
+const std::set<std::string, std::less<>> kSilent = {"relaxed", "acquire",  "release",  "gpu",      "sys",
+                                                    "cta",     "volatile", "weak",     "nc",       "uni",
+                                                    "ftz",     "aligned",  "L2::128B", "L2::256B", "L1::no_allocate"};
+
+std::string plain(std::string_view name) {
+  std::string made;
+  for (size_t from = 0; from <= name.size();) {
+    const size_t dot = std::min(name.find('.', from), name.size());
+    std::string_view part = name.substr(from, dot - from);
+    from = dot + 1;
+    if (part == "shared::cta") part = "shared";
+    if (kSilent.contains(part)) continue;
+    made += (made.empty() ? "" : ".") + std::string(part);
+  }
+  return made;
+}
+
+const Opcodes& table() {
+  static const Opcodes* all = [] {
+    auto* made = new Opcodes();
+    for (auto add : {add_arithmetic, add_memory, add_barriers, add_matrices, add_tensors}) add(*made);
+    return made;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+const Opcode* find_opcode(std::string_view name, const char* form) {
+  const auto found = table().find(plain(name) + form);
+  return found == table().end() ? nullptr : &found->second;
+}
+
+}  // namespace interpreter

@@ -1,0 +1,403 @@
+// The parser: as much of PTX as the compiler writes for our kernels (PTX ISA 9).
+#include "program.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+#include <tuple>
+
+namespace interpreter {
+
+namespace {
+
+[[noreturn]] void fail(int line, const std::string& what) {
+  throw std::runtime_error("PTX line " + std::to_string(line) + ": " + what);
+}
+
+std::string_view trimmed(std::string_view text) {
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front()))) text.remove_prefix(1);
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.remove_suffix(1);
+  return text;
+}
+
+// The parts between separators that stand in no bracket.
+std::vector<std::string_view> split(std::string_view text, std::string_view separators) {
+  std::vector<std::string_view> parts;
+  int depth = 0;
+  size_t from = 0;
+  for (size_t i = 0; i <= text.size(); ++i) {
+    if (i < text.size()) {
+      depth += text[i] == '{' || text[i] == '[';
+      depth -= text[i] == '}' || text[i] == ']';
+    }
+    if (i == text.size() || (depth == 0 && separators.find(text[i]) != std::string_view::npos)) {
+      if (const auto part = trimmed(text.substr(from, i - from)); !part.empty()) parts.push_back(part);
+      from = i + 1;
+    }
+  }
+  return parts;
+}
+
+bool is_number(std::string_view text) {
+  return std::isdigit(static_cast<unsigned char>(text[0])) || (text[0] == '-' && text.size() > 1);
+}
+
+// 12, -1, 0x1F, 0f3F800000 (the bits of a float).
+uint64_t number_of(std::string_view text) {
+  const std::string copy(text);
+  if (copy.starts_with("0f") || copy.starts_with("0d")) return std::stoull(copy.substr(2), nullptr, 16);
+  if (copy.ends_with('U')) return std::stoull(copy, nullptr, 0);
+  return copy[0] == '-' ? static_cast<uint64_t>(std::stoll(copy, nullptr, 0)) : std::stoull(copy, nullptr, 0);
+}
+
+int bytes_of_class(char letter) { return letter == 'h' ? 2 : letter == 'w' ? 4 : letter == 'x' ? 8 : kBitsOfLanes; }
+
+// Bytes of a lane for a declared type, zero for predicates.
+int bytes_of_type(std::string_view type) {
+  if (type == ".pred") return 0;
+  return std::stoi(std::string(type.substr(2))) / 8;
+}
+
+// Opcodes whose operands tell what they do.
+const char* form_of(std::string_view name, const std::vector<std::string_view>& parts) {
+  if (name.starts_with("mov.") && parts[0][0] == '{') return " unpack";
+  if (name.starts_with("mov.") && parts[1][0] == '{') return " pack";
+  if (name.starts_with("wgmma.mma") && parts[1][0] == '{') return " registers";
+  // Registers may be wider than their numbers: 8 bits lie in 16 or in 32.
+  if (name.starts_with("cvt.") && name.ends_with("8") && parts[1].starts_with("%r") &&
+      std::isdigit(static_cast<unsigned char>(parts[1][2])))
+    return " word";
+  if (name.starts_with("bar") && !name.starts_with("bar.warp") && parts.size() == 2) return " 2";
+  return "";
+}
+
+constexpr std::pair<const char*, Special> kSpecials[] = {
+    {"%tid.x", Special::kTidX},       {"%ctaid.x", Special::kCtaidX},   {"%ctaid.y", Special::kCtaidY},
+    {"%ctaid.z", Special::kCtaidZ},   {"%nctaid.x", Special::kNctaidX}, {"%nctaid.y", Special::kNctaidY},
+    {"%nctaid.z", Special::kNctaidZ}, {"%laneid", Special::kLaneid},    {"%cluster_ctarank", Special::kClusterCtarank},
+};
+
+// One kernel's body. Names of a block in braces hide those around it.
+class Body {
+ public:
+  Body(Kernel& kernel, const std::map<std::string, size_t, std::less<>>& parameters)
+      : kernel_(kernel), parameters_(parameters) {}
+
+  void open() { scopes_.push_back(next_scope_++); }
+  void close() { scopes_.pop_back(); }
+  bool empty() const { return scopes_.empty(); }
+
+  void label(std::string_view name) { labels_[scoped(name)] = static_cast<uint32_t>(kernel_.code.size()); }
+
+  // .reg .b32 %r<20>; or one name.
+  void declare(std::string_view type, std::string_view name) {
+    const int bytes = bytes_of_type(type);
+    if (const size_t angle = name.find('<'); angle != std::string_view::npos) {
+      const int count = std::stoi(std::string(name.substr(angle + 1)));
+      for (int i = 0; i < count; ++i) add(std::string(name.substr(0, angle)) + std::to_string(i), bytes);
+    } else {
+      add(scoped(name), bytes);
+    }
+  }
+
+  void instruction(std::string_view text, int line) {
+    Instruction made;
+    made.line = line;
+    if (text[0] == '@') {
+      const size_t space = text.find_first_of(" \t");
+      made.guard_not = text[1] == '!';
+      made.guard = predicate_of(text.substr(made.guard_not ? 2 : 1, space - (made.guard_not ? 2 : 1)), line);
+      text = trimmed(text.substr(space));
+    }
+    const size_t space = text.find_first_of(" \t\n");
+    const std::string_view name = text.substr(0, space);
+    std::vector<std::string_view> parts;
+    if (space != std::string_view::npos) parts = split(text.substr(space), ",|");
+    const Opcode* opcode = find_opcode(name, form_of(name, parts));
+    if (opcode == nullptr) fail(line, "no opcode " + std::string(name));
+    made.run = opcode->run;
+    made.extra = opcode->extra;
+    made.opcode = names_.insert(std::string(name)).first->c_str();
+    const std::string_view letters = opcode->operands;
+    if (parts.size() != letters.size()) fail(line, "operands of " + std::string(text));
+    for (size_t i = 0, place = 0; i < parts.size(); ++i) operand(made, place, letters[i], parts[i], line);
+    kernel_.code.push_back(std::move(made));
+  }
+
+  void finish() {
+    for (const auto& [index, names, line] : jumps_) {
+      const auto found = std::find_if(names.begin(), names.end(), [&](const auto& x) { return labels_.contains(x); });
+      if (found == names.end()) fail(line, "no label " + names.back());
+      kernel_.code[index].target = labels_.at(*found);
+    }
+  }
+
+ private:
+  struct Register {
+    int32_t at, bytes;  // of a lane; 0: a predicate
+  };
+  struct Jump {
+    size_t instruction;
+    std::vector<std::string> names;  // innermost first
+    int line;
+  };
+
+  void operand(Instruction& made, size_t& place, char letter, std::string_view text, int line) {
+    if (place >= kMostOperands) fail(line, "too many operands");
+    Operand& to = made.operands[place];
+    switch (letter) {
+      case 'h':
+      case 'w':
+      case 'x':
+        to.at = value(text, bytes_of_class(letter), line);
+        break;
+      case 'p':
+        to.at = text == "_" ? scratch() : is_number(text) ? truth(number_of(text) != 0) : predicate_of(text, line);
+        break;
+      case 'V':
+      case 'H':
+      case 'X': {
+        to.number = static_cast<int64_t>(made.many.size());
+        const bool one = text[0] != '{';
+        for (const auto part : one ? std::vector{text} : split(text.substr(1, text.size() - 2), ","))
+          made.many.push_back(value(part, letter == 'H' ? 2 : letter == 'V' ? 4 : 8, line));
+        to.at = static_cast<int32_t>(made.many.size() - to.number);
+        break;
+      }
+      case 'S':
+        address(to, text, 4, line);
+        break;
+      case 'G':
+      case 'P':
+        address(to, text, 8, line);
+        break;
+      case 'T': {
+        const auto parts = split(text.substr(1, text.size() - 2), ",");
+        to.at = value(parts[0], 8, line);
+        to.number = static_cast<int64_t>(made.many.size());
+        for (const auto part : split(parts[1].substr(1, parts[1].size() - 2), ","))
+          made.many.push_back(value(part, 4, line));
+        break;
+      }
+      case 'I':
+        to.number = static_cast<int64_t>(number_of(text));
+        break;
+      case 'L': {
+        std::vector<std::string> names;
+        for (size_t depth = scopes_.size(); depth > 0; --depth) names.push_back(scoped(text, depth));
+        jumps_.push_back({kernel_.code.size(), std::move(names), line});
+        break;
+      }
+      default:
+        fail(line, "letter");
+    }
+    ++place;
+  }
+
+  // [register], [register+12], [name+-4]
+  void address(Operand& to, std::string_view text, int bytes, int line) {
+    if (text[0] != '[') fail(line, "address " + std::string(text));
+    text = text.substr(1, text.size() - 2);
+    const size_t plus = text.find('+');
+    if (plus != std::string_view::npos) to.number = static_cast<int64_t>(number_of(trimmed(text.substr(plus + 1))));
+    to.at = value(trimmed(text.substr(0, plus)), bytes, line);
+  }
+
+  int32_t value(std::string_view text, int bytes, int line) {
+    if (text == "_") return scratch();
+    if (is_number(text)) return constant({Constant::kNumber, number_of(text), bytes, 0});
+    for (const auto& [name, special] : kSpecials)
+      if (text == name) return constant({Constant::kSpecial, static_cast<uint64_t>(special), bytes, 0});
+    if (const auto found = parameters_.find(text); found != parameters_.end())
+      return constant({Constant::kParameter, found->second, bytes, 0});
+    if (text.starts_with("__dynamic_shmem__")) return constant({Constant::kShared, 0, bytes, 0});
+    const Register& found = find(text, line);
+    if (found.bytes != bytes) fail(line, "register " + std::string(text) + " is of another width");
+    return found.at;
+  }
+
+  // A predicate that has one value in all lanes.
+  int32_t truth(bool value) { return constant({Constant::kNumber, value ? 0xffffffff : 0, 0, 0}); }
+
+  int32_t constant(Constant made) {
+    if (made.kind == Constant::kNumber && made.bytes != 0 && made.bytes < 8) made.number &= (uint64_t{1} << 8 * made.bytes) - 1;
+    if (const auto found = constants_.find(made); found != constants_.end()) return found->at;
+    made.at = room(room_of(made.bytes));
+    constants_.insert(made);
+    kernel_.constants.push_back(made);
+    return made.at;
+  }
+
+  int32_t predicate_of(std::string_view name, int line) {
+    const Register& found = find(name, line);
+    if (found.bytes != 0) fail(line, std::string(name) + " is no predicate");
+    return found.at;
+  }
+
+  const Register& find(std::string_view name, int line) {
+    for (size_t depth = scopes_.size(); depth > 0; --depth)
+      if (const auto found = registers_.find(scoped(name, depth)); found != registers_.end()) return found->second;
+    if (const auto found = registers_.find(name); found != registers_.end()) return found->second;
+    fail(line, "no register " + std::string(name));
+  }
+
+  std::string scoped(std::string_view name) const { return scoped(name, scopes_.size()); }
+  std::string scoped(std::string_view name, size_t depth) const {
+    return std::string(name) + "#" + std::to_string(scopes_[depth - 1]);
+  }
+
+  void add(const std::string& name, int bytes) {
+    registers_[name] = {room(room_of(bytes)), bytes};
+  }
+  static int room_of(int bytes) { return bytes == 0 ? kBitsOfLanes : bytes * kLanes; }
+  int32_t scratch() { return room(8 * kLanes); }
+  int32_t room(int bytes) {
+    const size_t at = (kernel_.register_bytes + bytes - 1) / bytes * bytes;
+    kernel_.register_bytes = at + bytes;
+    return static_cast<int32_t>(at);
+  }
+
+  static std::set<std::string> names_;
+  Kernel& kernel_;
+  const std::map<std::string, size_t, std::less<>>& parameters_;
+  std::vector<int> scopes_;
+  int next_scope_ = 0;
+  std::map<std::string, Register, std::less<>> registers_;
+  std::map<std::string, uint32_t> labels_;
+  std::set<Constant> constants_;
+  std::vector<Jump> jumps_;
+};
+
+std::set<std::string> Body::names_;
+
+// Statements of a module, with their lines; comments are left out.
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : text_(text) {}
+
+  bool done() {
+    skip();
+    return at_ >= text_.size();
+  }
+  int line() const { return line_; }
+  char peek() { return skip(), at_ < text_.size() ? text_[at_] : '\0'; }
+  void take(char c) {
+    if (peek() != c) fail(line_, std::string("expected ") + c);
+    ++at_;
+  }
+  // Up to one of these characters, which is left.
+  std::string_view until(std::string_view ends) {
+    skip();
+    const size_t from = at_;
+    at_ = std::min(text_.find_first_of(ends, at_), text_.size());
+    line_ += static_cast<int>(std::count(text_.begin() + from, text_.begin() + at_, '\n'));
+    return trimmed(text_.substr(from, at_ - from));
+  }
+  std::string_view whole_line() { return until("\n"); }
+  // An instruction's text up to its semicolon; braces in it are vectors.
+  std::string_view statement() {
+    const auto text = until(";");
+    take(';');
+    return text;
+  }
+  std::string_view ahead(size_t count) { return skip(), text_.substr(at_, count); }
+
+ private:
+  void skip() {
+    while (at_ < text_.size()) {
+      if (text_[at_] == '\n') ++line_;
+      if (std::isspace(static_cast<unsigned char>(text_[at_]))) {
+        ++at_;
+      } else if (text_.substr(at_, 2) == "//") {
+        at_ = std::min(text_.find('\n', at_), text_.size());
+      } else {
+        return;
+      }
+    }
+  }
+  std::string_view text_;
+  size_t at_ = 0;
+  int line_ = 1;
+};
+
+size_t round_up(size_t x, size_t unit) { return (x + unit - 1) / unit * unit; }
+
+// .param .align 64 .b8 name[128]   .param .f32 name   .param .u64 .ptr .global .align 16 name
+void parameter(Kernel& kernel, std::string_view text, std::map<std::string, size_t, std::less<>>& names) {
+  const auto words = split(text, " \t\n");
+  size_t align = 0, bytes = 0;
+  for (size_t i = 0; i + 1 < words.size(); ++i) {
+    const std::string_view word = words[i];
+    if (word == ".align" && words[i - 1] != ".global") align = std::stoul(std::string(words[i + 1]));
+    if (word.size() >= 3 && word[0] == '.' && std::isdigit(static_cast<unsigned char>(word[2])))
+      bytes = bytes_of_type(word);
+  }
+  std::string_view name = words.back();
+  if (align == 0) align = bytes;
+  if (const size_t bracket = name.find('['); bracket != std::string_view::npos) {
+    bytes *= std::stoul(std::string(name.substr(bracket + 1)));
+    name = name.substr(0, bracket);
+  }
+  const size_t offset = round_up(kernel.parameter_bytes, align);
+  kernel.parameter_bytes = offset + bytes;
+  kernel.parameters.push_back({offset, bytes});
+  names[std::string(name)] = offset;
+}
+
+bool is_label(std::string_view text) {
+  const size_t end = text.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_$");
+  return end != 0 && end != std::string_view::npos && text[end] == ':' && text.substr(end, 2) != "::";
+}
+
+void body(Reader& reader, Kernel& kernel, const std::map<std::string, size_t, std::less<>>& parameters) {
+  Body made(kernel, parameters);
+  do {
+    const char next = reader.peek();
+    if (next == '{') {
+      reader.take('{');
+      made.open();
+    } else if (next == '}') {
+      reader.take('}');
+      made.close();
+    } else if (next == ';') {
+      reader.take(';');
+    } else if (is_label(reader.ahead(200))) {
+      made.label(reader.until(":"));
+      reader.take(':');
+    } else if (next == '.') {
+      const auto words = split(reader.statement(), " \t\n");
+      if (words[0] == ".reg") made.declare(words[1], words[2]);
+    } else {
+      const int line = reader.line();
+      made.instruction(reader.statement(), line);
+    }
+  } while (!made.empty());
+  made.finish();
+}
+
+}  // namespace
+
+std::map<std::string, Kernel> parse(std::string_view text) {
+  std::map<std::string, Kernel> kernels;
+  Reader reader(text);
+  while (!reader.done()) {
+    if (!reader.ahead(40).starts_with(".visible .entry")) {
+      reader.whole_line();
+      continue;
+    }
+    const auto words = split(reader.until("("), " \t");
+    Kernel& kernel = kernels[std::string(words.back())];
+    kernel.name = words.back();
+    std::map<std::string, size_t, std::less<>> parameters;
+    reader.take('(');
+    for (const auto one : split(reader.until(")"), ",")) parameter(kernel, one, parameters);
+    reader.take(')');
+    reader.until("{");
+    body(reader, kernel, parameters);
+  }
+  return kernels;
+}
+
+}  // namespace interpreter

@@ -1,0 +1,40 @@
+#include "tensor_map.h"
+
+#include <cstring>
+
+namespace interpreter {
+
+namespace {
+
+uint64_t word(const std::byte* words, int i) {
+  uint64_t made;
+  std::memcpy(&made, words + static_cast<ptrdiff_t>(i) * 8, sizeof made);
+  return made;
+}
+
+// As the 32-bit words of a map.
+uint32_t half(const std::byte* words, int i) { return static_cast<uint32_t>(word(words, i / 2) >> (32 * (i % 2))); }
+
+}  // namespace
+
+// Where its fields lie is not documented. Found by comparing what the DSL's host code writes for calls that differ in
+// one size, stride or type: address; flags; strides in units of 16 bytes; sizes and boxes, less one.
+TensorMap TensorMap::read(const std::byte* words) {
+  TensorMap map;
+  const uint32_t flags = half(words, 2);
+  const uint32_t type = flags >> 7 & 0xf;
+  map.base = reinterpret_cast<std::byte*>(word(words, 0));
+  map.rank = static_cast<int>(flags >> 4 & 7) + 1;
+  map.swizzle = 16 << (flags >> 13 & 3);
+  if (type != 6 && type != 10) throw Stop("a tensor map of type " + std::to_string(type) + "; fp16 is 6, bf16 10");
+  if (half(words, 7) != 0) throw Stop("a tensor map with a stride of 2^36 bytes or more");
+  map.strides[0] = map.element_bytes;
+  for (int i = 1; i < map.rank; ++i) map.strides[i] = int64_t{half(words, 2 + i)} << 4;
+  for (int i = 0; i < map.rank; ++i) {
+    map.sizes[i] = int64_t{half(words, 8 + i)} + 1;
+    map.box[i] = std::to_integer<int64_t>(words[55 + i]) + 1;
+  }
+  return map;
+}
+
+}  // namespace interpreter
