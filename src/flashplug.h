@@ -187,7 +187,7 @@ struct BackwardPlan {
   int kernel_row = -1;
   Reason why;
 };
-// What a call of a backward wants: dQ, dK and dV, or both (kernels/parts/arguments.py).
+// What a call of a backward wants: dQ, dK and dV, or both (kernels/parts/arguments/backward.py).
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);

@@ -13,7 +13,10 @@ from cutlass import Float32, Int32
 
 from torch_flashplug import features
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments import Call, FewRows, Gradients, Scales, fake_operand, fake_vector
+from torch_flashplug.kernels.parts.arguments.backward import Gradients
+from torch_flashplug.kernels.parts.arguments.decode import FewRows
+from torch_flashplug.kernels.parts.arguments.forward import Call
+from torch_flashplug.kernels.parts.arguments.operands import Scales, fake_operand, fake_vector
 from torch_flashplug.kernels.parts.element import ELEMENTS
 from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.parts.listed import Listed, Lists
@@ -154,7 +157,7 @@ def trial(spec: KernelSpec, *stages: str):
             return (*arguments, fake_extra(arguments[0]), stream)
 
         @cute.jit
-        def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)
+        def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
             extra: Extra, stream: cuda.CUstream,
@@ -165,7 +168,7 @@ def trial(spec: KernelSpec, *stages: str):
         fake_arguments = Forward.fake_arguments
 
         @cute.jit
-        def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)
+        def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
@@ -175,7 +178,7 @@ def trial(spec: KernelSpec, *stages: str):
         fake_arguments = Forward.fake_arguments
 
         @cute.jit
-        def __call__(  # noqa: PLR0913, PLR0917 (a product kernel's, and one more)
+        def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
             dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, rows: cute.Tensor, scratch: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, features
+from .arguments import OF_KIND
 from .elements import ELEMENTS, NUMBERS, misfit
 from .families import TARGETS, targets_of
 from .spec import KernelSpec
@@ -140,17 +141,18 @@ def fingerprint(spec: KernelSpec) -> str:
     made_of = ELEMENTS[spec.dtype].operands
     rows = [(made_of, *(NUMBERS[name] for name in made_of))]
     rows += [(x.tag, x.part, x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
+    rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 
 
 def source_fingerprint() -> str:
-    """Hash of everything that generated code depends on: the kernels, the spec, elements and features."""
+    """Hash of everything that generated code depends on: the kernels, the spec, arguments, elements and features."""
     return _hash_of([*_tables(), _PACKAGE / "spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
 
 
 def _tables() -> list[Path]:
     """Of which a kernel depends on its own rows alone."""
-    return [_PACKAGE / "elements.py", _PACKAGE / "features.py"]
+    return [_PACKAGE / f"{table}.py" for table in ("arguments", "elements", "features")]
 
 
 def sources_of(spec: KernelSpec) -> list[Path]:

@@ -103,14 +103,21 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/dq_sm90.py", lambda spec: spec.kind == "partbwd"),
         ("kernels/parts/sm80.py", lambda spec: spec.arch == 80),
         ("kernels/parts/causal.py", lambda spec: spec.mask == "causal"),
+        ("kernels/parts/arguments/forward.py", lambda spec: spec.kind == "fwd"),
+        ("kernels/parts/arguments/decode.py", lambda spec: spec.is_decode),
+        ("kernels/parts/arguments/backward.py", lambda spec: spec.is_backward),
         ("spec.py", lambda spec: True),
         ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
+        ("arguments.py", lambda spec: False),  # likewise
     ):
         original = (package / changed).read_text()
         (package / changed).write_text(original + "\n# changed\n")
         others = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
         assert others == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
+    monkeypatch.setitem(compiler.OF_KIND, "detbwd", compiler.OF_KIND["detbwd"][1:])
+    others = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
+    assert others == {"detbwd"}
 
 
 def test_sources_of_a_kernel_are_what_it_imports():
@@ -126,7 +133,8 @@ def test_sources_of_a_kernel_are_what_it_imports():
         code += "print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if 'flashplug' in name))"
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
         loaded = {Path(file) for file in run.stdout.split() if Path(file).name != "__init__.py"}
-        tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in ("spec", "elements", "features")}  # read before
+        read_before = ("spec", "arguments", "elements", "features")
+        tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in read_before}
         assert loaded | tables == set(compiler.sources_of(spec)), spec.name()
 
 

@@ -24,7 +24,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..spec import FP32_BYTES, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
-from .parts.arguments import BackwardCall, Gradients, Scales
+from .parts.arguments.backward import BackwardCall, Gradients
+from .parts.arguments.operands import Scales
 from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Pieces, Tile

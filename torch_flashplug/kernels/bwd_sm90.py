@@ -24,7 +24,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import DQ_WRITERS, FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.arguments import BackwardCall, Gradients, Scales
+from .parts.arguments.backward import BackwardCall, Gradients
+from .parts.arguments.operands import Scales
 from .parts.backward_rows import (
     WARPGROUPS,
     FinishBackward,

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 
 from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
-from .parts.arguments import DecodeCall, FewRows
+from .parts.arguments.decode import DecodeCall, FewRows
 from .parts.combine import Combine, Partials, Share, follow, starts_early
 from .parts.packed import Part
 from .parts.pieces import Pieces

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.arguments import DecodeCall, FewRows
+from .parts.arguments.decode import DecodeCall, FewRows
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share, follow
 from .parts.packed import Part
 from .parts.pieces import Pieces

@@ -24,7 +24,8 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.arguments import Gradients, Scales
+from .parts.arguments.backward import Gradients
+from .parts.arguments.operands import Scales
 from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Launch, Pieces

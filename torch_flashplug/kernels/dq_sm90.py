@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.arguments import Gradients, Scales
+from .parts.arguments.backward import Gradients
+from .parts.arguments.operands import Scales
 from .parts.backward_rows import differentiate, exponentiate
 from .parts.pieces import Launch, Pieces, Tile
 from .parts.scheduler import TileOrder

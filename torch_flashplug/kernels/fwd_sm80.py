@@ -17,7 +17,8 @@ from cutlass import Float32, Int32, Int64
 
 from ..spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
-from .parts.arguments import Call, ForwardCall, Scales
+from .parts.arguments.forward import Call, ForwardCall
+from .parts.arguments.operands import Scales
 from .parts.element import Element
 from .parts.pieces import Pieces, Tile
 from .parts.scheduler import TileOrder

@@ -21,7 +21,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
-from .parts.arguments import Call, ForwardCall, Scales
+from .parts.arguments.forward import Call, ForwardCall
+from .parts.arguments.operands import Scales
 from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place

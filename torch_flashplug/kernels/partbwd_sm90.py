@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from ..spec import HopperSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
-from .parts.arguments import WANT_DKDV, WANT_DQ, BackwardCall, Gradients
+from .parts.arguments.backward import WANT_DKDV, WANT_DQ, BackwardCall, Gradients
 from .parts.backward_rows import PrepareBackward
 from .parts.seams import Seams
 
@@ -22,7 +22,7 @@ class BackwardInPartsSm90(BackwardCall):
     """Builds the three kernels of one spec, launched one after the other by one call."""
 
     def __init__(self, spec: HopperSpec):
-        self.seams = Seams.of(spec)
+        self.spec, self.seams = spec, Seams.of(spec)
         self.element = self.seams.element
         self.prepare = PrepareBackward(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)

@@ -1,1 +1,1 @@
-"""What kernels share. A part imports only spec and geometry, never another part's kernel."""
+"""What kernels share. A part imports the spec and those that others are made of, never a kernel."""

@@ -1,5 +1,5 @@
-"""The element type of a kernel: what its operands are in memory, and how fp32 becomes that. Everything else asks
-here, so that another type is a row.
+"""The element type of a kernel, one for all operands: what they are in memory, and how fp32 becomes that. Nothing else
+under kernels/ says which it is; that it has 16 bits, products and shared memory rely on.
 """
 
 from __future__ import annotations

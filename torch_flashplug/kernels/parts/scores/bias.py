@@ -30,7 +30,7 @@ from ..pieces import Tile
 from .chain import Form, Place, SlabForm, Stage
 
 if TYPE_CHECKING:
-    from ..arguments import Scales
+    from ..arguments.operands import Scales
 
 ROWS = sm90.ROWS_PER_WARPGROUP
 

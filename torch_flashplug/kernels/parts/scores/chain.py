@@ -46,7 +46,7 @@ from ..element import Element
 from ..walk import Sizes
 
 if TYPE_CHECKING:
-    from ..arguments import Scales
+    from ..arguments.operands import Scales
     from ..pieces import Tile
 
 

@@ -1,0 +1,71 @@
+"""What backward kernels of every kind are called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .operands import KernelCall, Scales, fake_counter, fake_vector
+
+WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One call's arguments, but for the stream; tensors as BackwardCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    rows: cute.Tensor
+    scratch: cute.Tensor
+    scales: Scales
+    counter: cute.Tensor
+    num_ctas: Int32
+    wanted: Int32
+
+
+class BackwardCall(KernelCall):
+    """Of the kinds bwd, detbwd and partbwd."""
+
+    def fake_tensors(self) -> dict[str, cute.Tensor]:
+        tensors = super().fake_tensors()
+        gradients = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
+        tensors |= {name: self.fake_operand(*tensors[of].shape) for name, of in gradients.items()}
+        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+        size = (*tensors["lse"].shape[:2], 2, cute.sym_int())
+        rows = cute.runtime.make_fake_tensor(Float32, size, strides, assumed_align=16)
+        return tensors | {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        rows: cute.Tensor,
+        scratch: cute.Tensor,
+        scale_log2: Float32,
+        scale: Float32,
+        counter: cute.Tensor,
+        num_ctas: Int32,
+        wanted: Int32,
+        stream: cuda.CUstream,
+    ):
+        tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
+        self.launch(Gradients(*tensors, Scales(scale_log2, scale), counter, num_ctas, wanted), stream)

@@ -1,0 +1,49 @@
+"""What decode kernels are called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .operands import KernelCall, fake_vector
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """One call's arguments, but for the stream; tensors as DecodeCall says."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    partials: cute.Tensor
+    scale: Float32
+    splits: Int32
+    cluster: Int32
+
+
+class DecodeCall(KernelCall):
+    """Of the kind decode."""
+
+    def fake_tensors(self) -> dict[str, cute.Tensor]:
+        return super().fake_tensors() | {"partials": fake_vector(Float32, 16)}
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        partials: cute.Tensor,
+        scale: Float32,
+        splits: Int32,
+        cluster: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster), stream)

@@ -1,0 +1,80 @@
+"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/arguments.py, by which
+src/arguments.cpp packs them; the stream, which src/launch.cpp gives, is last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .... import features
+from ....arguments import OF_KIND
+from ....spec import KernelSpec
+from ..element import Element
+
+NUMBERS = {"fp32": Float32, "int32": Int32}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The softmax scale of a call."""
+
+    log2: Float32  # times log2(e)
+    natural: Float32
+
+
+def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False) -> cute.Tensor:
+    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned;
+    elementwise: any strides, any address.
+    """
+    if elementwise:
+        return cute.runtime.make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=2)
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+
+def fake_vector(dtype: type[cutlass.Numeric], align: int, size: int | None = None) -> cute.Tensor:
+    """Numbers on end, as many as come."""
+    return cute.runtime.make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), (1,), assumed_align=align)
+
+
+def fake_counter() -> cute.Tensor:
+    """From which CTAs draw their tiles."""
+    return fake_vector(Int32, 4, size=1)
+
+
+class KernelCall:
+    """What cute.compile calls. A kind's class has `__call__`, whose parameters the DSL wants spelled out; the launch is
+    left to `launch` of the class that inherits from that one.
+    """
+
+    spec: KernelSpec
+    element: Element
+    elementwise = False  # tensors of any strides at any address
+
+    def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Tensor arguments by name, sizes symbolic; here those of every kind."""
+        B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
+        D, Dv = (cute.sym_int(divisibility=1 if self.elementwise else 8) for _ in range(2))
+        sizes = {"q": (B, Hq, Sq, D), "k": (B, Hkv, Sk, D), "v": (B, Hkv, Sk, Dv), "o": (B, Hq, Sq, Dv)}
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        lse = cute.runtime.make_fake_tensor(Float32, (B, Hq, Sq), strides, assumed_align=4)
+        return {name: self.fake_operand(*size) for name, size in sizes.items()} | {"lse": lse}
+
+    def fake_operand(self, *shape) -> cute.Tensor:
+        return fake_operand(self.element.dtype, *shape, elementwise=self.elementwise)
+
+    def fake_arguments(self) -> tuple:
+        """Arguments for cute.compile; None in the place of optional ones that no feature of the kernel brings."""
+        tensors = self.fake_tensors()
+        brought = {name for feature in features.of(self.spec.features) for name in feature.arguments}
+        taken = (
+            None if one.optional and one.name not in brought
+            else NUMBERS[one.dtype](1) if one.scalar
+            else tensors[one.name]
+            for one in OF_KIND[self.spec.kind]
+        )  # fmt: skip
+        return (*taken, cute.runtime.make_fake_stream())
