@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import interpreted
+import on_cpu
 import pytest
 import standin
 import torch
@@ -49,8 +49,8 @@ def _is_small(item: pytest.Item) -> bool:
     """Whether the case that it is about, if any, can be interpreted in about a second."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if (name := parameters.get("name")) is not None:
-        return interpreted.is_small(case_named(name))
-    return "case" not in parameters or interpreted.is_small(parameters["case"])
+        return on_cpu.is_small(case_named(name))
+    return "case" not in parameters or on_cpu.is_small(parameters["case"])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,7 +111,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of the tensors that our kernels take: a GPU's, or the CPU's where they are interpreted."""
-    with interpreted.kernels() if request.param == "cpu" else contextlib.nullcontext():
+    with on_cpu.kernels() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 

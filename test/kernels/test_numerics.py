@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import interpreted
+import on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,7 +121,7 @@ def test_every_kernel_at_its_tile_edges(spec):
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_interpreted(spec):
     m, n = spec.tile_m, spec.tile_n
-    at_edges(spec, interpreted.Function(interpreted.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
+    at_edges(spec, on_cpu.function(on_cpu.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
 
 
 def at_edges(spec: KernelSpec, function: Callable, device: str, heads: tuple[int, int, int], edges: list) -> None:

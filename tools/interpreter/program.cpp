@@ -3,54 +3,13 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstring>
 #include <set>
-#include <stdexcept>
-#include <tuple>
+
+#include "text.h"
 
 namespace interpreter {
 
 namespace {
-
-[[noreturn]] void fail(int line, const std::string& what) {
-  throw std::runtime_error("PTX line " + std::to_string(line) + ": " + what);
-}
-
-std::string_view trimmed(std::string_view text) {
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front()))) text.remove_prefix(1);
-  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.remove_suffix(1);
-  return text;
-}
-
-// The parts between separators that stand in no bracket.
-std::vector<std::string_view> split(std::string_view text, std::string_view separators) {
-  std::vector<std::string_view> parts;
-  int depth = 0;
-  size_t from = 0;
-  for (size_t i = 0; i <= text.size(); ++i) {
-    if (i < text.size()) {
-      depth += text[i] == '{' || text[i] == '[';
-      depth -= text[i] == '}' || text[i] == ']';
-    }
-    if (i == text.size() || (depth == 0 && separators.find(text[i]) != std::string_view::npos)) {
-      if (const auto part = trimmed(text.substr(from, i - from)); !part.empty()) parts.push_back(part);
-      from = i + 1;
-    }
-  }
-  return parts;
-}
-
-bool is_number(std::string_view text) {
-  return std::isdigit(static_cast<unsigned char>(text[0])) || (text[0] == '-' && text.size() > 1);
-}
-
-// 12, -1, 0x1F, 0f3F800000 (the bits of a float).
-uint64_t number_of(std::string_view text) {
-  const std::string copy(text);
-  if (copy.starts_with("0f") || copy.starts_with("0d")) return std::stoull(copy.substr(2), nullptr, 16);
-  if (copy.ends_with('U')) return std::stoull(copy, nullptr, 0);
-  return copy[0] == '-' ? static_cast<uint64_t>(std::stoll(copy, nullptr, 0)) : std::stoull(copy, nullptr, 0);
-}
 
 int bytes_of_class(char letter) { return letter == 'h' ? 2 : letter == 'w' ? 4 : letter == 'x' ? 8 : kBitsOfLanes; }
 
@@ -222,7 +181,8 @@ class Body {
   int32_t truth(bool value) { return constant({Constant::kNumber, value ? 0xffffffff : 0, 0, 0}); }
 
   int32_t constant(Constant made) {
-    if (made.kind == Constant::kNumber && made.bytes != 0 && made.bytes < 8) made.number &= (uint64_t{1} << 8 * made.bytes) - 1;
+    if (made.kind == Constant::kNumber && made.bytes != 0 && made.bytes < 8)
+      made.number &= (uint64_t{1} << 8 * made.bytes) - 1;
     if (const auto found = constants_.find(made); found != constants_.end()) return found->at;
     made.at = room(room_of(made.bytes));
     constants_.insert(made);
@@ -248,9 +208,7 @@ class Body {
     return std::string(name) + "#" + std::to_string(scopes_[depth - 1]);
   }
 
-  void add(const std::string& name, int bytes) {
-    registers_[name] = {room(room_of(bytes)), bytes};
-  }
+  void add(const std::string& name, int bytes) { registers_[name] = {room(room_of(bytes)), bytes}; }
   static int room_of(int bytes) { return bytes == 0 ? kBitsOfLanes : bytes * kLanes; }
   int32_t scratch() { return room(8 * kLanes); }
   int32_t room(int bytes) {
@@ -271,56 +229,6 @@ class Body {
 };
 
 std::set<std::string> Body::names_;
-
-// Statements of a module, with their lines; comments are left out.
-class Reader {
- public:
-  explicit Reader(std::string_view text) : text_(text) {}
-
-  bool done() {
-    skip();
-    return at_ >= text_.size();
-  }
-  int line() const { return line_; }
-  char peek() { return skip(), at_ < text_.size() ? text_[at_] : '\0'; }
-  void take(char c) {
-    if (peek() != c) fail(line_, std::string("expected ") + c);
-    ++at_;
-  }
-  // Up to one of these characters, which is left.
-  std::string_view until(std::string_view ends) {
-    skip();
-    const size_t from = at_;
-    at_ = std::min(text_.find_first_of(ends, at_), text_.size());
-    line_ += static_cast<int>(std::count(text_.begin() + from, text_.begin() + at_, '\n'));
-    return trimmed(text_.substr(from, at_ - from));
-  }
-  std::string_view whole_line() { return until("\n"); }
-  // An instruction's text up to its semicolon; braces in it are vectors.
-  std::string_view statement() {
-    const auto text = until(";");
-    take(';');
-    return text;
-  }
-  std::string_view ahead(size_t count) { return skip(), text_.substr(at_, count); }
-
- private:
-  void skip() {
-    while (at_ < text_.size()) {
-      if (text_[at_] == '\n') ++line_;
-      if (std::isspace(static_cast<unsigned char>(text_[at_]))) {
-        ++at_;
-      } else if (text_.substr(at_, 2) == "//") {
-        at_ = std::min(text_.find('\n', at_), text_.size());
-      } else {
-        return;
-      }
-    }
-  }
-  std::string_view text_;
-  size_t at_ = 0;
-  int line_ = 1;
-};
 
 size_t round_up(size_t x, size_t unit) { return (x + unit - 1) / unit * unit; }
 
@@ -384,7 +292,7 @@ std::map<std::string, Kernel> parse(std::string_view text) {
   Reader reader(text);
   while (!reader.done()) {
     if (!reader.ahead(40).starts_with(".visible .entry")) {
-      reader.whole_line();
+      reader.until("\n");
       continue;
     }
     const auto words = split(reader.until("("), " \t");

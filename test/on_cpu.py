@@ -9,7 +9,7 @@ import ctypes
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import torch
 import torch_flashplug
 from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.testing import Case
+from torch_flashplug.testing import Case, load_pack
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "sm_90a"  # whose packs hold the kernels of both families
@@ -36,7 +36,7 @@ def pack() -> Path:
     """Every kernel that is built for TARGET, linked with the interpreter; made of what the build left behind."""
     folder = ROOT / "build" / "interpreted"
     command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Path(done.stdout.split()[-1])
 
@@ -79,8 +79,8 @@ class _Type(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class _Tensor(ctypes.Structure):
-    """DLPack's."""
+class _Managed(ctypes.Structure):
+    """DLPack's managed tensor, which nobody needs to free."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -90,53 +90,50 @@ class _Tensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
     )
 
 
-class _Value(ctypes.Union):
-    _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p))
-
-
-class _Any(ctypes.Structure):
-    """TVM-FFI's."""
-
-    _fields_ = (("type", ctypes.c_int32), ("padding", ctypes.c_int32), ("value", _Value))
-
-
-_NONE, _INTEGER, _REAL, _POINTER, _TENSOR = 0, 1, 3, 4, 7
-_CUDA = 2
+_CUDA = (2, 0)
 _TYPES = {torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.int32: (0, 32)}
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-class Function:
-    """A kernel of a pack, called with CPU tensors that it is told are a GPU's; raises RuntimeError with the
-    interpreter's words.
+class _OnGpu:
+    """A CPU tensor that says it is a GPU's. Lives for as long as who has taken it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        sizes, strides = ((ctypes.c_int64 * tensor.dim())(*numbers) for numbers in (tensor.shape, tensor.stride()))
+        type_ = _Type(*_TYPES[tensor.dtype], 1)
+        self._managed = _Managed(tensor.data_ptr(), _CUDA, tensor.dim(), type_, sizes, strides)
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: object) -> object:
+        return _capsule(ctypes.addressof(self._managed), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA
+
+
+def function(file: Path, name: str) -> Callable[..., None]:
+    """A kernel of an interpreted pack, to be called with CPU tensors in the order of its arguments, lists of them and
+    numbers.
     """
+    import tvm_ffi
 
-    def __init__(self, file: Path, name: str):
-        self._library = ctypes.CDLL(str(file))
-        self._call = self._library[f"__tvm_ffi_{name}"]
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+    kernel = load_pack(file)[name]
 
-    def __call__(self, *values: object) -> None:
-        kept: list[object] = []
-        packed = (_Any * len(values))(*(self._packed(value, kept) for value in values))
-        result = _Any()
-        if self._call(None, packed, len(values), ctypes.byref(result)) != 0:
-            raise RuntimeError(self._library.cudaGetErrorString(0).decode() or "the host code refused its arguments")
+    def call(*values: object) -> None:
+        taken: list[_OnGpu] = []
 
-    def _packed(self, value: object, kept: list[object]) -> _Any:
-        if value is None:
-            return _Any(_NONE)
-        if isinstance(value, ctypes.c_void_p):
-            return _Any(_POINTER, 0, _Value(pointer=value.value))
-        if isinstance(value, int):
-            return _Any(_INTEGER, 0, _Value(integer=value))
-        if isinstance(value, float):
-            return _Any(_REAL, 0, _Value(real=value))
-        assert isinstance(value, torch.Tensor)
-        sizes, strides = ((ctypes.c_int64 * value.dim())(*numbers) for numbers in (value.shape, value.stride()))
-        type_ = _Type(*_TYPES[value.dtype], 1)
-        tensor = _Tensor(value.data_ptr(), (_CUDA, 0), value.dim(), type_, sizes, strides, 0)
-        kept += [tensor, sizes, strides, value]
-        return _Any(_TENSOR, 0, _Value(pointer=ctypes.addressof(tensor)))
+        def given(value: object) -> object:
+            if isinstance(value, torch.Tensor):
+                taken.append(_OnGpu(value))
+                return tvm_ffi.from_dlpack(taken[-1])
+            return [given(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+        kernel(*map(given, values))
+
+    return call
