@@ -148,13 +148,10 @@ BackwardResult backward(const BackwardCall& call) {
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
-  const bool fused = efficient_can_run(p);
-  Mode mode = call.forward.mode;
-  // No measured row is asked where the choice is between ours and math.
-  if (mode.backend() == Backend::kAuto && !fused) mode = Mode::forcing(0);
+  const Mode mode = call.forward.mode;
   const bool math = mode.backend() == Backend::kMath;
   if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
-    result = math || !fused ? math_backward(call) : efficient_backward(call, p);
+    result = math || !efficient_can_run(p) ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
     if (!call.wanted[i]) result.grads[i] = Owned();
   }

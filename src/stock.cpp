@@ -94,13 +94,7 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
   return true;
 }
 
-// It knows two of the things that calls may need; a call with any other one would come back without it.
-bool efficient_can_run(const Problem& p) {
-  if (!p.on_cuda || standin() != Standin::kOff || (p.needs & ~(kCausal | kDropout)) != 0) return false;
-  if (p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2] || p.dtype[0] == DType::kOther) return false;
-  if (p.B == 0 || p.Hq == 0 || p.Hkv == 0 || p.Sq == 0 || p.Sk == 0 || p.D == 0 || p.Dv == 0) return false;
-  return whole_units(p) && p.Hq % p.Hkv == 0;
-}
+bool efficient_can_run(const Problem& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
 
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);

@@ -44,11 +44,12 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 }
 
 // Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
-// math's. The family that is asked for comes first, then all in their order.
+// math's. (Auto takes ours on a GPU that was not measured only where math's would follow.) The family that is asked
+// for comes first, then all in their order.
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
-  if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc)
+  if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc && efficient_takes(p))
     return refused(Reason{Why::kUnmeasuredDevice, device.cc});
   const int asked = std::max(mode.family(), 0);
   BackwardPlan plan = attempt(p, device, tables, asked, wanted);

@@ -53,6 +53,10 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
 }
 
+bool is_empty(const Problem& p) {
+  return p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0;
+}
+
 void add_broken_units(const Problem& p, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
@@ -89,6 +93,12 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
+// It knows two of the things that calls may need; a call with any other one would come back without it.
+bool efficient_takes(const Problem& p) {
+  return (p.needs & ~(kCausal | kDropout)) == 0 && p.dtype[0] != DType::kOther && p.dtype[0] == p.dtype[1] &&
+         p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
+}
+
 int find_rescue(const Problem& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
@@ -116,7 +126,7 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
   Collector out{reasons, limit};
   add_class_reasons(p, device, tables, family, &out);
   if (out.full()) return out.count;
-  if (p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0) {
+  if (is_empty(p)) {
     out.add(Why::kEmpty);
     return out.count;
   }

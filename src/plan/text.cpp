@@ -228,7 +228,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
   if (plan.kernel_row >= 0) return tables.kernels[plan.kernel_row].name;
-  return "stock's efficient backward, else math's; ours: " + reason_text(plan.why, p, device, tables);
+  return std::string(efficient_takes(p) ? "stock's efficient" : "math's") +
+         " backward; ours: " + reason_text(plan.why, p, device, tables);
 }
 
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {

@@ -323,8 +323,8 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      gradients: stock's efficient backward, else math's; ours: no kernel row takes D=128, Dv=128,
-        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/configs.py
+      gradients: stock's efficient backward; ours: no kernel row takes D=128, Dv=128, Sq=4096 in
+        232448 bytes of shared memory; see torch_flashplug/configs.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
