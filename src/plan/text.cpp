@@ -65,62 +65,6 @@ std::string together_reason(int64_t needs) {
                        : "no kernel has exactly " + names + " together; stock attention serves this call";
 }
 
-std::string device_reason(const Reason& reason, const DeviceFacts& device, const Tables& tables) {
-  if (reason.why == Why::kArch) {
-    return "compute capability " + capability(reason.given) + ", these kernels need " +
-           tables.families[reason.allowed].gpus + "; stock attention serves this device";
-  }
-  if (device.cc == 0) return "no CUDA device; these kernels run on GPUs";
-  return "tensors are not all on one CUDA device; move query, key and value to the same GPU";
-}
-
-std::string operand_reason(const Reason& reason, const Problem& p, const Tables& tables) {
-  const std::string name = kOperandNames[reason.operand];
-  switch (reason.why) {
-    case Why::kMixedDtype:
-      return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
-             facts_of(p.dtype[2]).name + "); cast them all to " + elements_text(reason.allowed, " or ", tables);
-    case Why::kDtype:
-      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " +
-             elements_text(reason.allowed, " and ", tables) + "; cast, or use torch.autocast";
-    case Why::kHeadDimStep:
-      return name + " has head dim " + number(reason.given) + ", kernels take multiples of " + number(reason.allowed) +
-             "; pad the head dim";
-    case Why::kHeadDimLimit:
-      return name + " has head dim " + number(reason.given) + ", kernels take up to " + number(reason.allowed) +
-             "; stock attention serves larger ones";
-    case Why::kLastStride:
-      return name + " has stride " + number(reason.given) + " in its last dim, kernels need 1; call .contiguous()";
-    default:
-      return name + " is aligned to " + number(reason.given) + " bytes (base address and strides), kernels need " +
-             number(reason.allowed) + "; call .contiguous() or .clone()";
-  }
-}
-
-std::string speed_reason(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
-  switch (reason.why) {
-    case Why::kUnmeasuredDevice:
-      return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
-             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')";
-    case Why::kNoRow:
-      return "no measured row for this class of calls (compute capability " + capability(device.cc) +
-             (p.grad ? ", with grad" : ", no grad") +
-             "); auto takes only what was measured; force it with sdpa_backend('" +
-             tables.families[reason.given].backend + "')";
-    case Why::kSlower:
-      return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
-             " x stock's speed, auto needs the table's serve ratio; stock is faster";
-    case Why::kDecodeGate:
-      return "decode gate: " + number(reason.given) + " tiles, " + number(reason.allowed) +
-             " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
-    case Why::kNoBackward:
-      return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
-    default:
-      return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
-             "torch.no_grad() or the stock backend";
-  }
-}
-
 // How the keys of a packed tile are split.
 std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
@@ -190,13 +134,27 @@ std::string family_text(int family, const Plan& plan, const Problem& p, const De
 
 }  // namespace
 
+// No default: a reason without words does not compile.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const std::string name = kOperandNames[reason.operand], given = number(reason.given),
+                    allowed = number(reason.allowed);
   switch (reason.why) {
     case Why::kNone:
-      return "";
+      break;
     case Why::kDevice:
+      return device.cc == 0 ? "no CUDA device; these kernels run on GPUs"
+                            : "tensors are not all on one CUDA device; move query, key and value to the same GPU";
     case Why::kArch:
-      return device_reason(reason, device, tables);
+      return "compute capability " + capability(reason.given) + ", these kernels need " +
+             tables.families[reason.allowed].gpus + "; stock attention serves this device";
+    case Why::kDtype:
+      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " +
+             elements_text(reason.allowed, " and ", tables) + "; cast, or use torch.autocast";
+    case Why::kMixedDtype:
+      return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
+             facts_of(p.dtype[2]).name + "); cast them all to " + elements_text(reason.allowed, " or ", tables);
     case Why::kFeature:
       return with_facts(tables.features[reason.given].words, p);
     case Why::kTogether:
@@ -205,24 +163,45 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "scale is not finite; stock attention serves this call";
     case Why::kEmpty:
       return "a dimension is 0; stock attention handles empty tensors";
+    case Why::kHeadDimStep:
+      return name + " has head dim " + given + ", kernels take multiples of " + allowed + "; pad the head dim";
+    case Why::kHeadDimLimit:
+      return name + " has head dim " + given + ", kernels take up to " + allowed +
+             "; stock attention serves larger ones";
+    case Why::kLastStride:
+      return name + " has stride " + given + " in its last dim, kernels need 1; call .contiguous()";
+    case Why::kAlignment:
+      return name + " is aligned to " + given + " bytes (base address and strides), kernels need " + allowed +
+             "; call .contiguous() or .clone()";
     case Why::kNoKernel:
       return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              "; see torch_flashplug/configs.py";
     case Why::kSplits:
-      return "num_splits=" + number(reason.given) +
-             ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
+      return "num_splits=" + given + ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
     case Why::kUnmeasuredDevice:
+      return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
+             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')";
     case Why::kNoRow:
+      return "no measured row for this class of calls (compute capability " + capability(device.cc) +
+             (p.grad ? ", with grad" : ", no grad") +
+             "); auto takes only what was measured; force it with sdpa_backend('" +
+             tables.families[reason.given].backend + "')";
     case Why::kSlower:
+      return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
+             " x stock's speed, auto needs the table's serve ratio; stock is faster";
     case Why::kDecodeGate:
+      return "decode gate: " + given + " tiles, " + allowed +
+             " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
     case Why::kDeterministic:
+      return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
+             "torch.no_grad() or the stock backend";
     case Why::kNoBackward:
-      return speed_reason(reason, p, device, tables);
-    default:
-      return operand_reason(reason, p, tables);
+      return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
   }
+  return "";
 }
+#pragma GCC diagnostic pop
 
 // Which backward follows our forward.
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {

@@ -59,6 +59,16 @@ def test_a_feature_without_a_reader_does_not_compile() -> None:
     assert not cpp.compiles(head + 'constexpr auto bit = feature_bit("window");')
 
 
+def test_a_reason_without_words_does_not_compile() -> None:
+    source = Path(__file__).parents[2] / "src"
+    header, text = ((source / name).read_text() for name in ("flashplug.h", "plan/text.cpp"))
+    assert "#pragma once\n" in header and "  kNoBackward,\n" in header and '#include "../flashplug.h"\n' in text
+    header = header.replace("#pragma once\n", "")
+    both = text.replace('#include "../flashplug.h"\n', header)
+    assert cpp.compiles(both)
+    assert not cpp.compiles(both.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
+
+
 def test_rows_cross_whole_or_not_at_all() -> None:
     with pytest.raises(RuntimeError, match="other rows than rows.py"):
         native._push(library.lib().flashplug_add_gate_row, rows.RescueRow())
