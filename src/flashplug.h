@@ -161,6 +161,7 @@ constexpr int kMaxReasons = 8;
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
 bool whole_dims(const Problem& p);                       // head dims are whole units, too
+bool made_of(const KernelRow& row, const Problem& p);    // a kernel that takes the call's dtypes
 bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
 bool whole_rows(const Problem& p);                       // the elements of a row follow each other, in every operand
 bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need

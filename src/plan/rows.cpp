@@ -24,9 +24,9 @@ bool whole_sectors(const Problem& p, const KernelRow& row) {
 
 // Elementwise kernels are for the calls that no other can read.
 bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row) {
-  return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype) && p.D <= row.d_max && p.Dv <= row.dv_max &&
-         has_features(row, p.needs) && (row.whole_sectors == 0 || whole_sectors(p, row)) &&
-         (row.elementwise != 0) != whole_units(p) && smem_fits(row, device);
+  return made_of(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
+         (row.whole_sectors == 0 || whole_sectors(p, row)) && (row.elementwise != 0) != whole_units(p) &&
+         smem_fits(row, device);
 }
 
 bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }

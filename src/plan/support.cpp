@@ -20,16 +20,20 @@ struct Collector {
   }
 };
 
-// The largest head dims that such kernels hold on this device; 0: there are none.
+// The largest head dims that such kernels hold on this device; 0: there are none. Of those that are made of what the
+// call is; a call that is to be cast first may become any.
 struct HeadDims {
   int64_t d = 0, dv = 0;
 };
-HeadDims largest_head_dims(int family, bool elementwise, const DeviceFacts& device, const Tables& tables) {
+HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const DeviceFacts& device,
+                           const Tables& tables) {
+  const bool cast = !tables.made_of(family, p.dtype);
   HeadDims most;
   for (int element = 0; element < kNumDTypes; ++element) {
     for (int i : tables.of(kFwd, family, static_cast<DType>(element))) {
       const KernelRow& row = tables.kernels[i];
       if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
+      if (!cast && !made_of(row, p)) continue;
       most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
     }
   }
@@ -72,6 +76,8 @@ void add_broken_units(const Problem& p, Collector* out) {
 }
 
 }  // namespace
+
+bool made_of(const KernelRow& row, const Problem& p) { return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype); }
 
 bool has_features(const KernelRow& row, int64_t needs) { return Features{row.takes, row.always}.fit(needs); }
 
@@ -133,10 +139,10 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
   const bool whole = whole_units(p);
   // What others could hold is not in the way.
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
-  HeadDims most = largest_head_dims(family, !whole, holder, tables);
+  HeadDims most = largest_head_dims(p, family, !whole, holder, tables);
   if (!whole && most.d == 0) {  // no kernel of this family goes element by element
     add_broken_units(p, &out);
-    most = largest_head_dims(family, false, holder, tables);
+    most = largest_head_dims(p, family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);
   if (most.d != 0 && p.D > most.d) out.add(Why::kHeadDimLimit, p.D, most.d, 0);

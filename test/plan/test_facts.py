@@ -182,6 +182,22 @@ def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
     assert "cast them all to bfloat16 or float16" in native.forced_error(mixed, DEVICES["h100"], fa2)
 
 
+def test_limits_are_those_of_the_calls_element() -> None:
+    """What kernels of another one hold is neither offered nor said; a call that is to be cast may become any."""
+    wide, narrow = (KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16")))
+    native.push_rows((wide, narrow), (), choices.GATE)
+
+    def reason(name: str, d: int) -> str:
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
+        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["reasons"].get("fa3", "")
+
+    assert reason("bf16", 96).startswith("query has head dim 96, kernels take up to 64;")
+    assert reason("fp16", 96) == ""
+    assert reason("fp16", 136).startswith("query has head dim 136, kernels take up to 128;")
+    assert "head dim" not in reason("fp32", 128) and "take up to 128" in reason("fp32", 136)
+
+
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
