@@ -34,6 +34,19 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
   return BackwardPlan{row, {}};
 }
 
+// By those of the family that is asked for, else of the first that can.
+BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tables& tables, int asked, int64_t wanted) {
+  BackwardPlan plan = attempt(p, device, tables, asked, wanted);
+  if (plan.kernel_row >= 0) return plan;
+  any_family(tables, [&](int family) {
+    if (family == asked) return false;
+    const BackwardPlan other = attempt(p, device, tables, family, wanted);
+    if (other.kernel_row >= 0) plan = other;
+    return other.kernel_row >= 0;
+  });
+  return plan;
+}
+
 }  // namespace
 
 int64_t scratch_floats(const Problem& p, const KernelRow& row) {
@@ -44,23 +57,14 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 }
 
 // Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
-// math's. (Auto takes ours on a GPU that was not measured only where math's would follow.) The family that is asked
-// for comes first, then all in their order.
+// math's. Auto takes ours on a GPU that was not measured only where math's would follow.
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
-  if (mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc && efficient_takes(p))
-    return refused(Reason{Why::kUnmeasuredDevice, device.cc});
-  const int asked = std::max(mode.family(), 0);
-  BackwardPlan plan = attempt(p, device, tables, asked, wanted);
-  if (plan.kernel_row >= 0) return plan;
-  any_family(tables, [&](int family) {
-    if (family == asked) return false;
-    const BackwardPlan other = attempt(p, device, tables, family, wanted);
-    if (other.kernel_row >= 0) plan = other;
-    return other.kernel_row >= 0;
-  });
-  return plan;
+  const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
+  const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
+  if (plan.kernel_row < 0 || !unmeasured || !efficient_takes(p)) return plan;
+  return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[plan.kernel_row].family});
 }
 
 }  // namespace flashplug

@@ -49,15 +49,15 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 
 // Why kernels that could run should not, unless they are forced. A preferred backend goes ahead of what was measured.
 Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
+  const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
-  if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc};
+  if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
   if (measured) plan->rescue_row = find_rescue(p, tables);
   if (plan->rescue_row >= 0) return {};  // right goes before fast
   // What could follow our forward there is slower than what stock has for both, and may not repeat its sums.
   if (p.grad && plan_backward(p, device, mode, tables).kernel_row < 0)
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   if (!measured) return {};
-  const KernelRow& kernel = tables.kernels[plan->kernel_row];
   if (plan->gate.closed && kernel.kind != kDecode) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, kernel, tables);

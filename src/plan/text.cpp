@@ -181,7 +181,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "num_splits=" + given + ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
     case Why::kUnmeasuredDevice:
       return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
-             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')";
+             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=" + tables.families[reason.allowed].backend +
+             " or sdpa_backend('" + tables.families[reason.allowed].backend + "')";
     case Why::kNoRow:
       return "no measured row for this class of calls (compute capability " + capability(device.cc) +
              (p.grad ? ", with grad" : ", no grad") +

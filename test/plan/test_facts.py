@@ -130,6 +130,9 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = native.plan(shape, gpu, fa4)
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
     assert native.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
+    opt_in = {name: f"opt in with TORCH_FLASHPLUG_BACKEND={name} or sdpa_backend('{name}')" for name in ("fa2", "fa4")}
+    unasked = native.plan(shape, gpu)["reasons"]
+    assert all(words in unasked[name] for name, words in opt_in.items())
     assert "exactly 9.0 (H100, H200)" in native.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
     for device in ("h100", "a100"):
         elsewhere = native.plan(shape, DEVICES[device], fa4)

@@ -19,6 +19,7 @@ from torch_flashplug.__main__ import main
 from torch_flashplug.api import DEVICES
 from torch_flashplug.demo import model as gpt
 from torch_flashplug.demo import train
+from torch_flashplug.families import FAMILIES
 
 DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")
 
@@ -215,13 +216,14 @@ def test_explain_says_backend_and_gate(output):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("more", ((), ("--grad",), ("--backend", "fa3"), ("--v", "1,8,8192,64")))
-def test_explain_as_json(output, device, more):
-    plan = json.loads(output(*DECODE, *more, "--device", device, "--json"))
-    assert plan["backend"] in {"fa3", "stock"}
+@pytest.mark.parametrize("forced", (None, *FAMILIES), ids=lambda family: family and family.backend)
+@pytest.mark.parametrize("more", ((), ("--grad",), ("--v", "1,8,8192,64")))
+def test_explain_as_json(output, device, forced, more):
+    asked = ("--backend", forced.backend) if forced else ()
+    plan = json.loads(output(*DECODE, *more, *asked, "--device", device, "--json"))
+    served = forced is not None and forced.runs_on(DEVICES[device]["cc"])
+    assert plan["backend"] == (forced.backend if served else "stock")
     assert plan["reasons"]
-    forced_on_hopper = DEVICES[device]["cc"] == 90 and "fa3" in more
-    assert (plan["backend"] == "fa3") == forced_on_hopper
 
 
 @pytest.mark.parametrize(
