@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from . import _start, choices, composite, configs, env, native, problem, repair, rescues, tracing
 from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
@@ -147,6 +148,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
 
 _NAMES = len("stock would ")  # width of the first column
+_UNKNOWN = -1  # stock's choice, where it was not asked
 
 
 @dataclass(frozen=True)
@@ -200,23 +202,23 @@ def explain(
         )
     _start.load()
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    choice, stock_choice = -1, ""
+    choice = _UNKNOWN
     if device is None and query.is_cuda and not problem.decides_itself(query, key, value):
         # The op asks stock's choice function itself, past the router.
         choice = torch._fused_sdp_choice(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        stock_choice = torch.nn.attention.SDPBackend(choice).name
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
-        return Plan(call, "math", reasons=reasons, stock_choice=stock_choice)
+        return Plan(call, "math", reasons=reasons, stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, enable_gqa, mode)
     if outside is not None:
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
-        return Plan(call, "stock", reasons=reasons, stock_choice=stock_choice)
+        mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
+        return Plan(call, "stock", reasons=reasons, stock_choice=_right(choice, scale) if mended else _name(choice))
     facts = (
         DEVICES[device]
         if device is not None
@@ -229,15 +231,25 @@ def explain(
     )
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
-    if problem.gives_nan(scale, choice) and made["backend"] == "stock" and native.backend_of(mode) != "stock":
-        flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
-                 "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
-        right = " or ".join(name for name, enabled in flags.items() if enabled)
-        nan = f"{stock_choice} would give NaN with this scale"
-        stock_choice = f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
-    return Plan(call, **fields, error=error, stock_choice=stock_choice)
+    mended = problem.is_asked(mode) and made["backend"] == "stock" and not impossible
+    return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
+
+
+def _name(choice: int) -> str:
+    return "" if choice == _UNKNOWN else SDPBackend(choice).name
+
+
+def _right(choice: int, scale: float | None) -> str:
+    """What the router makes of stock's choice (right_for_scale in src/router.cpp)."""
+    if not problem.gives_nan(scale, choice):
+        return _name(choice)
+    flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
+             "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
+    right = " or ".join(name for name, enabled in flags.items() if enabled)
+    nan = f"{_name(choice)} would give NaN with this scale"
+    return f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
 
 
 def _in_one_line(

@@ -123,6 +123,11 @@ def describe(
     )
 
 
+def is_asked(mode: int) -> bool:
+    """The router has a say in calls of this mode: also in which of stock's backends takes one that stays with stock."""
+    return native.enabled() and _kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
+
+
 def gives_nan(scale: float | None, stock_choice: int) -> bool:
     """With a scale of zero or below cuDNN's and flash's kernels do (right_for_scale in src/router.cpp)."""
     backends = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)

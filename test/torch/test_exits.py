@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from standin import road_to
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import native, problem, sdpa_backend
+from torch_flashplug.api import DEVICES as GPUS
 from torch_flashplug.families import BACKENDS
 
 # What the router counts: the call is ours and ran; is ours and was only traced; is stock's; or nothing, since stock
@@ -169,3 +171,65 @@ def test_explain_says_what_the_router_did(name: str, mode: str) -> None:
     assert took == (STOCK if way.took is None else way.took)
     assert plan.backend == way.backend and not plan.error, plan
     assert plan.reasons and all(way.words in why for why in plan.reasons.values()), plan
+
+
+# ---- scales that stock's flash gives NaN for ----
+
+NEGATIVE = -0.3
+
+
+class Ran(TorchDispatchMode):
+    """Whether stock's flash ran."""
+
+    flash = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.flash |= func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_explain_knows_whose_scales_the_router_mends() -> None:
+    """Of those that it leaves to stock, and stock to its flash."""
+    mended, asked = {}, {}
+    for name, way in EXITS.items():
+        with road_to("cpu") as road:
+            tensors, ran, stock_ran = way.change(road.qkv()), Ran(), Ran()
+            with way.scope(), contextlib.suppress(RuntimeError):
+                asked[name] = problem.is_asked(native.effective_mode())
+                with ran:
+                    F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
+            left = road.took() == STOCK
+            with road.off(), way.scope(), contextlib.suppress(RuntimeError), stock_ran:
+                F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
+        if stock_ran.flash and left:
+            mended[name] = not ran.flash
+    assert set(mended.values()) == {True, False}
+    assert mended == {name: asked[name] for name in mended}
+
+
+FLASH = SDPBackend.FLASH_ATTENTION
+LOOKS = {  # the call, the switch, whether the router looks at stock's choice
+    "inside": ((2, 4, 128, 64), nullcontext, True),
+    "outside": ((2, 1, 128, 64), nullcontext, True),  # keys of one head, to be broadcast
+    "stock": ((2, 4, 128, 64), forced("stock"), False),
+    "stock_outside": ((2, 1, 128, 64), forced("stock"), False),
+    "disabled": ((2, 4, 128, 64), disabled, False),
+    "impossible": ((2, 4, 128, 64), forced("fa3"), False),  # it raises
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that say they are on a GPU, and with what stock would choose there."""
+    keys, scope, looks = LOOKS[name]
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: FLASH.value)
+    with road_to("cpu"), FakeTensorMode() as mode, scope():
+        native.set_facts_override(GPUS["a100"])  # auto takes nothing there, fa3 runs nothing
+        query, key, value = (
+            FakeTensor(mode, torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
+            for size in ((2, 4, 128, 64), keys, keys)
+        )
+        said = [torch_flashplug.explain(query, key, value, scale=scale).stock_choice for scale in (None, NEGATIVE)]
+    nan = f"EFFICIENT_ATTENTION or MATH; {FLASH.name} would give NaN with this scale"
+    assert said == [FLASH.name, nan if looks else FLASH.name]
