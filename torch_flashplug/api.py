@@ -37,11 +37,10 @@ DEVICES: dict[str, dict[str, int]] = {
 
 
 def _cache_mark() -> str:
-    """What a traced graph depends on besides the program: the table and the settings that the router reads while
-    tracing.
-    """
+    """What a traced graph depends on besides the program: the table and the flags that decide what is traced."""
     table = zlib.crc32(repr((FAMILIES, configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
-    return f"|torch_flashplug:{env.HOOK.get()}:{env.BACKEND.get()}:{env.REPAIR.get()}:{table:08x}"
+    flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
+    return f"|torch_flashplug:{flags}:{table:08x}"
 
 
 def enable() -> None:

@@ -9,36 +9,50 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One environment variable: its name, its default and what it does (the README table is checked against this)."""
+    """One environment variable: its name, its default and what it does (the README table is checked against this).
+
+    `traced`: it decides what is traced, so graphs that are kept are those of its value (_cache_mark in api.py).
+    """
 
     name: str
     default: str
     help: str
+    traced: bool
 
     def get(self) -> str:
         return os.environ.get(self.name, self.default)
 
 
-ENABLED = Flag("TORCH_FLASHPLUG", "", "0: leave torch untouched; 1: also load with every `import torch` (entry point)")
+ENABLED = Flag(
+    "TORCH_FLASHPLUG",
+    "",
+    "0: leave torch untouched; 1: also load with every `import torch` (entry point)",
+    traced=False,  # of a process without us nothing is marked
+)
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
     "",
     "fa3, fa2, math or stock for all calls of the process; what it cannot run stays stock",
+    traced=True,
 )
 CACHE_DIR = Flag(
-    "TORCH_FLASHPLUG_CACHE_DIR", "", "where kernels compiled at run time are kept; empty: the user's cache directory"
+    "TORCH_FLASHPLUG_CACHE_DIR",
+    "",
+    "where kernels compiled at run time are kept; empty: the user's cache directory",
+    traced=False,
 )
-JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time")
+JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time", traced=False)
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
     "stub: in torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
+    traced=True,
 )
-
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
     "0: leave stock's attention as it is; it can misread operands and grad_out's order",
+    traced=True,
 )
 
 FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK, REPAIR)

@@ -14,7 +14,7 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, composite, native, sdpa_backend, up_calls
+from torch_flashplug import _start, api, composite, env, native, sdpa_backend, up_calls
 from torch_flashplug.families import BACKENDS
 
 
@@ -339,3 +339,22 @@ def test_compile_cache_tag_follows_in_every_thread() -> None:
         assert tags()[0] == "mine"
     torch_flashplug.enable()
     assert tags() == on
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_flags_read_up_to_a_graph_are_in_its_tag(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From loading to tracing. A flag that does not say whether it decides what is traced is none."""
+    read, get = set(), env.Flag.get
+    with monkeypatch.context() as patch:
+        patch.setattr(env.Flag, "get", lambda flag: read.add(flag.name) or get(flag))
+        _start._load_core()
+        road.enable()
+        torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*road.qkv())
+    marks = {api._cache_mark(): ""}
+    for flag in env.FLAGS:
+        with monkeypatch.context() as patch:
+            patch.setenv(flag.name, "other")
+            marks.setdefault(api._cache_mark(), flag.name)
+    assert read <= {flag.name for flag in env.FLAGS if flag.traced} == set(marks.values()) - {""}
+    with pytest.raises(TypeError, match="traced"):
+        env.Flag("TORCH_FLASHPLUG_ANOTHER", "", "it may decide what is traced")
