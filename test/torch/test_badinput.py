@@ -4,6 +4,7 @@ plugin off and on.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road
+from standin import Road, road_to
 from torch import Tensor
 
 import torch_flashplug
+from torch_flashplug import native, ops, problem, sdpa_backend
+from torch_flashplug.api import DEVICES
 from torch_flashplug.families import KERNEL_BACKENDS
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -218,6 +221,78 @@ def test_explain_asks_what_the_router_asks(road: Road, name: str) -> None:
     served = road.took().get("ours_fwd", 0) > 0
     plan = torch_flashplug.explain(*args, **more, device=None if road.device == "cuda" else "h100")
     assert (plan.backend in KERNEL_BACKENDS) == served, plan
+
+
+# ---- what is read of a call ----
+
+
+def one(road: Road, **more: Any) -> list[Tensor]:
+    """A batch of one, whose stride may be anything."""
+    return [tensor[:1] for tensor in road.qkv(**more)]
+
+
+def one_changed(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[Road], Call]:
+    return lambda road: ([change(t) if i == place else t for i, t in enumerate(one(road))], {})
+
+
+# For every fact of a call one in which it is not what it is in a plain one.
+OF_OPERANDS = {
+    "dtype": Tensor.half,
+    "last_stride": lambda t: t.mT.contiguous().mT,
+    "align": lambda t: torch.cat((t, t[..., :4]), -1)[..., :64],
+    "odd_base": shifted_by_one,
+    "odd_ones": odd_stride,
+    "broadcast": lambda t: t[:, :1].expand_as(t),
+}
+OTHERWISE: dict[str, Callable[[Road], Call]] = {
+    "B": lambda road: (road.qkv(), {}),
+    "Hq": lambda road: (one(road, heads=8, kv_heads=4), {"enable_gqa": True}),
+    "Hkv": lambda road: (one(road, kv_heads=2), {"enable_gqa": True}),
+    "Sq": lambda road: (one(road, rows=72, keys=128), {}),
+    "Sk": lambda road: (one(road, keys=72), {}),
+    "D": lambda road: (sized(road, (1, 4, 128, 32), (1, 4, 128, 32), (1, 4, 128, 64)), {}),
+    "Dv": lambda road: (sized(road, (1, 4, 128, 64), (1, 4, 128, 64), (1, 4, 128, 32)), {}),
+    "needs": lambda road: (one(road), {"is_causal": True}),
+    "on_cuda": lambda road: (one(road), {}),
+    "grad": lambda road: (one(road, grad=True), {}),
+    "deterministic": lambda road: (one(road, grad=True), {}),
+    "scale": lambda road: (one(road), {"scale": -0.2}),
+    "dropout_p": lambda road: (one(road), {"dropout_p": 0.5}),
+    **{f"{fact}_{x}": one_changed(i, change) for fact, change in OF_OPERANDS.items() for i, x in enumerate("qkv")},
+}
+
+
+def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
+    args, more = call
+    settings = {"dropout_p": 0.0, "is_causal": False, "scale": None} | more
+    settings.pop("enable_gqa", None)
+    return problem.describe(*args, None, **settings) | {"on_cuda": on_cuda}
+
+
+def own_op(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """F.sdpa without torch's own checks, nor a router."""
+    return torch.ops.torch_flashplug.sdpa_fwd(query, key, value, None, 0.0, ops.CAUSAL_NONE, None, 0)[0]
+
+
+@pytest.mark.parametrize("fact", native.problem_facts())
+def test_every_fact_is_read_and_said_by_problem_py(fact: str) -> None:
+    """The plan that a call leaves in the memory of plans is that of the facts that problem.py says of its tensors. A
+    fact without a reader is the same in all calls.
+    """
+    with road_to("cpu") as road, sdpa_backend("fa3"):
+        call, here = OTHERWISE[fact](road), fact != "on_cuda"
+        native.set_standin(here)
+        torch.use_deterministic_algorithms(fact == "deterministic")
+        try:
+            facts = described(call, here), DEVICES["h100"], native.effective_mode()
+            assert not native.is_remembered(*facts)
+            with contextlib.suppress(RuntimeError):  # fa3 is forced, so that no call is let out unread
+                attention = own_op if fact.startswith("dtype") or not here else F.scaled_dot_product_attention
+                attention(*call[0], **call[1])
+            assert native.is_remembered(*facts)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert facts[0][fact] != described((one(road), {}))[fact]
 
 
 IRREGULAR = {
