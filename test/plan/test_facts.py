@@ -187,7 +187,9 @@ def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
 
 def test_limits_are_those_of_the_calls_element() -> None:
     """What kernels of another one hold is neither offered nor said; a call that is to be cast may become any."""
-    wide, narrow = (KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16")))
+    wide, narrow = (
+        KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16"))
+    )
     native.push_rows((wide, narrow), (), choices.GATE)
 
     def reason(name: str, d: int) -> str:

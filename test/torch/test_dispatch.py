@@ -347,6 +347,7 @@ def test_flags_read_up_to_a_graph_are_in_its_tag(road: Road, monkeypatch: pytest
     read, get = set(), env.Flag.get
     with monkeypatch.context() as patch:
         patch.setattr(env.Flag, "get", lambda flag: read.add(flag.name) or get(flag))
+        native.clear_packs()  # they are registered again
         _start._load_core()
         road.enable()
         torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*road.qkv())
