@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 
 import on_cpu
@@ -18,6 +19,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from torch_flashplug import native
+from torch_flashplug.elements import DTYPES
 from torch_flashplug.testing import case_named
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
@@ -46,11 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_small(item: pytest.Item) -> bool:
-    """Whether the case that it is about, if any, can be interpreted in about a second."""
+    """Whether it is interpreted: what it is about, if it is a case, is done in about a second; of two element types
+    each case has one, since a kernel's code knows little of them.
+    """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if (name := parameters.get("name")) is not None:
-        return on_cpu.is_small(case_named(name))
-    return "case" not in parameters or on_cpu.is_small(parameters["case"])
+    case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
+    if case is None:
+        return True
+    dtype = DTYPES[zlib.crc32(case.name.encode()) % len(DTYPES)]
+    return on_cpu.is_small(case) and parameters.get("dtype", dtype) == dtype
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
     python tools/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...] [--out DIR]
     python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      one call, and everything about it
+    python tools/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreted.py)
 
 Owns the processes that make calls, of which any may die, and the account of what came of them. fuzz_calls.py says what
 the calls are, fuzz_check.py judges each. Exit code 1: findings of ours.
@@ -27,14 +28,15 @@ from pathlib import Path
 import fuzz_calls
 import report
 import torch
-from fuzz_check import Verdict, answer, check, hooked, is_stocks, operands, settings
+from fuzz_check import INTERPRETED, Verdict, answer, check, hooked, is_stocks, operands, settings
 from rich.console import Console
 from rich.table import Table
 
 import torch_flashplug
 from torch_flashplug import env
 
-WORK = {"cuda": 1 << 29, "cpu": 1 << 20}  # multiply-adds of a call's two products
+DEVICES = {"cuda": "cuda", "cpu": "cpu", INTERPRETED: "cpu"}  # torch's names for them
+WORK = {"cuda": 1 << 29, "cpu": 1 << 20, INTERPRETED: 1 << 25}  # multiply-adds of a call's two products
 BLOCK = 8  # calls that a worker is given at a time
 STALL, START, ALONE = 60.0, 180.0, 90.0  # seconds: without progress; to the first call; for a call in its own process
 GRACE = 25.0  # seconds that are kept to ask again what was found
@@ -59,7 +61,7 @@ def work(conn: Connection, device: str, seed: int, number: int) -> None:
         while True:
             for index, modes in conn.recv().items():
                 conn.send((index, modes[0], None))
-                posed = fuzz_calls.pose(fuzz_calls.draw(seed, index, WORK[device]), device)
+                posed = fuzz_calls.pose(fuzz_calls.draw(seed, index, WORK[device]), DEVICES[device])
                 answers = answer(posed)
                 for mode in modes:
                     conn.send((index, mode, None))
@@ -283,14 +285,14 @@ def show_call(seed: int, index: int, mode: str, device: str) -> int:
     """One call, and everything about it; the last line is its verdict in JSON."""
     call = fuzz_calls.draw(seed, index, WORK[device])
     print(call)
-    posed = fuzz_calls.pose(call, device)
+    posed = fuzz_calls.pose(call, DEVICES[device])
     for name in ("q", "k", "v", "grad_out"):
         tensor = getattr(posed, name)
         print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")
     with hooked(device, mode) as off:
         if mode != "stock":
             with torch_flashplug.sdpa_backend(mode):
-                preset = "h100" if device == "cpu" else None
+                preset = None if device == "cuda" else "h100"
                 print(torch_flashplug.explain(*operands(posed), **settings(call), device=preset), flush=True)
         verdict = check(posed, answer(posed), mode, off)
     print(json.dumps(dataclasses.asdict(verdict)))
@@ -306,7 +308,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)))
     parser.add_argument("--only", default=",".join(fuzz_calls.NAMES), help="kinds of calls")
     parser.add_argument("--out", type=Path, help="folder for fuzz-<gpu>.json")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=DEVICES, help="interpreted: kernels, on this CPU")
     parser.add_argument("--call", type=int, help="this one alone, in the first of the modes")
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it under deterministic algorithms

@@ -28,6 +28,7 @@ from torch_flashplug.testing import Masking, assert_within_budget, attention_mat
 from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_sums
 
 SIGMAS = 5.0
+INTERPRETED = "interpreted"  # for a device: our kernels, on CPU tensors
 
 Off = Callable[[], contextlib.AbstractContextManager]
 
@@ -269,8 +270,8 @@ def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
 
 @contextlib.contextmanager
 def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
-    """The plugin where calls reach it: on CUDA as it is, for CPU tensors on the road of test/standin.py. For "stock" it
-    is disabled, for good.
+    """The plugin where calls reach it: on CUDA as it is; for CPU tensors on the road of test/standin.py or, where kernels
+    are interpreted, of test/on_cpu.py. For "stock" it is disabled, for good.
     """
     if mode == "stock":
         if not env.disabled():
@@ -281,7 +282,12 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     else:
         if (tests := str(report.ROOT / "test")) not in sys.path:
             sys.path.append(tests)
+        import on_cpu
         import standin
 
-        with standin.road_to(device) as road:
-            yield road.off
+        if device == INTERPRETED:
+            with on_cpu.kernels(seed=int(torch.randint(1, 1 << 30, ()))):
+                yield on_cpu.off
+        else:
+            with standin.road_to(device) as road:
+                yield road.off

@@ -27,23 +27,24 @@ SOURCES = aot.ROOT / "tools" / "interpreter"
 # Signed numbers wrap as registers do; it runs where it was built.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-Wall", "-Wextra")
 OBJECTS = aot.ROOT / "build" / "objects"
+RUNTIME = aot.ROOT / "build" / "interpreter"
 
 
-def runtime(folder: Path) -> list[Path]:
-    """The interpreter's objects, of which those are compiled that the folder lacks."""
+def runtime() -> list[Path]:
+    """The interpreter's objects, of which those are compiled that are not there yet."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     compiler = os.environ.get("CXX") or "c++"
 
     def built(source: Path) -> Path:
         digest = hashlib.sha256(headers + source.read_bytes() + repr((compiler, FLAGS)).encode()).hexdigest()[:16]
-        made = folder / f"{source.stem}-{digest}.o"
+        made = RUNTIME / f"{source.stem}-{digest}.o"
         if not made.exists():
             part = made.with_suffix(f".{os.getpid()}")
             subprocess.run([compiler, *FLAGS, "-c", str(source), "-o", str(part)], check=True)
             part.replace(made)
         return made
 
-    folder.mkdir(parents=True, exist_ok=True)
+    RUNTIME.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(built, sorted(SOURCES.glob("*.cpp"))))
 
@@ -66,7 +67,7 @@ def pack(kernels: Iterable[Path], file: Path) -> Path:
     kernels = sorted(kernels)
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{file}.lock"):
-        parts = runtime(file.parent / "interpreter")
+        parts = runtime()
         stamp, made_of = file.with_suffix(".txt"), "\n".join(map(str, (*kernels, *parts)))
         if file.exists() and stamp.exists() and stamp.read_text() == made_of:
             return file
@@ -74,7 +75,7 @@ def pack(kernels: Iterable[Path], file: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         for kernel in kernels:
-            os.link(f"{kernel}.ptx", folder / name_of(Path(f"{kernel}.cubin").read_bytes()))
+            shutil.copy(f"{kernel}.ptx", folder / name_of(Path(f"{kernel}.cubin").read_bytes()))
         # Its CUDA is its own, whatever the process has loaded.
         objects = [Path(f"{kernel}.o") for kernel in kernels]
         aot.link(objects, file, *parts, "-Wl,-Bsymbolic", "-lstdc++", "-lm")
@@ -94,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=aot.TARGETS, required=True, help="what the kernels were compiled for")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the pack and the interpreter's objects")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
     packs = [pack for pack in aot.configs.PACKS if pack.target == args.target]
     names = args.spec or sorted({spec.name() for one in packs for spec in one.specs()})
