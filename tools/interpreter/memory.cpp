@@ -77,6 +77,21 @@ Outcome reduce(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
+// red.global.add.vN.f32 [place], {...}
+Outcome reduce_vector(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) {
+    std::byte* at = place<Space::kGlobal, Access::kStores>(w, in.operands[0], i, in.many.size() * sizeof(float));
+    for (const int32_t more : in.many) {
+      float sum;
+      std::memcpy(&sum, at, sizeof sum);
+      sum += w.lanes<float>(more)[i];
+      std::memcpy(at, &sum, sizeof sum);
+      at += sizeof sum;
+    }
+  });
+  return Outcome::kNext;
+}
+
 // cp.async [shared], [global], bytes, of which so many are read and the others zero.
 template <bool has_size>
 Outcome copy(Warp& w, const Instruction& in, uint32_t lanes) {
@@ -166,6 +181,7 @@ void add_memory(Opcodes& to) {
     for (const auto* type : {"b64", "u64"}) to["ld.param." + size + type] = {"XP", load_parameter<uint64_t>};
   }
   for (const auto* type : {"b16", "u16"}) to[std::string("ld.param.") + type] = {"HP", load_parameter<uint16_t>};
+  for (const auto* name : {"red.global.add.v2.f32", "red.global.add.v4.f32"}) to[name] = {"GV", reduce_vector};
   to["cp.async.cg.shared.global"] = {"SGIw", copy<true>};
   to["cp.async.ca.shared.global"] = {"SGIw", copy<true>};
   to["cp.async.commit_group"] = {"", commit_copies};
