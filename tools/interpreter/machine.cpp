@@ -1,13 +1,12 @@
 #include "machine.h"
 
-#include <algorithm>
-
 namespace interpreter {
 
 namespace {
 
-constexpr int kResidentCtas = 132;
-constexpr std::byte kPoison{0xff};  // NaN in every float type
+constexpr size_t kResidentCtas = 132;
+constexpr uint64_t kMostInstructions = 20'000'000'000;  // of a launch: minutes; a loop that never ends gets there
+constexpr std::byte kPoison{0xff};                      // NaN in every float type
 
 uint64_t value_of(const Constant& constant, const Launch& launch, const Cta& cta, int thread) {
   switch (constant.kind) {
@@ -60,7 +59,7 @@ std::byte* Cta::at(uint64_t address, size_t bytes) {
   Cta* cta = this;
   if (const uint64_t rank = address >> kRankShift; rank != 0) {
     if (rank > cluster->ctas.size()) throw Stop("an address in a CTA that the cluster does not have");
-    cta = cluster->ctas[rank - 1];
+    cta = cluster->ctas[rank - 1].get();
   }
   const uint64_t offset = address & ((uint64_t{1} << kRankShift) - 1);
   if (offset < kSharedBase || offset + bytes > kSharedBase + cta->shared.size())
@@ -92,58 +91,62 @@ void Cta::fence(const Warp& warp) {
 }
 
 void Machine::start_cluster(uint32_t first) {
-  auto cluster = std::make_shared<Cluster>();
+  auto cluster = std::make_unique<Cluster>();
   for (uint32_t rank = 0; rank < launch_->cluster; ++rank) {
     const uint32_t number = first + rank;
     auto cta = std::make_unique<Cta>();
     cta->machine = this;
+    cta->cluster = cluster.get();
     cta->index[0] = number % launch_->grid[0];
     cta->index[1] = number / launch_->grid[0] % launch_->grid[1];
     cta->index[2] = number / launch_->grid[0] / launch_->grid[1];
     cta->rank = rank;
-    cta->cluster = cluster;
     cta->shared.assign(launch_->shared_bytes, kPoison);
     cta->unfenced.assign(launch_->shared_bytes / 16 + 1, 0);
     cta->warps.resize(launch_->block / kLanes);
     for (size_t i = 0; i < cta->warps.size(); ++i) start(cta->warps[i], *cta, static_cast<int>(i), *launch_);
-    cluster->ctas.push_back(cta.get());
-    ctas_.push_back(std::move(cta));
+    cluster->ctas.push_back(std::move(cta));
   }
+  clusters_.push_back(std::move(cluster));
 }
 
 void Machine::run(const Launch& launch) {
   launch_ = &launch;
-  ctas_.clear();
   const uint32_t total = launch.grid[0] * launch.grid[1] * launch.grid[2];
   uint32_t started = 0;
-  while (true) {
-    while (started < total && ctas_.size() + launch.cluster <= kResidentCtas) {
+  while (started < total || !clusters_.empty()) {
+    for (; started < total && (clusters_.size() + 1) * launch.cluster <= kResidentCtas; started += launch.cluster)
       start_cluster(started);
-      started += launch.cluster;
-    }
-    if (ctas_.empty()) break;
     bool moved = false;
-    for (const auto& cta : ctas_) {
-      const size_t count = cta->warps.size();
-      const size_t first = seed == 0 ? 0 : random() % count;
-      for (size_t i = 0; i < count; ++i) {
-        Warp& warp = cta->warps[(first + i) % count];
-        if (warp.alive != 0) moved |= turn(warp, seed == 0 ? 4000 : static_cast<int>(1 + random() % 400));
-      }
-      if (!copies.empty() && chance(4)) moved |= finish_some();
-    }
-    const auto over = [](const auto& cta) {
-      return std::all_of(cta->cluster->ctas.begin(), cta->cluster->ctas.end(), [](Cta* x) { return x->done(); });
-    };
-    for (const auto& cta : ctas_) {
-      if (!over(cta)) continue;
-      if (cta->copies_coming != 0) throw Stop("a CTA ends while copies into its shared memory are under way");
-      for (const Warp& warp : cta->warps)
-        if (!warp.stores.empty() || !warp.copies.empty()) throw Stop("a CTA ends while copies are under way");
-    }
-    moved |= std::erase_if(ctas_, over) > 0;
+    for (const auto& cluster : clusters_)
+      for (const auto& cta : cluster->ctas) moved |= turn(*cta);
+    moved |= end_clusters();
     if (!moved && !finish_some()) throw Stop("nothing can go on: " + where());
+    if (instructions_ > kMostInstructions) throw Stop("no end: " + where());
   }
+}
+
+bool Machine::turn(Cta& cta) {
+  bool moved = false;
+  const size_t count = cta.warps.size(), first = seed == 0 ? 0 : random() % count;
+  for (size_t i = 0; i < count; ++i) {
+    Warp& warp = cta.warps[(first + i) % count];
+    if (warp.alive != 0) moved |= turn(warp, seed == 0 ? 4000 : static_cast<int>(1 + random() % 400));
+  }
+  if (!copies.empty() && chance(4)) moved |= finish_some();
+  return moved;
+}
+
+bool Machine::end_clusters() {
+  for (const auto& cluster : clusters_) {
+    if (!cluster->done()) continue;
+    for (const auto& cta : cluster->ctas) {
+      const auto waits = [](const Warp& warp) { return !warp.stores.empty() || !warp.copies.empty(); };
+      if (cta->copies_coming != 0 || std::any_of(cta->warps.begin(), cta->warps.end(), waits))
+        throw Stop("CTA " + std::to_string(cta->index[0]) + " ends while copies of its shared memory are under way");
+    }
+  }
+  return std::erase_if(clusters_, [](const auto& cluster) { return cluster->done(); }) > 0;
 }
 
 // One of the copies that are under way, if any.
@@ -156,7 +159,8 @@ bool Machine::finish_some() {
   return true;
 }
 
-// Where lanes have parted, those behind go first, until they meet the others. False where all wait.
+// Where lanes have parted, those behind go first, until they meet the others.
+// False where all wait.
 bool Machine::turn(Warp& warp, int instructions) {
   bool moved = false;
   for (Group& group : warp.groups) group.stuck = false;
@@ -182,6 +186,7 @@ bool Machine::turn(Warp& warp, int instructions) {
                    std::to_string(warp.index) + " of CTA " + std::to_string(warp.cta->index[0]));
       }
     }
+    ++instructions_;
     if (outcome == Outcome::kBlocked) {
       next->stuck = true;
       continue;
@@ -228,16 +233,16 @@ void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t 
 std::string Machine::where() const {
   std::string text;
   int said = 0;
-  for (const auto& cta : ctas_) {
-    for (const Warp& warp : cta->warps) {
-      for (const Group& group : warp.groups) {
-        if (warp.alive == 0 || said++ >= 12) continue;
-        const Instruction& in = launch_->kernel->code[group.pc];
-        text += "\n  CTA " + std::to_string(cta->index[0]) + " warp " + std::to_string(warp.index) + " lanes " +
-                std::to_string(std::popcount(group.lanes)) + ": " + in.opcode + " at line " + std::to_string(in.line);
-      }
-    }
-  }
+  const auto say = [&](const Cta& cta, const Warp& warp, const Group& group) {
+    const Instruction& in = launch_->kernel->code[group.pc];
+    text += "\n  CTA " + std::to_string(cta.index[0]) + " warp " + std::to_string(warp.index) + " lanes " +
+            std::to_string(std::popcount(group.lanes)) + ": " + in.opcode + " at line " + std::to_string(in.line);
+  };
+  for (const auto& cluster : clusters_)
+    for (const auto& cta : cluster->ctas)
+      for (const Warp& warp : cta->warps)
+        for (const Group& group : warp.groups)
+          if (warp.alive != 0 && said++ < 12) say(*cta, warp, group);
   return text;
 }
 
