@@ -270,8 +270,8 @@ def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
 
 @contextlib.contextmanager
 def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
-    """The plugin where calls reach it: on CUDA as it is; for CPU tensors on the road of test/standin.py or, where kernels
-    are interpreted, of test/on_cpu.py. For "stock" it is disabled, for good.
+    """The plugin where calls reach it: on CUDA as it is, for CPU tensors on the road of test/standin.py, or of
+    test/on_cpu.py where kernels are interpreted. For "stock" it is disabled, for good.
     """
     if mode == "stock":
         if not env.disabled():
