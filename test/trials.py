@@ -5,7 +5,9 @@ are compiled and counted (test_seams), not run.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -24,7 +26,7 @@ from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
 from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept, Stage
-from torch_flashplug.kernels.parts.scores.words import Bits, Dropout
+from torch_flashplug.kernels.parts.scores.words import Bits, Dropout, ListedBits, Words
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
 from torch_flashplug.kernels.parts.window import InWindow, Window
@@ -32,78 +34,127 @@ from torch_flashplug.spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP
 
 
 @dataclass(frozen=True)
-class Extra:
-    """What a call of a trial brings beside a product kernel's arguments."""
+class Planes:
+    """Words in both orientations (scores/words.py), and how many planes a batch and a head have between them."""
 
-    words: cute.Tensor  # (n,) Int32: a mask's
-    dropped: cute.Tensor  # (n,) Int32: dropout's
-    planes_of_batch: Int32
-    planes_of_head: Int32
+    rows: cute.Tensor  # (n,) Int32
+    columns: cute.Tensor
+    of_batch: Int32
+    of_head: Int32
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a call of a trial brings beside a product kernel's arguments: of each part its members, since TVM-FFI takes
+    no structs of structs.
+    """
+
+    mask_rows: cute.Tensor
+    mask_columns: cute.Tensor
+    mask_of_batch: Int32
+    mask_of_head: Int32
+    dropped_rows: cute.Tensor
+    dropped_columns: cute.Tensor
+    dropped_of_batch: Int32
+    dropped_of_head: Int32
     share: Float32
     inverse: Float32
-    key_counts: cute.Tensor  # (R,) Int32, of masked blocks; in a trial of whole ones, too
-    key_blocks: cute.Tensor  # (R, C) Int32
-    query_counts: cute.Tensor
-    query_blocks: cute.Tensor
-    query_turns: cute.Tensor
+    # (R,) and (R, C) Int32
+    masked_key_count: cute.Tensor
+    masked_keys: cute.Tensor
+    whole_key_count: cute.Tensor
+    whole_keys: cute.Tensor
+    key_rows_of_batch: Int32
+    key_rows_of_head: Int32
+    masked_query_count: cute.Tensor
+    masked_queries: cute.Tensor
+    whole_query_count: cute.Tensor
+    whole_queries: cute.Tensor
+    query_rows_of_batch: Int32
+    query_rows_of_head: Int32
+    masked_turn: cute.Tensor
+    whole_turn: cute.Tensor
     left: Int32
     right: Int32
     diagonal: Int32
-    row_tiles: cute.Tensor  # (n, ENTRY) Int32
-    row_count: cute.Tensor  # (1,) Int32
+    # (n, ENTRY) and (1,) Int32
+    row_tiles: cute.Tensor
+    row_count: cute.Tensor
     key_tiles: cute.Tensor
     key_count: cute.Tensor
     scratch_tiles: cute.Tensor
     scratch_count: cute.Tensor
     bias: cute.Tensor  # (B, Hq, Sq, Sk), strides of broadcast dims 0
 
+    @property
+    def mask(self) -> Planes:
+        return Planes(self.mask_rows, self.mask_columns, self.mask_of_batch, self.mask_of_head)
 
-# What features.py will say of a feature that costs shared memory.
-features.FEATURES += (features.Feature("bias", "bias", "", "", score_bytes=2),)
-for causal in ((), ("causal",)):
+    @property
+    def dropped(self) -> Planes:
+        return Planes(self.dropped_rows, self.dropped_columns, self.dropped_of_batch, self.dropped_of_head)
+
+    @property
+    def lists(self) -> Listed:
+        keys = (self.masked_key_count, self.masked_keys, self.whole_key_count, self.whole_keys)
+        queries = (self.masked_query_count, self.masked_queries, self.whole_query_count, self.whole_queries)
+        of_keys = Lists(*keys, self.key_rows_of_batch, self.key_rows_of_head)
+        planes = (self.query_rows_of_batch, self.query_rows_of_head)
+        return Listed(of_keys, Lists(*queries, *planes, self.masked_turn, self.whole_turn))
+
+    @property
+    def window(self) -> Window:
+        return Window(self.left, self.right, self.diagonal)
+
+    def pieces(self, k: cute.Tensor) -> Ragged:
+        rows, keys = TileList(self.row_tiles, self.row_count), TileList(self.key_tiles, self.key_count)
+        return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_count), total_keys=k.shape[2])
+
+
+def know_bias() -> None:
+    """What features.py will say of a feature that costs shared memory."""
+    if "bias" in features.TAGS:
+        return
+    features.FEATURES += (features.Feature("bias", "bias", "", "", score_bytes=2),)
     known = features.COMBINATIONS[-1].kinds
-    features.TAGS["+".join((*causal, "bias"))] = features.Combination(frozenset({*causal, "bias"}), known)
-# Before a spec's own stage, or behind it.
-FIRST = {"bias": lambda call: Bias(call.extra.bias, call.scales.natural)}
-STAGES = {
-    "bits": lambda x: Bits(x.words, x.planes_of_batch, x.planes_of_head),
-    "dropout": lambda x: Dropout(x.dropped, x.planes_of_batch, x.planes_of_head, kept_share=Kept(x.share, x.inverse)),
-}
+    for causal in ((), ("causal",)):
+        features.TAGS["+".join((*causal, "bias"))] = features.Combination(frozenset({*causal, "bias"}), known)
 
 
 class TrialSeams(Seams):
     """The walk of a spec, its own stage, then the trial's."""
 
     stages: tuple[str, ...]
+    transposed: bool  # whether scores are (keys, queries)
 
     @property
     def short(self) -> bool:
         return "ragged" in self.stages
 
     def pieces(self, call) -> Pieces:
-        if "ragged" not in self.stages:
-            return super().pieces(call)
-        x = call.extra
-        lists = ((x.row_tiles, x.row_count), (x.key_tiles, x.key_count), (x.scratch_tiles, x.scratch_count))
-        return Ragged(*(TileList(*each) for each in lists), total_keys=call.k.shape[2])
+        return call.extra.pieces(call.k) if "ragged" in self.stages else super().pieces(call)
 
     def walk(self, call) -> Walk:
         if "window" in self.stages:
-            return Window(call.extra.left, call.extra.right, call.extra.diagonal)
-        if "listed" not in self.stages:
-            return super().walk(call)
-        x = call.extra
-        keys, queries = (x.key_counts, x.key_blocks), (x.query_counts, x.query_blocks)
-        planes = (x.planes_of_batch, x.planes_of_head)
-        return Listed(Lists(*keys, *keys, *planes), Lists(*queries, *queries, *planes, x.query_turns, x.query_turns))
+            return call.extra.window
+        return call.extra.lists if "listed" in self.stages else super().walk(call)
 
     def chain(self, call) -> Chain:
-        first = (FIRST[name](call) for name in self.stages if name in FIRST)
-        more = (STAGES[name](call.extra) for name in self.stages if name in STAGES)
-        return Chain((*first, *super().chain(call).stages, *more))
+        stages = super().chain(call).stages
+        if "bias" in self.stages:
+            stages = (Bias(call.extra.bias, call.scales.natural), *stages)
+        if "bits" in self.stages:
+            stages = (*stages, self.words(call.extra.mask, ListedBits if "listed" in self.stages else Bits))
+        if "dropout" in self.stages:
+            kept = Kept(call.extra.share, call.extra.inverse)
+            stages = (*stages, self.words(call.extra.dropped, Dropout, kept_share=kept))
+        return Chain(stages)
+
+    def words(self, planes: Planes, kind: type[Words], **more: Kept) -> Words:
+        return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head, **more)
 
     def visible(self, call) -> Stage:
-        return InWindow(self.walk(call)) if "window" in self.stages else super().visible(call)
+        return InWindow(call.extra.window) if "window" in self.stages else super().visible(call)
 
 
 @dataclass(frozen=True)
@@ -126,30 +177,35 @@ def fake_list(rank: int) -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
-def fake_tiles() -> tuple[cute.Tensor, cute.Tensor]:
-    entries = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
-    return entries, fake_vector(Int32, 4, size=1)
-
-
 def fake_extra(like: cute.Tensor) -> Extra:
-    words, lists = (fake_vector(Int32, 16) for _ in range(2)), (fake_list(rank) for rank in (1, 2, 1, 2, 2))
-    tiles = (x for _ in range(3) for x in fake_tiles())
-    bias = fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
-    numbers = (Int32(1), Int32(1), Float32(0.9), Float32(1 / 0.9))
-    return Extra(*words, *numbers, *lists, Int32(1), Int32(1), Int32(1), *tiles, bias)
+    def fake(field: dataclasses.Field) -> object:
+        if field.name == "bias":
+            return fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
+        if field.name.endswith("_tiles"):
+            return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
+        if field.name in {"row_count", "key_count", "scratch_count"}:
+            return fake_vector(Int32, 4, size=1)
+        if field.name.startswith(("mask_", "dropped_")) and field.type == "cute.Tensor":
+            return fake_vector(Int32, 16)
+        if field.type == "cute.Tensor":
+            return fake_list(1 if field.name.endswith("_count") else 2)
+        return Float32(1.0) if field.type == "Float32" else Int32(1)
+
+    return Extra(*map(fake, dataclasses.fields(Extra)))
 
 
 def trial(spec: KernelSpec, *stages: str):
     """A kernel as builder() makes it, with stages; callable by cute.compile with its `fake_arguments()`."""
-    known = spec.features | {name for name in stages if name in FIRST}
+    know_bias()
+    known = spec.features | ({"bias"} & set(stages))
     spec = dataclasses.replace(spec, mask=features.tag_of(known))
     assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
 
-    def with_seams(part) -> None:
-        if isinstance(seams := getattr(part, "seams", None), Seams):
-            part.seams = type("TrialSeams", (TrialSeams, type(seams)), {"stages": stages})(seams.element)
+    def with_seams(part, transposed: bool) -> None:
+        members = {"stages": stages, "transposed": transposed}
+        part.seams = type("TrialSeams", (TrialSeams, type(part.seams)), members)(part.seams.element)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:
@@ -189,9 +245,26 @@ def trial(spec: KernelSpec, *stages: str):
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
-    for part in (kernel, getattr(kernel, "query_gradient", None), getattr(kernel, "key_gradients", None)):
-        with_seams(part)
+    with_seams(kernel, transposed=spec.is_backward)
+    if spec.in_parts:
+        with_seams(kernel.query_gradient, transposed=False)
+        with_seams(kernel.key_gradients, transposed=True)
     return kernel
+
+
+def name_of(name: str, stages: Sequence[str]) -> str:
+    """Of a trial's function, and of its files."""
+    return "_".join((name, *stages))
+
+
+def build(name: str, stages: Sequence[str], folder: Path) -> None:
+    """Leaves a trial's object, PTX and cubin in a folder, in that order."""
+    kernel = trial(KernelSpec.from_name(name), *stages)
+    options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
+    compiled, symbol = cute.compile(kernel, *kernel.fake_arguments(), options=options), name_of(name, stages)
+    compiled.export_to_c(str(folder / f"{symbol}.o"), function_name=symbol, export_only_tvm_ffi_symbols=True)
+    (folder / f"{symbol}.ptx").write_text(compiled.__ptx__)
+    (folder / f"{symbol}.cubin").write_bytes(bytes(compiled.__cubin__))
 
 
 def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:

@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # A stage loaded ahead, one behind the softmax and what comes back to it, both, one with a ring of its own: where
 # registers are fewest.
 TRIALS = {
-    "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",), ("bias",)],
+    "fwd_sm90_bf16_d128_causal_m128n128s2": [("dropout",), ("bits", "dropout"), ("ragged",), ("bias",)],
     "fwd_sm90_bf16_d64_full_m128n128s2": [("bias",), ("bias", "dropout")],
     "fwd_sm90_bf16_d192_full_m128n112s2": [("bits", "dropout")],  # blocks of 112 keys read words of 64
     "fwd_sm90_bf16_d256_full_m128n64s2": [("bias",)],
-    "fwd_sm80_bf16_d128_full_m128n48s1": [("bits",), ("ragged",)],
+    "fwd_sm80_bf16_d64_full_m64n96s1": [("bits",)],
+    "fwd_sm80_bf16_d128_full_m128n48s1": [("ragged",)],
     "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits", "dropout"), ("ragged",)],
     "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",), ("dropout",), ("bits", "dropout"), ("ragged",)],
     "bwd_sm90_bf16_d128_full_m64n128s2": [("dropout",), ("listed",), ("listed", "bits"), ("bias",)],
@@ -29,7 +30,7 @@ TRIALS = {
     "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits", "dropout")],
     # Blocks from lists, with a mask's words for what they hide.
     "fwd_sm90_bf16_d128_full_m128n128s2": [
-        *(("listed",), ("listed", "bits"), ("bias",), ("bias", "dropout"), ("ragged",)),
+        *(("bits",), ("listed",), ("listed", "bits"), ("bias",), ("bias", "dropout"), ("ragged",)),
     ],
     "fwd_sm80_bf16_d128_full_m64n64s1": [("listed",), ("listed", "bits"), ("bias",)],
     "bwd_sm80_bf16_d64_full_m64n128s2": [("listed", "bits")],

@@ -278,6 +278,18 @@ void add_halves(Opcodes& to, const std::string& type) {
   to["cvt.rn." + type + "x2.f32"] = {"www", binary<uint32_t, float, float, two>};
   to["cvt.rn." + type + ".f32"] = {"hw", unary<uint16_t, float, into>};
   to["cvt.f32." + type] = {"wh", unary<float, uint16_t, from>};
+  constexpr auto most_of_two = [](uint32_t a, uint32_t b) {
+    uint32_t made = 0;
+    for (const int half : {0, 16}) {
+      const uint16_t one = a >> half, other = b >> half;
+      const float x = from(one), y = from(other);
+      // 0 is more than -0.
+      const uint16_t most = x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : one & other;
+      made |= uint32_t{most} << half;
+    }
+    return made;
+  };
+  to["max.NaN." + type + "x2"] = {"www", binary<uint32_t, uint32_t, uint32_t, most_of_two>};
 }
 
 }  // namespace
@@ -351,6 +363,18 @@ void add_arithmetic(Opcodes& to) {
   };
   to["shf.l.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_left>};
   to["shf.r.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_right>};
+  constexpr auto permuted = [](uint32_t low, uint32_t high, uint32_t selectors) {
+    const uint64_t bytes = uint64_t{high} << 32 | low;
+    uint32_t made = 0;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t selector = selectors >> 4 * i & 15;
+      uint32_t byte = bytes >> 8 * (selector & 7) & 255;
+      if (selector & 8) byte = byte & 128 ? 255 : 0;  // its sign
+      made |= byte << 8 * i;
+    }
+    return made;
+  };
+  to["prmt.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, permuted>};
   to["mov.b32 pack"] = {"wH", pack<uint32_t, uint16_t>};
   to["mov.b32 unpack"] = {"Hw", unpack<uint32_t, uint16_t>};
   to["mov.b64 pack"] = {"xV", pack<uint64_t, uint32_t>};

@@ -172,6 +172,8 @@ class ForwardSm80(ForwardCall):
                     slabs[i].chain.apply(slabs[i].scores, block, masked=True, count=j)
             else:
                 for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].chain.begin(block, masked=False)
+                for i in cutlass.range_constexpr(len(slabs)):
                     slabs[i].chain.apply(slabs[i].scores, block, masked=False, count=j)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):

@@ -19,11 +19,14 @@ MAX_SCORES = 1 << 25  # scores held at once: 256 MiB in fp64 per intermediate
 @dataclass(frozen=True, slots=True)
 class Masking:
     """Which keys a row sees. causal_mode: 0 none, 1 top-left, 2 bottom-right; bias: bool (True = see) or additive,
-    broadcastable to (B, Hq, Sq, Sk).
+    broadcastable to (B, Hq, Sq, Sk). kept: likewise, which probabilities are not dropped; kept_share: how many that is
+    meant to be, by which the kept ones are divided.
     """
 
     causal_mode: int = 0
     bias: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    kept_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class _Piece:
     v: torch.Tensor  # (heads, Sk, Dv)
     kv_index: torch.Tensor  # (heads,) flat KV head of each
     scores: torch.Tensor  # (heads, rows, Sk), masked and scaled
+    kept: torch.Tensor | None  # (heads, rows, Sk) bool
+    kept_share: float
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        """What dropout leaves of probabilities, or of their gradient."""
+        return x if self.kept is None else x * self.kept / self.kept_share
 
 
 def _cuts(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -60,7 +69,7 @@ def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> 
     (B, Hq, Sq, D), (Hkv, Sk), Dv = q.shape, k.shape[1:3], v.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     flat_q, flat_k, flat_v = q.reshape(B * Hq, Sq, D), k.reshape(B * Hkv, Sk, D), v.reshape(B * Hkv, Sk, Dv)
-    bias = None if mask.bias is None else mask.bias.expand(B, Hq, Sq, Sk)
+    bias, kept = (None if x is None else x.expand(B, Hq, Sq, Sk) for x in (mask.bias, mask.kept))
     columns = torch.arange(Sk, device=q.device)
     for h, m in _cuts(B * Hq, Sq, Sk, D + Dv):
         heads = torch.arange(h.start, h.stop, device=q.device)
@@ -73,7 +82,8 @@ def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> 
         if mask.causal_mode:
             last = torch.arange(m.start, m.stop, device=q.device) + (Sk - Sq if mask.causal_mode == 2 else 0)
             scores = scores.masked_fill(columns > last[:, None], -math.inf)
-        yield _Piece(h, m, qp, kp, vp, kv_index, scores)
+        kept_part = None if kept is None else kept[heads // Hq, heads % Hq, m]
+        yield _Piece(h, m, qp, kp, vp, kv_index, scores, kept_part, mask.kept_share)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -94,9 +104,9 @@ def attention_math(
     lse = torch.full((B * Hq, Sq), -math.inf, dtype=dtype, device=q.device)
     if k.shape[2]:
         for piece in _pieces(q, k, v, scale, mask, dtype):
-            out[piece.h, piece.m] = _softmax(piece.scores) @ piece.v
+            out[piece.h, piece.m] = piece.drop(_softmax(piece.scores)) @ piece.v
             lse[piece.h, piece.m] = piece.scores.logsumexp(-1)
-    return Attention(out.reshape(B, Hq, Sq, -1), lse.reshape(B, Hq, Sq))
+    return Attention(out.reshape(B, Hq, Sq, v.shape[-1]), lse.reshape(B, Hq, Sq))
 
 
 @torch.no_grad()
@@ -110,15 +120,15 @@ def grads_math(
     dq = torch.zeros(B * Hq, Sq, D, dtype=dtype, device=q.device)
     dk = torch.zeros(B * k.shape[1], *k.shape[2:], dtype=wide, device=q.device)
     dv = torch.zeros(B * v.shape[1], *v.shape[2:], dtype=wide, device=q.device)
-    flat_do = grad_out.reshape(B * Hq, Sq, -1)
+    flat_do = grad_out.reshape(B * Hq, Sq, v.shape[-1])
     for piece in _pieces(q, k, v, scale, mask, dtype):
         do = flat_do[piece.h, piece.m].to(dtype)
         p = _softmax(piece.scores)
-        dp = do @ piece.v.transpose(1, 2)
+        dp = piece.drop(do @ piece.v.transpose(1, 2))
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
         dq[piece.h, piece.m] = ds @ piece.k
         dk.index_add_(0, piece.kv_index, (ds.transpose(1, 2) @ piece.q).to(wide))
-        dv.index_add_(0, piece.kv_index, (p.transpose(1, 2) @ do).to(wide))
+        dv.index_add_(0, piece.kv_index, (piece.drop(p).transpose(1, 2) @ do).to(wide))
     return dq.reshape(q.shape), dk.to(dtype).reshape(k.shape), dv.to(dtype).reshape(v.shape)
 
 

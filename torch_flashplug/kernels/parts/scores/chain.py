@@ -24,7 +24,7 @@ argument and names no stage. It asks, in this order:
 who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
 everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
 spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and ask
-`begin` and `apply` for each masked block.
+`begin` and `apply` for each block; their backward for masked ones alone.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the

@@ -121,13 +121,22 @@ def exchanged(word: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Bits(Words):
-    """A mask: scores whose bit is 0 do not count."""
+    """A mask: scores whose bit is 0 do not count, in any block."""
+
+    everywhere = True
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
                 S[r, c] = cutlass.select_(self.bit(r, c), S[r, c], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class ListedBits(Bits):
+    """Of a walk that knows in which blocks something is hidden (listed.py)."""
+
+    everywhere = False
 
 
 @dataclass(frozen=True)

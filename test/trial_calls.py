@@ -1,0 +1,343 @@
+"""Calls of trials (trials.py) on CPU tensors, and what fp64 says of them: of every feature, several blocks long and with
+tails, more tiles than CTAs, two query heads to a KV head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_flashplug.arguments import OF_KIND
+from torch_flashplug.lists import turns
+from torch_flashplug.spec import BACKWARD_TILE, LISTED, PARTS_TILE, SCRATCH_UNITS, WARPGROUP, KernelSpec
+from torch_flashplug.testing import (
+    Case,
+    Inputs,
+    Masking,
+    assert_lse,
+    assert_within_budget,
+    attention_math,
+    grads_math,
+    make_inputs,
+    new_case,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.words import words
+
+ROOT = Path(__file__).resolve().parents[1]
+CTAS = 3
+SHARE = 0.8  # of probabilities, kept
+HEADS = (2, 1)  # of queries, of keys
+SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged: rows and keys of each
+# left, right, diagonal of 300 rows and 333 keys; the last two leave rows without a key, at the end and at the beginning
+WINDOWS = ((40, 0, 0), (0, 70, 33), (130, 10, 64), (1 << 29, 5, -60), (150, 1 << 29, -20), (20, 10, 200), (30, -9, -150))
+BEHIND_LISTS = -(1 << 24)  # in memory behind them; as a block it is out of everything
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a trial is called with, and of which attention. Ragged: inputs are those of all sequences on end."""
+
+    case: Case
+    inputs: Inputs
+    masking: Masking
+    extra: dict[str, object] = field(default_factory=dict)
+    sequences: tuple[tuple[int, int], ...] = ()
+    kinds: Tensor | None = None  # listed: of each block, whether it is NONE, MASKED or WHOLE
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of scores."""
+        return self.case.B, self.case.Hq, self.case.Sq, self.case.Sk
+
+    def seen(self, mask: Tensor) -> Call:
+        """Only where that says so, too."""
+        bias = self.masking.bias
+        bias = mask if bias is None else mask & bias if bias.dtype == torch.bool else torch.where(mask, bias, -math.inf)
+        return dataclasses.replace(self, masking=dataclasses.replace(self.masking, bias=bias))
+
+    def given(self, **extra: object) -> Call:
+        """A kernel's arguments."""
+        return dataclasses.replace(self, extra=self.extra | extra)
+
+
+def draw(seed: int, *sizes: int) -> Tensor:
+    """Uniform."""
+    return torch.rand(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- features ----
+
+NONE, MASKED, WHOLE = range(3)
+
+
+def planes(name: str, bits: Tensor, heads: int) -> dict[str, object]:
+    """Words of (B or 1, Hq or 1, Sq, Sk)."""
+    of_batch, of_head = (int(size > 1) for size in bits.shape[:2])
+    numbers = {f"{name}_of_batch": of_batch * bits.shape[1], f"{name}_of_head": of_head}
+    return {f"{name}_rows": words(bits).flatten(), f"{name}_columns": words(bits.mT).flatten(), **numbers}
+
+
+def bits(call: Call, seed: int) -> Call:
+    """A mask, with rows that see nothing, or nothing of a block; of a block-sparse call: of its masked blocks."""
+    B, Hq, Sq, Sk = call.shape
+    mask = draw(seed, B if seed % 3 else 1, Hq if seed % 2 else 1, Sq, Sk) < 0.7
+    mask[..., 70, :] = mask[..., 65] = mask[..., 64:128, :150] = mask[..., 130:200, 128:] = False
+    if call.kinds is not None:
+        kinds = spread(call.kinds, Sq, Sk)
+        mask = (kinds == WHOLE) | ((kinds == MASKED) & mask)
+    return call.seen(mask).given(**planes("mask", mask, Hq))
+
+
+def dropout(call: Call, seed: int) -> Call:
+    B, Hq, Sq, Sk = call.shape
+    kept = draw(seed + 100, B if seed % 2 else 1, Hq if seed % 3 else 1, Sq, Sk) < SHARE
+    call = call.given(**planes("dropped", kept, Hq), share=SHARE, inverse=1 / SHARE)
+    return dataclasses.replace(call, masking=dataclasses.replace(call.masking, kept=kept, kept_share=SHARE))
+
+
+def bias(call: Call, seed: int) -> Call:
+    """Rows are padded to whole vectors, with NaN. Some of it hides a score, or all of a row."""
+    B, Hq, Sq, Sk = call.shape
+    sizes = (B if seed % 3 else 1, Hq if seed % 2 else 1, Sq if seed % 4 else 1)
+    values = torch.full((*sizes, -(-Sk // 8) * 8), math.nan, dtype=call.case.torch_dtype)
+    values[..., :Sk] = torch.randn(*sizes, Sk, generator=torch.Generator().manual_seed(seed + 200)) * 2
+    values[..., :Sk][draw(seed + 201, *sizes, Sk) < 0.1] = -math.inf
+    if sizes[2] > 1:
+        values[..., 70, :Sk] = -math.inf
+    bias = values[..., :Sk].expand(call.shape)
+    return dataclasses.replace(call, masking=dataclasses.replace(call.masking, bias=bias)).given(bias=bias)
+
+
+def spread(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
+    """Of blocks, to scores."""
+    return blocks.repeat_interleave(LISTED, -2).repeat_interleave(LISTED, -1)[..., :Sq, :Sk]
+
+
+def listed_as(chosen: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Counts and indices as FlexAttention has them, in any order: (R,) and (R, C) of all planes."""
+    order = ((1 + draw(seed, *chosen.shape)) * chosen).argsort(-1, descending=True)
+    guarded = torch.full((order.numel() + 16,), BEHIND_LISTS, dtype=torch.int32)
+    guarded[: order.numel()] = order.flatten()
+    index = guarded[: order.numel()].view(-1, order.shape[-1])
+    return chosen.sum(-1, dtype=torch.int32).flatten(), index
+
+
+def listed(call: Call, seed: int, *, words: bool) -> Call:
+    """Random blocks of each kind. words: whether a mask's words come with them; then some rows have no block, and are
+    given one that hides everything.
+    """
+    B, Hq, Sq, Sk = call.shape
+    M, N = -(-Sq // LISTED), -(-Sk // LISTED)
+    kinds = (draw(seed + 300, B, Hq, M, N) * 3).int()
+    kinds[..., 1, :], kinds[..., 2] = (NONE, NONE) if words else (WHOLE, kinds[..., 2])
+    kinds[..., 0, 0] = MASKED
+    if not words:
+        kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
+        kinds[0, 0, 2:, 3] = kinds[1, 0, :, 1] = NONE  # blocks of keys that few queries see
+        kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
+    if Sk % LISTED:
+        kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # nobody hides what lies behind the last key of a whole one
+    masked = kinds == MASKED
+    with_one = masked.clone()
+    with_one[..., 0] |= (kinds == NONE).all(-1)
+    keys = [listed_as(x, seed) for x in (with_one, kinds == WHOLE)]
+    queries = [listed_as(x.mT, seed + 1) for x in (masked, kinds == WHOLE)]
+    shaped = [(count.view(B, Hq, N), index.view(B, Hq, N, M)) for count, index in queries]
+    turn = [x.view(-1, M) for x in turns(shaped, Sq, Sk)]
+    extra = {}
+    for side, lists, rows in (("key", keys, M), ("query", queries, N)):
+        plural = "keys" if side == "key" else "queries"
+        for kind, (count, index) in zip(("masked", "whole"), lists, strict=True):
+            extra |= {f"{kind}_{side}_count": count, f"{kind}_{plural}": index}
+        extra |= {f"{side}_rows_of_batch": Hq * rows, f"{side}_rows_of_head": rows}
+    call = dataclasses.replace(call, kinds=kinds).given(**extra, masked_turn=turn[0], whole_turn=turn[1])
+    return call.seen(spread(kinds, Sq, Sk) != NONE)
+
+
+def window(call: Call, left: int, right: int, diagonal: int) -> Call:
+    _, _, Sq, Sk = call.shape
+    distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - diagonal
+    return call.seen((distance >= -left) & (distance <= right)).given(left=left, right=right, diagonal=diagonal)
+
+
+def tile_lists():
+    """`tiles` of docs/layouts.md."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), re.DOTALL)
+    names = {"torch": torch, "F": F}
+    exec(next(block for block in blocks if block.startswith("def tiles(")), names)
+    return names["tiles"]
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def ragged(spec: KernelSpec, seed: int) -> Call:
+    """Sequences on end; those that have no keys, or no rows, are NaN."""
+    rows, keys = ([lengths[side] for lengths in SEQUENCES] for side in (0, 1))
+    case = new_case("ragged", (1, *HEADS), (sum(rows), sum(keys)), (spec.d, spec.dv), *causal(spec))
+    inputs = make_inputs(case, "cpu", seed)
+    for row, key in zip(split(range(case.Sq), rows), split(range(case.Sk), keys), strict=True):
+        if not row or not key:
+            inputs.q[:, :, row], inputs.grad_out[:, :, row] = math.nan, 1.0
+            inputs.k[:, :, key] = inputs.v[:, :, key] = math.nan
+    at, met = starts(rows), starts(keys)
+    row_tile, key_tile = spec.tile_m, spec.tile_n
+    if spec.is_decode:
+        row_tile //= HEADS[0] // HEADS[1]  # packed
+    if spec.in_parts:
+        row_tile = WARPGROUP
+    tiles = tile_lists()
+    lists = {
+        "row": tiles(at, met, at, row_tile, case.Sq, longest(row_tile)),
+        "key": tiles(met, at, at, key_tile, case.Sk, longest(key_tile)),
+        "scratch": tiles(at, met, at, BACKWARD_TILE[0], case.Sq),
+    }
+    extra = {f"{name}_tiles": entries for name, (entries, _) in lists.items()}
+    extra |= {f"{name}_count": count for name, (_, count) in lists.items()}
+    return Call(case, inputs, Masking(int(case.causal)), extra, SEQUENCES)
+
+
+def longest(size: int):
+    return lambda block, own, met: torch.minimum(met, (block + 1) * size)
+
+
+def split(of, lengths: list[int]) -> Iterator:
+    first = 0
+    for length in lengths:
+        yield of[first : first + length]
+        first += length
+
+
+def causal(spec: KernelSpec) -> tuple[str, ...]:
+    return ("causal",) if "causal" in spec.features else ()
+
+
+def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int, its_window: tuple[int, ...] = ()) -> Call:
+    """A call for a trial."""
+    if "ragged" in stages:
+        return ragged(spec, seed)
+    lengths = (450, 400) if "listed" in stages else (300, 333)
+    case = new_case("trial", (1 if its_window else 2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
+    call = Call(case, make_inputs(case, "cpu", seed), Masking(int(case.causal)))
+    for stage in stages:
+        if stage == "window":
+            call = window(call, *its_window)
+        elif stage == "listed":
+            call = listed(call, seed, words="bits" in stages)
+        else:
+            call = {"bits": bits, "dropout": dropout, "bias": bias}[stage](call, seed)
+    return call
+
+
+# ---- launches ----
+
+
+def extra_of(call: Call) -> list[object]:
+    """In the order of trials.Extra; what the trial does not ask for is small and wrong."""
+    from trials import Extra
+
+    nothing = {
+        "_tiles": torch.zeros(1, 8, dtype=torch.int32),
+        "bias": torch.zeros(1, 1, 1, 8, dtype=call.case.torch_dtype),
+        "_rows": torch.zeros(4, dtype=torch.int32),
+        "_columns": torch.zeros(4, dtype=torch.int32),
+        "_count": torch.zeros(1, dtype=torch.int32),
+    }
+
+    def value(one: dataclasses.Field) -> object:
+        if one.name in call.extra:
+            return call.extra[one.name]
+        if one.type != "cute.Tensor":
+            return 0.0 if one.type == "Float32" else 0
+        found = (tensor for ending, tensor in nothing.items() if one.name.endswith(ending))
+        return next(found, torch.zeros(1, 1, dtype=torch.int32))
+
+    return [value(one) for one in dataclasses.fields(Extra)]
+
+
+def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values: object) -> None:
+    scale = call.case.D**-0.5
+    tensors = dict(zip("qkv", call.inputs, strict=True)) | {"do": call.inputs.grad_out}
+    numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": CTAS, "wanted": 3}
+    values = {**tensors, **numbers, "counter": torch.zeros(1, dtype=torch.int32), **values}
+    function(*(values[one.name] for one in OF_KIND[spec.kind]), extra_of(call), ctypes.c_void_p(None))
+
+
+def forward(
+    function: Callable[..., None], spec: KernelSpec, call: Call, splits: int = 1, cluster: int = 1
+) -> tuple[Tensor, Tensor]:
+    """O and LSE."""
+    case = call.case
+    out = torch.full((case.B, case.Sq, case.Hq, case.Dv), math.nan, dtype=case.torch_dtype).transpose(1, 2)
+    lse = torch.full((case.B, case.Hq, case.Sq), math.nan)
+    partials = torch.full((case.B * case.Hq * case.Sq * splits * (case.Dv + 1),), math.nan)
+    launch(function, spec, call, o=out, lse=lse, partials=partials, splits=splits, cluster=cluster)
+    return out, lse
+
+
+def backward(function: Callable[..., None], spec: KernelSpec, call: Call) -> tuple[Tensor, ...]:
+    """dQ, dK and dV; scratch as src/backward.cpp has it."""
+    case, inputs = call.case, call.inputs
+    given = attention(call, torch.float64)
+    blocks = len(call.extra["scratch_tiles"]) if call.sequences else -(-case.Sq // spec.tile_m)
+    rows = torch.full((case.B, case.Hq, 2, blocks * spec.tile_m), math.nan)
+    floats = case.B * case.Hq * (blocks * spec.tile_m * spec.d + blocks * SCRATCH_UNITS + 2)
+    gradients = tuple(torch.full_like(x, math.nan) for x in inputs)
+    results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    o, lse = given[0].to(case.torch_dtype), given[1].float()
+    launch(function, spec, call, **results, o=o, lse=lse, rows=rows, scratch=torch.full((floats,), math.nan))
+    return gradients
+
+
+# ---- what is right ----
+
+
+def by_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Of q, k, v, dO; ragged: of each sequence, on end again."""
+    q, k, v, do = *call.inputs, call.inputs.grad_out
+    if not call.sequences:
+        return math_of(q, k, v, do)
+    rows, keys = ([lengths[side] for lengths in call.sequences] for side in (0, 1))
+    sides = ((q, rows), (k, keys), (v, keys), (do, rows))
+    parts = [math_of(*each) for each in zip(*(x.split(lengths, 2) for x, lengths in sides), strict=True)]
+    return tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
+
+
+def attention(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """O and LSE."""
+
+    def math_of(q, k, v, do):
+        found = attention_math(q, k, v, mask=call.masking, dtype=dtype)
+        return found.out, found.lse
+
+    return by_sequence(call, math_of)
+
+
+def gradients(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return by_sequence(call, lambda *tensors: grads_math(*tensors, mask=call.masking, dtype=dtype))
+
+
+def assert_attention(label: str, call: Call, out: Tensor, lse: Tensor) -> None:
+    exact, low = attention(call, torch.float64), attention(call, call.case.torch_dtype)
+    assert_within_budget(f"{label} out", out, exact[0], low[0])
+    assert_lse(label, lse, exact[1], attention(call, torch.float32)[1])
+
+
+def assert_gradients(label: str, call: Call, found: tuple[Tensor, ...]) -> None:
+    exact, low = gradients(call, torch.float64), gradients(call, call.case.torch_dtype)
+    inputs = [x.nan_to_num() for x in (*call.inputs, call.inputs.grad_out)]
+    cancelled = cancelled_sums(*inputs, None)
+    for name, ours, fp64, yardstick in zip(("dq", "dk", "dv"), found, exact, low, strict=True):
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{label} {name}", ours, fp64, yardstick, **budget)

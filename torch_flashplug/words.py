@@ -1,0 +1,22 @@
+"""Bits of scores as kernels read them (kernels/parts/scores/words.py), packed on their device: nothing synchronises."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE, THREADS, BITS = 64, 128, 32  # rows and columns of a tile; words of it; of each
+
+
+def words(bits: Tensor) -> Tensor:
+    """Of (..., R, C) bool, int32 (..., ceil(R / 64), ceil(C / 64) + 1, 128): the orientation `rows`; of the transposed
+    bits, `columns`.
+    """
+    R, C = bits.shape[-2:]
+    rows, columns = -(-R // TILE), -(-C // TILE) + 1
+    padded = F.pad(bits, (0, columns * TILE - C, 0, rows * TILE - R))
+    # Row 16 w + 8 r + l // 4 and column 8 i + l % 4 * 2 + j of a tile are bit r + 2 (2 i + j) of lane l of warp w.
+    places = padded.view(-1, rows, 4, 2, 8, columns, 8, 4, 2)
+    ordered = places.permute(0, 1, 5, 2, 4, 7, 6, 8, 3).reshape(*bits.shape[:-2], rows, columns, THREADS, BITS)
+    return (ordered.int() << torch.arange(BITS, dtype=torch.int32, device=bits.device)).sum(-1, dtype=torch.int32)
