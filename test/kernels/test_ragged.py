@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import random
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from trial_calls import starts, tile_lists
 
 ragged = pytest.importorskip("torch_flashplug.kernels.parts.ragged", reason="the DSL is needed for kernels")
 key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
 scheduler = pytest.importorskip("torch_flashplug.kernels.parts.scheduler")
 walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, SCRATCH = 4, 2, 64
 LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]
 LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
-
-
-def program():
-    """`tiles` of docs/layouts.md."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), re.DOTALL)
-    names = {"torch": torch, "F": torch.nn.functional}
-    exec(next(block for block in blocks if block.startswith("def tiles(")), names)
-    return names["tiles"]
 
 
 class Entries(ragged.TileList):
@@ -33,10 +23,6 @@ class Entries(ragged.TileList):
 
     def load(self, number: int) -> tuple[int, ...]:
         return tuple(self.entries[number].tolist())
-
-
-def starts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def expected(own: list[int], others: list[int], queries: list[int], size: int) -> list[tuple[int, ...]]:
@@ -50,8 +36,8 @@ def expected(own: list[int], others: list[int], queries: list[int], size: int) -
 
 def lists(rows: list[int], keys: list[int], size: int, work=None) -> tuple[Entries, Entries]:
     """Of blocks of rows, and of keys."""
-    of_rows = program()(starts(rows), starts(keys), starts(rows), size, sum(rows), work)
-    of_keys = program()(starts(keys), starts(rows), starts(rows), size, sum(keys), work)
+    of_rows = tile_lists()(starts(rows), starts(keys), starts(rows), size, sum(rows), work)
+    of_keys = tile_lists()(starts(keys), starts(rows), starts(rows), size, sum(keys), work)
     return Entries(*of_rows), Entries(*of_keys)
 
 

@@ -1,15 +1,23 @@
-"""Features that no product kernel has yet are compiled as stages of the kernel files as they are: nothing spills, and
-the tensor cores' instructions stay what they were. No GPU, and no numbers: those come with the features.
+"""Features that no product kernel has yet are compiled as stages of the kernel files as they are: nothing spills, the
+tensor cores' instructions stay what they were, and interpreted they compute what fp64 says. No GPU.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import on_cpu
 import pytest
+import trial_calls
+
+from torch_flashplug.spec import KernelSpec
+from torch_flashplug.testing import assert_bitwise_equal
 
 ROOT = Path(__file__).resolve().parents[2]
 # A stage loaded ahead, one behind the softmax and what comes back to it, both, one with a ring of its own: where
@@ -27,7 +35,7 @@ TRIALS = {
     "detbwd_sm90_bf16_d128_causal_m64n128s2": [("bits", "dropout")],
     "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("bits", "dropout"), ("bias",), ("ragged",)],
     "partbwd_sm90_bf16_d192_full_m64n64s2": [("dropout",)],
-    "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits", "dropout")],
+    "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits",), ("dropout",)],
     # Blocks from lists, with a mask's words for what they hide.
     "fwd_sm90_bf16_d128_full_m128n128s2": [
         *(("bits",), ("listed",), ("listed", "bits"), ("bias",), ("bias", "dropout"), ("ragged",)),
@@ -51,59 +59,128 @@ for kernel in (
 ):
     TRIALS[kernel] = [*TRIALS[kernel], ("window",)]
 COUNTS = ("hgmma", "warpgroup")
+SPLITS = [(1, 1), (2, 2), (3, 1)]  # of decode, and CTAs of a cluster
+# Into a folder that is named after all that trials come from: run again, nothing is compiled again.
 COMPILE = """
-import json, pathlib, sys
-sys.path[:0] = sys.argv[1:3]
-import aot, sass, trials
-import cutlass.cute as cute
-from torch_flashplug.spec import KernelSpec
-store = aot.Store(pathlib.Path(sys.argv[4]), "sm_90a")  # the build's
-for name, stages in json.loads(sys.argv[3]):
-    if not stages:
+import hashlib, json, pathlib, shutil, sys
+tests, tools, wanted, build = sys.argv[1:]
+sys.path[:0] = tests, tools
+import aot, interpreted, sass, trials
+from torch_flashplug.compile import source_fingerprint
+store, wanted = aot.Store(pathlib.Path(build) / "objects", "sm_90a"), json.loads(wanted)  # the build's
+made_of = (source_fingerprint(), pathlib.Path(trials.__file__).read_text(), store.path(wanted[0][0]).name)
+folder = pathlib.Path(build) / "interpreted" / f"trials-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
+for other in {*folder.parent.glob("trials-*")} - {folder}:
+    shutil.rmtree(other)
+folder.mkdir(parents=True, exist_ok=True)
+rows, files = [], []
+for name, stages in wanted:
+    if stages:
+        files.append(folder / trials.name_of(name, stages))
+        if not files[-1].with_suffix(".json").exists():
+            trials.build(name, stages, folder)
+            cubin = files[-1].with_suffix(".cubin").read_bytes()
+            files[-1].with_suffix(".json").write_text(json.dumps(sass.resources(cubin)))
+        rows.append(json.loads(files[-1].with_suffix(".json").read_text()))
+    else:
         if not store.path(name).exists():
             aot.compile_one(name, store)
-        print(json.dumps(store.row(name)), flush=True)
-        continue
-    kernel = trials.trial(KernelSpec.from_name(name), *stages)
-    options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin"
-    compiled = cute.compile(kernel, *kernel.fake_arguments(), options=options)
-    print(json.dumps(sass.resources(bytes(compiled.__cubin__))), flush=True)
+        rows.append(store.row(name))
+pack = interpreted.pack(files, folder / "trials.so")
+print(json.dumps([str(pack), rows]))
 """
 
 
+@dataclass(frozen=True)
+class Built:
+    """What each trial's cubin holds, and each kernel's without a stage; a pack of the trials, interpreted."""
+
+    rows: dict[tuple[str, tuple[str, ...]], dict[str, int]]
+    pack: Path
+
+    def function(self, name: str, stages: tuple[str, ...]):
+        return on_cpu.function(self.pack, "_".join((name, *stages)))
+
+    def seed(self, seed: int) -> None:
+        """In which order the interpreter does what it need not wait for."""
+        ctypes.CDLL(str(self.pack)).interpreter_seed(ctypes.c_uint64(seed))
+
+
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory) -> dict[tuple[str, tuple[str, ...]], dict[str, int]]:
-    """What each trial's cubin holds, compiled in a process of its own, and each kernel's without a stage, as built."""
+def built(tmp_path_factory) -> Built:
+    """Compiled in a process of its own; kernels without a stage are the build's."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     wanted = [(name, stages) for name, trials in TRIALS.items() for stages in ((), *trials)]
-    command = [sys.executable, "-c", COMPILE, ROOT / "tools", ROOT / "test", json.dumps(wanted)]
-    command.append(ROOT / "build" / "objects")
-    environment = {"CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("dumps")), "CUTE_DSL_ARCH": "sm_90a"}
+    command = [sys.executable, "-c", COMPILE, ROOT / "test", ROOT / "tools", json.dumps(wanted), ROOT / "build"]
+    environment = {**os.environ, "CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("dumps")), "CUTE_DSL_ARCH": "sm_90a"}
     run = subprocess.run(
-        list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=600
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=900
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(wanted, rows, strict=True))
+    pack, rows = json.loads(run.stdout.splitlines()[-1])
+    return Built(dict(zip(wanted, rows, strict=True)), Path(pack))
 
 
 @pytest.mark.parametrize(
-    "name, stages", [(name, stages) for name, trials in TRIALS.items() for stages in trials],
+    "kernel, stages", [(name, stages) for name, trials in TRIALS.items() for stages in trials],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )  # fmt: skip
-def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(name, stages, counted):
-    row, base = counted[name, stages], counted[name, ()]
+def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(kernel, stages, built):
+    row, base = built.rows[kernel, stages], built.rows[kernel, ()]
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
     expected = [base.get(count, 0) for count in COUNTS]  # a build counts wgmma where there is any
     # A forward without a mask has a loop of whole blocks beside its first block; a backward has two loops. A list has
     # blocks that hide something and whole ones; a window has them at both ends.
-    if name.startswith("fwd_sm90"):
+    if kernel.startswith("fwd_sm90"):
         loops = ("listed" in stages) + 2 * ("window" in stages)
         expected = [count + loops * count // 2 for count in expected]
     elif "window" in stages:
-        behind = (8, 4) if "bwd_sm90" in name else (0, 0)  # the last dQ
+        behind = (8, 4) if "bwd_sm90" in kernel else (0, 0)  # the last dQ
         expected = [count + (count - outside) // 2 for count, outside in zip(expected, behind, strict=True)]
     assert [row[count] for count in COUNTS] == expected, (row, base)
+
+
+NUMBERS = [
+    (kernel, stages, window)
+    for kernel, trials in TRIALS.items()
+    for stages in trials
+    for window in (trial_calls.WINDOWS if "window" in stages else ((),))
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "kernel, stages, window", NUMBERS, ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value))
+)  # fmt: skip
+def test_numbers_are_those_of_fp64(kernel, stages, window, built):
+    """In some order of what is not ordered, and in another one with other words and lists."""
+    spec, function = KernelSpec.from_name(kernel), built.function(kernel, stages)
+    for seed in (0, 7):
+        built.seed(seed)
+        call = trial_calls.posed(spec, stages, seed + NUMBERS.index((kernel, stages, window)), window)
+        label = f"{kernel} {stages} {window} seed {seed}"
+        if spec.is_backward:
+            trial_calls.assert_gradients(label, call, trial_calls.backward(function, spec, call))
+        for splits, cluster in SPLITS if spec.is_decode else [] if spec.is_backward else [(1, 1)]:
+            found = trial_calls.forward(function, spec, call, splits, cluster)
+            trial_calls.assert_attention(f"{label} {splits} splits, {cluster}", call, *found)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "kernel, stages, window",
+    [each for each in NUMBERS if each[0].startswith(("detbwd", "partbwd"))],
+    ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
+)
+def test_a_backward_in_order_gives_the_same_bits(kernel, stages, window, built):
+    spec, function, found = KernelSpec.from_name(kernel), built.function(kernel, stages), []
+    call = trial_calls.posed(spec, stages, 1, window)
+    for seed in (0, 1, 2):
+        built.seed(seed)
+        found.append(trial_calls.backward(function, spec, call))
+    for others in found[1:]:
+        for name, one, other in zip(("dq", "dk", "dv"), found[0], others, strict=True):
+            assert_bitwise_equal(f"{kernel} {name}", other, one)
 
 
 TRACE = """

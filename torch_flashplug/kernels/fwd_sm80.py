@@ -166,15 +166,9 @@ class ForwardSm80(ForwardCall):
             if run.more(j):
                 keys.load_k(run.after(j), whole=True)
             if masked.holds(j):
-                for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.begin(block, masked=True)
-                for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.apply(slabs[i].scores, block, masked=True, count=j)
+                ask(slabs, block, j, masked=True)
             else:
-                for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.begin(block, masked=False)
-                for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].chain.apply(slabs[i].scores, block, masked=False, count=j)
+                ask(slabs, block, j, masked=False)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
                 grown = grown | slabs[i].softmax.grows(slabs[i].scores)
@@ -188,3 +182,11 @@ class ForwardSm80(ForwardCall):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
             sm80.arrive()
+
+
+def ask(slabs: list[Slab], block: Int32, count: Int32, masked: bool) -> None:
+    """Stages of a block's scores. They have no registers across blocks: what they need comes now."""
+    for slab in slabs:
+        slab.chain.begin(block, masked)
+    for slab in slabs:
+        slab.chain.apply(slab.scores, block, masked, count)
