@@ -41,6 +41,7 @@ SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged
 # left, right, diagonal of 300 rows and 333 keys; the last two leave rows without a key, at the end and at the beginning
 WINDOWS = ((40, 0, 0), (0, 70, 33), (130, 10, 64), (1 << 29, 5, -60), (150, 1 << 29, -20))
 WINDOWS += ((20, 10, 200), (30, -9, -150))
+SPLITS = ((1, 1), (2, 2), (3, 1))  # of decode, and CTAs of a cluster
 BEHIND_LISTS = -(1 << 24)  # in memory behind them; as a block it is out of everything
 
 
@@ -327,6 +328,14 @@ def attention(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def gradients(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return by_sequence(call, lambda *tensors: grads_math(*tensors, mask=call.masking, dtype=dtype))
+
+
+def check(label: str, function: Callable[..., None], spec: KernelSpec, call: Call) -> None:
+    """Launches it, and raises where numbers leave their budget."""
+    if spec.is_backward:
+        assert_gradients(label, call, backward(function, spec, call))
+    for splits, cluster in SPLITS if spec.is_decode else () if spec.is_backward else SPLITS[:1]:
+        assert_attention(f"{label} {splits} splits", call, *forward(function, spec, call, splits, cluster))
 
 
 def assert_attention(label: str, call: Call, out: Tensor, lse: Tensor) -> None:

@@ -131,6 +131,10 @@ class TrialSeams(Seams):
     def short(self) -> bool:
         return "ragged" in self.stages
 
+    @property
+    def uneven(self) -> bool:
+        return "window" in self.stages or super().uneven
+
     def pieces(self, call) -> Pieces:
         return call.extra.pieces(call.k) if "ragged" in self.stages else super().pieces(call)
 
