@@ -107,5 +107,5 @@ def test_what_it_does_not_know_is_an_error_with_its_line(packed: Callable[..., P
 
 def test_a_kernel_that_waits_for_ever_ends_and_says_where(packed: Callable[..., Path]) -> None:
     pack = packed(HOPPER, r"cp\.async\.bulk\.tensor\.4d\.shared::cta\.global[^;]*;", "")
-    with pytest.raises(RuntimeError, match=r"nothing can go on: \s*CTA 0 warp 0 lanes 32: mbarrier\.try_wait.*line \d+"):
+    with pytest.raises(RuntimeError, match=r"nothing can go on: \s*CTA 0 .*: mbarrier\.try_wait.*line \d+"):
         run(pack, HOPPER, 0)
