@@ -40,9 +40,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def drawn(kind: str, count: int = EACH) -> list[Call]:
+def drawn(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
     numbers = itertools.islice(fuzz_calls.indices(SEED, [kind]), count)
-    return [fuzz_calls.draw(SEED, index, WORK) for index in numbers]
+    return [fuzz_calls.draw(SEED, index, work) for index in numbers]
+
+
+@pytest.mark.interpreted
+@BY_KIND
+def test_interpreted_calls_are_right(kind: str) -> None:
+    """Kernels that are forced, or refuse; some of what tools/fuzz.py --device interpreted asks."""
+    with hooked(fuzz.INTERPRETED) as off:
+        for call in drawn(kind, 3, fuzz.WORK[fuzz.INTERPRETED] // 4):
+            posed = fuzz_calls.pose(call, "cpu")
+            answers = answer(posed)
+            for mode in ("fa3", "fa2"):
+                verdict = check(posed, answers, mode, off)
+                assert not verdict.bad, (mode, verdict, call)
 
 
 @BY_KIND
