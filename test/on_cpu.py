@@ -124,7 +124,7 @@ class _OnGpu:
         sizes, strides = ((ctypes.c_int64 * tensor.dim())(*numbers) for numbers in (tensor.shape, tensor.stride()))
         type_ = _Type(*_TYPES[tensor.dtype], 1)
         self._managed = _Managed(tensor.data_ptr(), _CUDA, tensor.dim(), type_, sizes, strides)
-        self._tensor = tensor
+        self.tensor = tensor
 
     def __dlpack__(self, **_: object) -> object:
         return _capsule(ctypes.addressof(self._managed), b"dltensor", None)
@@ -135,11 +135,11 @@ class _OnGpu:
 
 def function(file: Path, name: str) -> Callable[..., None]:
     """A kernel of an interpreted pack, to be called with CPU tensors in the order of its arguments, lists of them and
-    numbers.
+    numbers. Its own loads and stores, TMA's apart, are held to those tensors.
     """
     import tvm_ffi
 
-    kernel = load_pack(file)[name]
+    kernel, hold_to = load_pack(file)[name], ctypes.CDLL(str(file)).interpreter_tensors
 
     def call(*values: object) -> None:
         taken: list[_OnGpu] = []
@@ -150,6 +150,13 @@ def function(file: Path, name: str) -> Callable[..., None]:
                 return tvm_ffi.from_dlpack(taken[-1])
             return [given(one) for one in value] if isinstance(value, (list, tuple)) else value
 
-        kernel(*map(given, values))
+        arguments = [given(value) for value in values]
+        memory = [one.tensor.untyped_storage() for one in taken]
+        bounds = [end for one in memory for end in (one.data_ptr(), one.data_ptr() + one.nbytes())]
+        hold_to((ctypes.c_uint64 * len(bounds))(*bounds), ctypes.c_size_t(len(memory)))
+        try:
+            kernel(*arguments)
+        finally:
+            hold_to(None, ctypes.c_size_t(0))
 
     return call

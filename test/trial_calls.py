@@ -42,7 +42,6 @@ SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged
 WINDOWS = ((40, 0, 0), (0, 70, 33), (130, 10, 64), (1 << 29, 5, -60), (150, 1 << 29, -20))
 WINDOWS += ((20, 10, 200), (30, -9, -150))
 SPLITS = ((1, 1), (2, 2), (3, 1))  # of decode, and CTAs of a cluster
-BEHIND_LISTS = -(1 << 24)  # in memory behind them; as a block it is out of everything
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,8 @@ def spread(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
 
 def listed_as(chosen: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Counts and indices as FlexAttention has them, in any order: (R,) and (R, C) of all planes."""
-    order = ((1 + draw(seed, *chosen.shape)) * chosen).argsort(-1, descending=True)
-    guarded = torch.full((order.numel() + 16,), BEHIND_LISTS, dtype=torch.int32)
-    guarded[: order.numel()] = order.flatten()
-    index = guarded[: order.numel()].view(-1, order.shape[-1])
-    return chosen.sum(-1, dtype=torch.int32).flatten(), index
+    order = ((1 + draw(seed, *chosen.shape)) * chosen).argsort(-1, descending=True).int()
+    return chosen.sum(-1, dtype=torch.int32).flatten(), order.view(-1, order.shape[-1])
 
 
 def listed(call: Call, seed: int, *, words: bool) -> Call:
@@ -141,11 +137,12 @@ def listed(call: Call, seed: int, *, words: bool) -> Call:
     B, Hq, Sq, Sk = call.shape
     M, N = -(-Sq // LISTED), -(-Sk // LISTED)
     kinds = (draw(seed + 300, B, Hq, M, N) * 3).int()
-    kinds[..., 1, :], kinds[..., 2] = (NONE, NONE) if words else (WHOLE, kinds[..., 2])
+    if words:
+        kinds[..., 1, :] = kinds[..., N // 2] = NONE
     kinds[..., 0, 0] = MASKED
+    kinds[..., -1, :] = WHOLE
     if not words:
-        kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
-        kinds[0, 0, 2:, 3] = kinds[1, 0, :, 1] = NONE  # blocks of keys that few queries see
+        kinds[0, 0, 2:, -1] = kinds[-1, 0, :-1, N // 2] = NONE  # blocks of keys that few queries see
         kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
     if Sk % LISTED:
         kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # nobody hides what lies behind the last key of a whole one
@@ -229,7 +226,9 @@ def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int, its_window: tupl
     """A call for a trial."""
     if "ragged" in stages:
         return ragged(spec, seed)
-    lengths = (450, 400) if "listed" in stages else (300, 333)
+    lengths = (300, 333)
+    if "listed" in stages:
+        lengths = (450, 400) if seed % 2 else (450, LISTED)  # and lists of one entry
     case = new_case("trial", (1 if its_window else 2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
     call = Call(case, make_inputs(case, "cpu", seed), Masking(int(case.causal)))
     for stage in stages:

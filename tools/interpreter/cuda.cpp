@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "machine.h"
+#include "opcodes.h"
 
 namespace interpreter {
 
@@ -143,6 +144,7 @@ int attribute(int which) {
 using interpreter::guarded;
 
 EXPORT void interpreter_seed(uint64_t seed) { interpreter::seed.store(seed); }
+EXPORT void interpreter_tensors(const uint64_t* tensors, size_t count) { interpreter::hold_to(tensors, count); }
 
 EXPORT int cudaLibraryLoadData(void** library, const void* code, void*, void**, unsigned, void*, void**, unsigned) {
   return guarded([&] { *library = interpreter::load(code); });

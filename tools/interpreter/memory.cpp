@@ -5,9 +5,21 @@ namespace interpreter {
 
 namespace {
 
-enum class Space { kGlobal, kShared };
+enum class Space { kGlobal, kShared, kParameters };
 
 enum class Access { kLoads, kStores };
+
+// What plain accesses of global memory are held to; nothing: not at all.
+std::vector<uint64_t> bounds;  // begin and end of each tensor
+
+bool inside(uint64_t begin, uint64_t end) {
+  static thread_local size_t last = 0;
+  const auto holds = [&](size_t i) { return i + 1 < bounds.size() && bounds[i] <= begin && end <= bounds[i + 1]; };
+  if (bounds.empty() || holds(last)) return true;
+  for (last = 0; last < bounds.size(); last += 2)
+    if (holds(last)) return true;
+  return false;
+}
 
 template <Space space, Access access>
 std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
@@ -20,6 +32,7 @@ std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
     const uint64_t offset = w.lanes<uint64_t>(address.at)[lane] + static_cast<uint64_t>(address.number);
     if (offset < 4096) throw Stop("a null address");
     if (offset % bytes != 0) throw Stop("a misaligned address");
+    if (space == Space::kGlobal && !inside(offset, offset + bytes)) throw Stop("an address in none of the tensors");
     at = reinterpret_cast<std::byte*>(offset);
   }
   return at;
@@ -132,7 +145,7 @@ Outcome wait_all_copies(Warp& w, const Instruction&, uint32_t lanes) {
 
 template <typename T>
 Outcome load_parameter(Warp& w, const Instruction& in, uint32_t lanes) {
-  return load<Space::kGlobal, T>(w, in, lanes);
+  return load<Space::kParameters, T>(w, in, lanes);
 }
 
 template <Space space, typename T>
@@ -171,6 +184,8 @@ void add_space(Opcodes& to, const std::string& where) {
 }
 
 }  // namespace
+
+void hold_to(const uint64_t* tensors, size_t count) { bounds.assign(tensors, tensors + 2 * count); }
 
 void add_memory(Opcodes& to) {
   add_space<Space::kGlobal>(to, "global.");

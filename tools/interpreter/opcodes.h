@@ -17,6 +17,9 @@ void add_barriers(Opcodes& to);
 void add_matrices(Opcodes& to);
 void add_tensors(Opcodes& to);
 
+// Begin and end of each tensor, behind which plain loads and stores are errors from now on; none: all memory is theirs.
+void hold_to(const uint64_t* tensors, size_t count);
+
 // Rounds to the nearest, ties to even.
 inline uint16_t to_bf16(float x) {
   const uint32_t bits = bits_as<uint32_t>(x);

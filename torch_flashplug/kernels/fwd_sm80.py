@@ -164,7 +164,7 @@ class ForwardSm80(ForwardCall):
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
             if run.more(j):
-                keys.load_k(run.after(j), whole=True)
+                keys.load_k(run.after(j), whole=run.tail_first)
             if masked.holds(j):
                 ask(slabs, block, j, masked=True)
             else:

@@ -202,6 +202,8 @@ class QueriesRun(ListedRun):
 class KeysRun(ListedRun, RunOfKeys):
     """Of a block of queries."""
 
+    tail_first = False
+
     def before(self, j: Int32) -> Int32:
         return self.nth(j - 1)
 
@@ -215,9 +217,10 @@ class KeysRun(ListedRun, RunOfKeys):
         return self.nth(j + 1)
 
     def sections(self) -> tuple[Section, Section]:
-        """After the first one."""
-        masked = cutlass.max(self.num_masked, 1)
-        return Section(True, 1, masked), Section(False, masked, self.count)
+        """After the first one. Where it is the only one they begin with it, too: lists may have no entry behind it."""
+        more = cutlass.min(self.count - 1, 1)
+        masked = cutlass.max(self.num_masked, 1) * more
+        return Section(True, more, masked), Section(False, masked, self.count * more)
 
     def columns_of_first(self, rows: int) -> Int32:
         """More than a block has: all."""

@@ -153,6 +153,8 @@ class Run:
 class RunOfKeys(Run):
     """`count` KV blocks of some rows, the first `num_masked` of them masked."""
 
+    tail_first = True  # whether only the first one may have keys beyond the last
+
     def masked_positions(self) -> Positions:
         """For those who walk over all sections in one loop."""
         return Positions(self.num_masked, None)

@@ -61,7 +61,7 @@ class Words(Stage):
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.fetch(block)
+        self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first one
 
     def ahead(self, block: Int32) -> None:
         self.fetch(block)
