@@ -56,8 +56,9 @@ TRIALS = {
 for kernel in (
     *("fwd_sm90_bf16_d128_full_m128n128s2", "fwd_sm80_bf16_d128_full_m128n48s1", "bwd_sm90_bf16_d64_full_m64n128s4"),
     *("bwd_sm90_bf16_d128_full_m64n128s2", "detbwd_sm90_bf16_d128_full_m64n128s2"),
-    # Where a tile's warpgroups see other blocks each.
-    *("fwd_sm90_bf16_d192_full_m128n112s2", "partbwd_sm90_bf16_d128_full_m64n64s2"),
+    # Where a tile's warpgroups walk over the same blocks, and where they see other ones each.
+    *("fwd_sm90_bf16_d64_full_m128n128s2", "fwd_sm90_bf16_d192_full_m128n112s2"),
+    "partbwd_sm90_bf16_d128_full_m64n64s2",
 ):
     TRIALS[kernel] = [*TRIALS[kernel], ("window",)]
 COUNTS = ("hgmma", "warpgroup")

@@ -47,9 +47,10 @@ def test_keys_of_queries(drawn):
         runs = [(0, block * bound.tile_m, bound.tile_m, bound.keys(tile))]
         for rows in (64,) if bound.tile_m == 128 else ():
             for first in range(block * bound.tile_m, (block + 1) * bound.tile_m, rows):
-                others, run = bound.keys_of_part(tile, first, rows, uneven=True)
-                assert others + run.count == runs[0][-1].count
-                runs.append((others, first, rows, run))
+                for uneven in (True, False):
+                    others, run = bound.keys_of_part(tile, first, rows, uneven)
+                    assert others + run.count == runs[0][-1].count and (uneven or others == 0)
+                    runs.append((others, first, rows, run))
         for _, first, rows, run in runs:
             queries = range(first, min(first + rows, Sq))
             keys = lambda n: range(n * bound.tile_n, (n + 1) * bound.tile_n)  # noqa: E731
@@ -63,6 +64,8 @@ def test_keys_of_queries(drawn):
                 assert all(masked.holds(j) == section.masked for j in range(section.begin, section.end))
             assert [run.more(j) for j in range(run.count)] == [*[True] * (run.count - 1), False]
             assert run.last() == run.nth(run.count - 1)
+            behind = run.nth(0) * bound.tile_n + run.columns_of_first(rows)  # keys of the first block that no row sees
+            assert not any(sees(i, j) for i in queries for j in keys(run.nth(0)) if behind <= j < Sk)
 
 
 def test_queries_of_keys_and_their_turns(drawn):

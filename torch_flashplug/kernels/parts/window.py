@@ -7,7 +7,7 @@ Masked blocks are at both ends of a run, whole ones between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -62,7 +62,7 @@ class BoundWindow:
         """
         of_tile = self.keys(tile)
         if not uneven:
-            return Int32(0), of_tile
+            return Int32(0), replace(of_tile, first_row=first_row, rows=rows)
         mine = self.keys_of(first_row, rows)
         end = cutlass.max(mine.end, of_tile.begin + 1)
         end = cutlass.select_(first_row < self.sizes.Sq, end, of_tile.begin + 1)
