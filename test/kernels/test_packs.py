@@ -32,6 +32,11 @@ BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in 
 CEILINGS = {"sm90a": 200, "sm90a_fa2": 90, "sm80": 130}
 
 
+def test_every_kernel_of_the_table_is_in_a_pack():
+    packed = {spec for pack in configs.PACKS for spec in pack.specs()}
+    assert not {spec.name() for spec in {*SPECS} - packed}, "configs.PACKS leaves them out: no machine would have them"
+
+
 def table_of(report: Path) -> dict[str, dict]:
     """{kernel name: row} of a report by the tool that builds packs, made of today's sources."""
     from torch_flashplug.compile import source_fingerprint

@@ -14,6 +14,7 @@ from plans import Call, call
 
 from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES
+from torch_flashplug.families import FAMILIES
 
 LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 SIZES = ((1, 8), (1, 32), (16, 32))  # batch, heads: a letter of a cell each
@@ -61,7 +62,9 @@ class TestMap(expecttest.TestCase):
                 text += block(f"{title}, misaligned", eights, square(align_k=2, **plain))
                 text += block(f"{title}, last dim not contiguous", eights, square(last_stride_v=2, **plain))
         text += block("one row of 4 query heads a KV head", eights, one_row(4))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
         D  16  64 256 512  1k  2k  4k 16k
 forward, full
     8..32 222 ... 333 333 333 333 333 333
@@ -134,4 +137,59 @@ one row of 4 query heads a KV head
  128..192 333 333 333 333 333 333 333 333
  200..248 333 333 333 333 333 222 222 222
       256 333 333 333 333 333 333 333 333
-""")
+""",
+        )
+
+    def test_which_kernel_serves_a_head_dim(self) -> None:
+        """Of every multiple of 8: a row that takes over from another serves by ratios that were measured of that."""
+        text = ""
+        for lengths in ((4096, 4096), (512, 512), (1, 4096)):
+            plans = {d: native.plan(call((16, 32, 32), lengths, (d, d)), DEVICES["h100"]) for d in range(8, 257, 8)}
+            text += f"{lengths[0]} x {lengths[1]}\n"
+            for kernel, run in groupby(plans, key=lambda d: plans[d]["kernel"] or plans[d]["backend"]):  # noqa: B023
+                first, *rest = run
+                text += f"{f'{first}..{rest[-1]}' if rest else first:>9} {kernel}\n"
+        self.assertExpectedInline(
+            text,
+            """\
+4096 x 4096
+    8..64 fwd_sm90_bf16_d64_full_m192n128s2
+       72 fwd_sm90_bf16_d96_full_m192n112s2
+       80 fwd_sm90_bf16_d80_full_m192n112s2
+   88..96 fwd_sm90_bf16_d96_full_m192n112s2
+ 104..128 fwd_sm90_bf16_d128_full_m128n160s2
+      136 fwd_sm90_bf16_d192_full_m128n112s2
+      144 fwd_sm90_bf16_d160_full_m128n128s2
+      152 fwd_sm90_bf16_d192_full_m128n112s2
+      160 fwd_sm90_bf16_d160_full_m128n128s2
+ 168..192 fwd_sm90_bf16_d192_full_m128n112s2
+ 200..256 fwd_sm90_bf16_d256_full_m128n80s2
+512 x 512
+    8..64 fwd_sm90_bf16_d64_full_m192n128s2
+       72 fwd_sm90_bf16_d96_full_m192n112s2
+       80 fwd_sm90_bf16_d80_full_m192n112s2
+       88 fwd_sm90_bf16_d96_full_m192n112s2
+       96 fwd_sm90_bf16_d96_full_m128n128s2
+ 104..128 fwd_sm90_bf16_d128_full_m128n128s2
+      136 fwd_sm90_bf16_d192_full_m128n112s2
+      144 fwd_sm90_bf16_d160_full_m128n128s2
+      152 fwd_sm90_bf16_d192_full_m128n112s2
+      160 fwd_sm90_bf16_d160_full_m128n128s2
+ 168..192 fwd_sm90_bf16_d192_full_m128n112s2
+ 200..256 fwd_sm90_bf16_d256_full_m128n64s2
+1 x 4096
+    8..56 decode_sm80_bf16_d64_full_m16n64s3
+       64 decode_sm90_bf16_d64_full_m64n64s4
+  72..112 stock
+      120 decode_sm80_bf16_d128_full_m16n128s1
+      128 decode_sm90_bf16_d128_full_m64n64s3
+ 136..192 decode_sm90_bf16_d192_full_m64n64s4
+ 200..248 decode_sm80_bf16_d256_full_m16n64s1
+      256 decode_sm90_bf16_d256_full_m64n64s3
+""",
+        )
+
+
+def test_every_family_runs_on_some_preset() -> None:
+    alone = {family.backend for family in FAMILIES if not any(family.runs_on(gpu["cc"]) for gpu in DEVICES.values())}
+    assert not alone, "explain(device=...) cannot ask for them: api.DEVICES has none of their GPUs"
