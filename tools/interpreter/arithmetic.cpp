@@ -282,8 +282,7 @@ void add_halves(Opcodes& to, const std::string& type) {
     uint32_t made = 0;
     for (const int half : {0, 16}) {
       const uint16_t one = a >> half, other = b >> half;
-      const float x = from(one), y = from(other);
-      // 0 is more than -0.
+      const float x = from(one), y = from(other);  // 0 is more than -0
       const uint16_t most = x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : one & other;
       made |= uint32_t{most} << half;
     }
@@ -367,13 +366,13 @@ void add_arithmetic(Opcodes& to) {
     const uint64_t bytes = uint64_t{high} << 32 | low;
     uint32_t made = 0;
     for (int i = 0; i < 4; ++i) {
-      const uint32_t selector = selectors >> 4 * i & 15;
-      uint32_t byte = bytes >> 8 * (selector & 7) & 255;
-      if (selector & 8) byte = byte & 128 ? 255 : 0;  // its sign
-      made |= byte << 8 * i;
+      const uint32_t selector = selectors >> 4 * i & 15, byte = bytes >> 8 * (selector & 7) & 255;
+      made |= (selector < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;  // or its sign
     }
     return made;
   };
+  constexpr auto least_not_negative = [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); };
+  to["min.relu.s32"] = {"www", binary<int32_t, int32_t, int32_t, least_not_negative>};
   to["prmt.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, permuted>};
   to["mov.b32 pack"] = {"wH", pack<uint32_t, uint16_t>};
   to["mov.b32 unpack"] = {"Hw", unpack<uint32_t, uint16_t>};
