@@ -280,11 +280,10 @@ void add_halves(Opcodes& to, const std::string& type) {
   to["cvt.f32." + type] = {"wh", unary<float, uint16_t, from>};
   constexpr auto most_of_two = [](uint32_t a, uint32_t b) {
     uint32_t made = 0;
-    for (const int half : {0, 16}) {
+    for (const int half : {0, 16}) {  // 0 is more than -0
       const uint16_t one = a >> half, other = b >> half;
-      const float x = from(one), y = from(other);  // 0 is more than -0
-      const uint16_t most = x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : one & other;
-      made |= uint32_t{most} << half;
+      const float x = from(one), y = from(other);
+      made |= uint32_t{x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : uint16_t(one & other)} << half;
     }
     return made;
   };
@@ -371,8 +370,8 @@ void add_arithmetic(Opcodes& to) {
     }
     return made;
   };
-  constexpr auto least_not_negative = [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); };
-  to["min.relu.s32"] = {"www", binary<int32_t, int32_t, int32_t, least_not_negative>};
+  constexpr auto relu = [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); };
+  to["min.relu.s32"] = {"www", binary<int32_t, int32_t, int32_t, relu>};
   to["prmt.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, permuted>};
   to["mov.b32 pack"] = {"wH", pack<uint32_t, uint16_t>};
   to["mov.b32 unpack"] = {"Hw", unpack<uint32_t, uint16_t>};
