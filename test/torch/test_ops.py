@@ -7,14 +7,17 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import cpp
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA
+from standin import road_to
 from torch import Tensor
 
 import torch_flashplug
@@ -280,6 +283,73 @@ def test_a_backward_knows_all_that_its_forward_was_told() -> None:
             for way in ("fwd", "bwd")
         )
         assert told <= known
+
+
+# Of every argument of sdpa_fwd what a plain call says, and what matters: to numbers, or, of the mode, to who serves it.
+TOLD: dict[str, tuple[Any, Any]] = {
+    **{
+        name: (tensor, -tensor)
+        for name, tensor in zip(ops.ForwardArgs._fields, qkv(torch.bfloat16, rows=32, keys=48, d=64, dv=64))
+    },
+    "attn_bias": (None, torch.linspace(-2, 2, 48).expand(32, 48)),
+    "dropout_p": (0.0, 0.5),
+    "causal_mode": (ops.CAUSAL_NONE, ops.CAUSAL_BOTTOM_RIGHT),
+    "scale": (None, 0.5),
+    "mode": (0, BACKENDS.index("math")),
+}
+GRAD = torch.linspace(-1, 1, 2 * 4 * 32 * 64).view(2, 4, 32, 64).to(torch.bfloat16)
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Those that the mathematics and autograd are told, by whichever way; they change no number."""
+    told: list[int] = []
+
+    def noted(kind: type) -> Callable:
+        def make(*args) -> ops.ForwardArgs | ops.BackwardArgs:
+            told.append(kind(*args).mode)
+            return kind(*args)
+
+        return make
+
+    for kind in (ops.ForwardArgs, ops.BackwardArgs):
+        monkeypatch.setattr(ops, kind.__name__, noted(kind))
+    return told
+
+
+def by_autograd(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
+    """Results of the own op, then gradients."""
+    torch.manual_seed(0)
+    tensors = {name: x.detach() for name, x in call.items() if isinstance(x, Tensor)}
+    leaves = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
+    results = ops.namespace.sdpa_fwd(**call | tensors)
+    yield results
+    yield torch.autograd.grad(results[0], leaves, GRAD)
+
+
+def by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    results = ops.namespace._math_fwd(**call)
+    yield results
+    kept = dict(zip(("out", "lse", "seed", "offset"), results, strict=True))
+    biased = call["attn_bias"] is not None
+    yield ops.namespace._math_bwd(grad_out=GRAD, **call, **kept, bias_grad=biased)[: 3 + biased]
+
+
+@pytest.mark.parametrize("road", [nullcontext, lambda: road_to("cpu")], ids=["python", "cpp"])
+@pytest.mark.parametrize("argument", [one.name for one in ops.namespace.sdpa_fwd.default._schema.arguments])
+def test_every_argument_arrives(argument: str, road: Callable, modes: list[int]) -> None:
+    """In the forward and, by way of autograd, in the backward; a new one needs its row of TOLD."""
+    plain = {name: values[0] for name, values in TOLD.items()}
+    told = plain | {argument: TOLD[argument][1]}
+    wanted, without = list(by_math(told)), list(by_math(plain))
+    with road():
+        modes.clear()
+        for step, got in enumerate(by_autograd(told)):
+            assert set(modes) == {told["mode"]}
+            assert len(got) == len(wanted[step]) and all(map(torch.equal, got, wanted[step]))
+            assert argument == "mode" or not all(map(torch.equal, got, without[step]))
+            modes.clear()
 
 
 @pytest.mark.parametrize(
