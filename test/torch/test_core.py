@@ -192,6 +192,7 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
 def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """What forwards see first if they take one argument more, the first, which is dropout's if it is optional."""
     known, query = rows.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
+    known_features = features.FEATURES
 
     def call(argument: Argument, dropout: bool = False) -> list[int]:
         def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
@@ -199,8 +200,9 @@ def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
 
-        of_dropout = dataclasses.replace(*features.of(["dropout"]), arguments=(argument.name,) * argument.optional)
-        monkeypatch.setattr(features, "FEATURES", (*features.of(features.NAMES[:-1]), of_dropout))
+        taken = {"dropout": (argument.name,) * argument.optional}
+        changed = [dataclasses.replace(one, arguments=taken.get(one.name, one.arguments)) for one in known_features]
+        monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
         monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))
         native.push_rows(KERNELS, (), choices.GATE)
