@@ -81,7 +81,6 @@ constexpr std::array<const char*, n> names_of(const Row (&rows)[n]) {
   for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
   return names;
 }
-constexpr auto kDTypeNames = names_of(kDTypes);
 constexpr auto kFeatureNames = names_of(kFeatures);
 
 struct Names {
@@ -97,7 +96,7 @@ struct Names {
 const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
                              {"kinds", kKindNames},          {"operands", kOperandsNames},
                              {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-                             {"dtypes", kDTypeNames},        {"schemas", kSchemas}};
+                             {"schemas", kSchemas}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
@@ -134,6 +133,13 @@ FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int
       return copy_text(names.names[number], out, capacity);
   }
   return copy_text("", out, capacity);
+}
+
+// The name of a dtype, the bytes of an element and its DLPack code; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_dtype(int number, int64_t* bytes, int64_t* dlpack, char* out, int capacity) {
+  if (number < 0 || number >= kNumDTypes) return copy_text("", out, capacity);
+  *bytes = kDTypes[number].bytes, *dlpack = kDTypes[number].dlpack;
+  return copy_text(kDTypes[number].name, out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <iterator>
+#include <string_view>
 
 namespace flashplug {
 
@@ -23,6 +24,12 @@ inline constexpr DTypeFacts kDTypes[] = {{"bfloat16", aoti_torch_dtype_bfloat16,
 constexpr int kNumDTypes = std::size(kDTypes);
 static_assert(static_cast<int>(DType::kOther) == kNumDTypes - 1);
 constexpr const DTypeFacts& facts_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
+// One that some rule of ours knows by its name, in a set of them. A name that is not there does not compile.
+consteval int64_t dtype_bit(std::string_view name) {
+  int place = 0;
+  while (kDTypes[place].name != name) ++place;
+  return int64_t{1} << place;
+}
 
 constexpr int64_t kUnitBytes = 16;  // TMA and vector loads move units of so many
 constexpr int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).bytes; }

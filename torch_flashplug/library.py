@@ -85,6 +85,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_wrap_function.restype = ctypes.c_void_p
     call, out = (reals, numbers, ctypes.c_int64), (string, ctypes.c_int)
     library.flashplug_fact.argtypes = [ctypes.c_int, reals, *out]
+    library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
     library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
     library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
     library.flashplug_scale.argtypes = [ctypes.c_double]

@@ -133,6 +133,15 @@ def names(of: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def dtypes() -> dict[str, tuple[int, int]]:
+    """What C++ tells apart, by number: bytes of an element and DLPack's code. The last one stands for all others."""
+    found: dict[str, tuple[int, int]] = {}
+    size, code = ints([0]), ints([0])
+    while name := text(lambda out, room: lib().flashplug_dtype(len(found), size, code, out, room)):
+        found[name] = (size[0], code[0])
+    return found
+
+
 # ---- device facts ----
 
 

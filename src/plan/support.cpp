@@ -99,10 +99,12 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
-// It knows two of the things that calls may need; a call with any other one would come back without it.
+// It knows two of the things that calls may need; a call with any other one would come back without it. And it is made
+// of these dtypes, whatever else is in kDTypes.
 bool efficient_takes(const Problem& p) {
-  return (p.needs & ~(kCausal | kDropout)) == 0 && p.dtype[0] != DType::kOther && p.dtype[0] == p.dtype[1] &&
-         p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
+  constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
+  return (p.needs & ~(kCausal | kDropout)) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 &&
+         p.dtype[0] == p.dtype[1] && p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
 }
 
 int find_rescue(const Problem& p, const Tables& tables) {

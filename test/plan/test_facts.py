@@ -12,7 +12,9 @@ from pathlib import Path
 
 import cpp
 import pytest
+import torch
 from plans import call
+from torch.utils.dlpack import to_dlpack
 
 from torch_flashplug import (
     _start,
@@ -46,7 +48,43 @@ def test_ids_are_mirrored() -> None:
     homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
              "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
     assert {of: native.names(of) for of in homes} == homes
-    assert native.names("dtypes") == (*(number.torch for number in elements.NUMBERS.values()), "other")
+
+
+def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Code and bits, as torch hands a tensor over: behind its address, its device and its rank."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    capsule = to_dlpack(torch.empty(1, dtype=dtype))
+    code, bits = (ctypes.c_uint8 * 2).from_address(pointer(capsule, b"dltensor") + 20)
+    return code, bits
+
+
+def test_dtypes_are_mirrored() -> None:
+    """Also what they are made of; of all others float64's size is as good as any."""
+    torchs = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
+    known = native.dtypes()
+    assert list(known) == [*torchs, "other"] and known["other"][0] == torch.float64.itemsize
+    for number in elements.NUMBERS.values():
+        dtype = torchs[number.torch]
+        code, bits = dlpack_of(dtype)
+        assert known[number.torch] == (number.bytes, code) == (dtype.itemsize, code) and bits == 8 * number.bytes
+
+
+def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is new here, and that kernels of ours are made of, is none of its own by that."""
+    for name in elements.NUMBERS:
+        monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
+    native.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), choices.GATE)
+
+    def backward(name: str) -> str:
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **dtypes)
+        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" backward;")[0]
+
+    known = {"bf16", "fp16", "fp32"}
+    assert {name: backward(name) for name in elements.NUMBERS} == {
+        name: "stock's efficient" if name in known else "math's" for name in elements.NUMBERS
+    }
 
 
 def test_a_feature_without_a_reader_does_not_compile() -> None:
