@@ -139,6 +139,11 @@ struct Plan {
 int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a reason code, text in last_error()
 int uninstall(int slot);  // puts the saved pointer back
 bool installed(int slot);
+// Where calls leave the router, the last one with a plan; test_exits meets every one.
+inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",   "not allowed", "other backend",
+                                             "dims",     "device",          "class",  "nested",      "subclass",
+                                             "no sizes", "shapes",          "planned"};
+int take_last_exit();  // of this thread's latest call since it was asked; -1: there was none
 // SDPBackend that stock torch would choose for a call without mask; 0 (math) where no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);

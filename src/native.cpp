@@ -96,7 +96,7 @@ struct Names {
 const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
                              {"kinds", kKindNames},          {"operands", kOperandsNames},
                              {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-                             {"schemas", kSchemas}};
+                             {"schemas", kSchemas},          {"exits", kExitNames}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
@@ -109,6 +109,7 @@ DeviceFacts facts_from(const int64_t* f) {
 FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
 FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
 FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
 FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
   return guarded([&] { register_ops(dispatch_key, own_ops != 0); });
 }

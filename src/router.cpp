@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <string_view>
+#include <utility>
 
 #include "flashplug.h"
 #include "torch_symbols.h"
@@ -29,7 +31,22 @@ struct Call : Attention {
   bool enable_gqa;
 };
 
-enum class Verdict { kStock, kOurs };
+enum class Whose { kStocks, kOurs, kMaths };
+// Whose call it is, and where it left the router.
+struct Verdict {
+  int exit;
+  Whose whose = Whose::kStocks;
+  bool asked = false;  // the tensors were looked at
+};
+Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
+thread_local int last_exit = -1;
+
+// An exit without a name does not compile.
+consteval int exit_named(std::string_view name) {
+  int place = 0;
+  while (kExitNames[place] != name) ++place;
+  return place;
+}
 
 // Python knows what C++ cannot ask of its subclasses: whether they are only traced, and hints of their symbolic sizes.
 // Where those depend on data the op decides at run time.
@@ -61,29 +78,45 @@ Verdict judge(const Call& call, Mode mode) {
   const TorchSymbols& torch = torch_symbols();
   Facts facts;
   Problem& p = facts.problem;
-  if (!read_class(call, &facts) || !four_dims(facts) || !p.on_cuda) return Verdict::kStock;
+  if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
+  if (!p.on_cuda) return {exit_named("device")};
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call.q, call.k, call.v);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
-  if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return Verdict::kStock;
-  if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return Verdict::kStock;
+  if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
+  if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
-  if (only_traced && !python_agrees(call)) return Verdict::kStock;
+  if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
   if (!read_shapes(call, memory_of(only_traced), &facts)) {
     // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
     // ours.
-    return only_traced && (forced || class_may_serve(p, device, mode, tables())) ? Verdict::kOurs : Verdict::kStock;
+    return {exit_named("no sizes"), ours_if(only_traced && (forced || class_may_serve(p, device, mode, tables())))};
   }
-  if (!shapes_fit(facts.shape, call.enable_gqa)) return Verdict::kStock;
+  if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
-  if (forced) return Verdict::kOurs;  // if it is impossible, the op raises the reasons
-  return plan.ours() && !kernel_missing(plan.kernel_row, device) ? Verdict::kOurs : Verdict::kStock;
+  // If a forced one is impossible, the op raises the reasons.
+  return {exit_named("planned"), ours_if(forced || (plan.ours() && !kernel_missing(plan.kernel_row, device)))};
+}
+
+// The switches first.
+Verdict decide(const Call& call, Mode mode) {
+  const TorchSymbols& torch = torch_symbols();
+  if (!enabled()) return {exit_named("disabled")};
+  if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Whose::kMaths};
+  const Backend wanted = mode.backend();
+  const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
+  if (!allowed) return {exit_named("not allowed")};
+  if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Whose::kMaths};
+  if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
+  Verdict verdict = judge(call, mode);
+  verdict.asked = true;
+  return verdict;
 }
 
 // Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
@@ -122,26 +155,19 @@ int64_t right_for_scale(int64_t chosen, const Call& call) {
 template <int slot>
 int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask,
                double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  const TorchSymbols& torch = torch_symbols();
-  const Mode mode = effective_mode();
-  const Backend wanted = mode.backend();
   // An optional holds its tensor at its own address.
   const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
   const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
-  bool ours = false, asked = false;
-  if (enabled()) {
-    if (process_backend() == Backend::kMath) return kChoiceMath;
-    const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
-    if (wanted == Backend::kMath && allowed && torch.math_enabled()) return kChoiceMath;
-    asked = allowed && wanted != Backend::kStock && wanted != Backend::kMath;
-    ours = asked && judge(call, mode) == Verdict::kOurs;
-  }
+  const Verdict verdict = decide(call, effective_mode());
+  last_exit = verdict.exit;
+  if (verdict.whose == Whose::kMaths) return kChoiceMath;
+  const bool ours = verdict.whose == Whose::kOurs;
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return asked ? right_for_scale(chosen, call) : chosen;
+  return verdict.asked ? right_for_scale(chosen, call) : chosen;
 }
 
 void* our_choice(int slot) {
@@ -163,6 +189,8 @@ int fail(int code, const char* text) {
 }
 
 }  // namespace
+
+int take_last_exit() { return std::exchange(last_exit, -1); }
 
 bool installed(int slot) {
   return slot >= 0 && slot < kStubSlots && torch_symbols().stub != nullptr &&

@@ -47,6 +47,12 @@ def installed(slot: int = CUDA_SLOT) -> bool:
     return bool(lib().flashplug_installed(slot))
 
 
+def take_last_exit() -> str:
+    """Where this thread's latest call left the router, one of names("exits"); "": none since it was asked last."""
+    place = lib().flashplug_take_last_exit()
+    return names("exits")[place] if place >= 0 else ""
+
+
 def last_error() -> str:
     return text(lib().flashplug_last_error)
 
@@ -125,7 +131,7 @@ def set_standin(on: bool | int) -> None:
 
 def names(of: str) -> tuple[str, ...]:
     """A list of names as C++ knows them, by number or bit: backends, features, kinds, operands, call facts, number
-    types; schemas of the ops whose arguments it takes from stacks.
+    types; schemas of the ops whose arguments it takes from stacks; exits of the router.
     """
     found: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):

@@ -173,6 +173,20 @@ def test_explain_says_what_the_router_did(name: str, mode: str) -> None:
     assert plan.reasons and all(way.words in why for why in plan.reasons.values()), plan
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_every_exit_has_its_row() -> None:
+    """But for calls that no measured row serves by their class: the dispatcher says the same of them."""
+    met = set()
+    native.take_last_exit()
+    for way in (*EXITS.values(), Exit("", each(Tensor.float))):
+        with road_to("cpu") as road:
+            tensors = way.change(road.qkv())
+            with way.scope(), contextlib.suppress(RuntimeError):
+                F.scaled_dot_product_attention(*tensors)
+        met.add(native.take_last_exit())
+    assert met - {""} == set(native.names("exits"))
+
+
 # ---- scales that stock's flash gives NaN for ----
 
 NEGATIVE = -0.3
