@@ -32,21 +32,30 @@ def is_small(case: Case) -> bool:
     return 2 * case.B * case.Hq * rows * keys * (case.D + case.Dv) <= MOST_FLOP and tiles <= 1000
 
 
-@functools.cache
-def pack() -> Path:
-    """Every kernel that is built for TARGET, linked with the interpreter; made of what the build left behind."""
-    folder = ROOT / "build" / "interpreted"
+def build(folder: Path, *kernels: str) -> Path:
+    """A pack in that folder, linked with the interpreter, of what the build left behind: these kernels of TARGET, or
+    all.
+    """
     command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
+    command += [word for kernel in kernels for word in ("--spec", kernel)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Path(done.stdout.split()[-1])
 
 
+@functools.cache
+def pack() -> Path:
+    return build(ROOT / "build" / "interpreted")
+
+
+def seed(file: Path, number: int) -> None:
+    """In which order a pack's kernels do what they need not wait for; 0: at once."""
+    ctypes.CDLL(str(file)).interpreter_seed(ctypes.c_uint64(number))
+
+
 @contextlib.contextmanager
-def kernels(seed: int = 0) -> Iterator[None]:
-    """F.sdpa on CPU tensors runs them, as on an H100. seed: in which order they do what they need not wait for; 0: at
-    once.
-    """
+def kernels(order: int = 0) -> Iterator[None]:
+    """F.sdpa on CPU tensors runs them, as on an H100. order: as seed() takes it."""
     file = pack()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FLASHPLUG_JIT", "0")  # what the pack lacks is an error
@@ -58,7 +67,7 @@ def kernels(seed: int = 0) -> Iterator[None]:
         _start.push_tables()  # kernels are looked for again
         torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
         _enable()
-        ctypes.CDLL(str(file)).interpreter_seed(ctypes.c_uint64(seed))
+        seed(file, order)
         try:
             yield
         finally:

@@ -286,7 +286,7 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
         import standin
 
         if device == INTERPRETED:
-            with on_cpu.kernels(seed=int(torch.randint(1, 1 << 30, ()))):
+            with on_cpu.kernels(int(torch.randint(1, 1 << 30, ()))):
                 yield on_cpu.off
         else:
             with standin.road_to(device) as road:

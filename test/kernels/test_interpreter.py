@@ -4,10 +4,7 @@ are a kernel's own PTX with one thing changed; the kernel itself gives the same 
 
 from __future__ import annotations
 
-import ctypes
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,9 +50,7 @@ def packed(tmp_path: Path) -> Callable[..., Path]:
     """A pack of one kernel, whose PTX may be changed."""
 
     def made(kernel: str, pattern: str = "", other: str = "") -> Path:
-        command = [sys.executable, "tools/interpreted.py", "--target", on_cpu.TARGET, "--out", str(tmp_path)]
-        done = subprocess.run([*command, "--spec", kernel], cwd=on_cpu.ROOT, capture_output=True, text=True, check=True)
-        pack = Path(done.stdout.split()[-1])
+        pack = on_cpu.build(tmp_path, kernel)
         (text,) = pack.with_name(f"{pack.name}.ptx").iterdir()
         changed, count = re.subn(pattern, other, text.read_text()) if pattern else (text.read_text(), 1)
         assert count, f"{kernel} has no {pattern}"
@@ -69,7 +64,7 @@ def run(pack: Path, kernel: str, seed: int) -> DirectForward:
     """Several tiles for each of its few SMs, the last ones beyond the tensors' ends; raises where numbers are wrong."""
     case = new_case("several_tiles", (2, 2, 1), (300, 333), (64, 64), "causal")
     inputs = make_inputs(case, "cpu", 7)
-    ctypes.CDLL(str(pack)).interpreter_seed(ctypes.c_uint64(seed))
+    on_cpu.seed(pack, seed)
     forward = DirectForward(on_cpu.function(pack, kernel), case, inputs)
     forward.call()
     exact, low = oracle(case, inputs), plain(case, inputs)

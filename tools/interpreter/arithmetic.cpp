@@ -132,14 +132,15 @@ Outcome voted(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
+// Of all bits of a register, or of a predicate's lanes.
+constexpr auto both = [](auto a, auto b) { return a & b; };
+constexpr auto either = [](auto a, auto b) { return a | b; };
+constexpr auto one = [](auto a, auto b) { return a ^ b; };
+
 // ---- control ----
 
 Outcome jump(Warp&, const Instruction&, uint32_t) { return Outcome::kJump; }
 Outcome end(Warp&, const Instruction&, uint32_t) { return Outcome::kExit; }
-Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
-Outcome gathered_nothing(Warp& w, const Instruction&, uint32_t) {
-  return whole(w) ? Outcome::kNext : Outcome::kBlocked;
-}
 
 template <typename T>
 constexpr const char* letter() {
@@ -225,9 +226,6 @@ void add_products(Opcodes& to, const std::string& type) {
 
 template <typename T>
 void add_bits(Opcodes& to, const std::string& type) {
-  constexpr auto both = [](T a, T b) { return a & b; };
-  constexpr auto either = [](T a, T b) { return a | b; };
-  constexpr auto one = [](T a, T b) { return a ^ b; };
   constexpr auto none = [](T a) { return ~a; };
   constexpr auto left = [](T a, uint32_t b) { return b < 8 * sizeof(T) ? T(a << b) : T(0); };
   constexpr auto same = [](T a) { return a; };
@@ -259,16 +257,13 @@ void add_conversion(Opcodes& to, const std::string& name) {
   }
 }
 
-template <typename A>
-void add_conversions(Opcodes& to, const std::string& from) {
-  add_conversion<int8_t, A>(to, "s8." + from);
-  add_conversion<uint8_t, A>(to, "u8." + from);
-  add_conversion<int16_t, A>(to, "s16." + from);
-  add_conversion<uint16_t, A>(to, "u16." + from);
-  add_conversion<int32_t, A>(to, "s32." + from);
-  add_conversion<uint32_t, A>(to, "u32." + from);
-  add_conversion<int64_t, A>(to, "s64." + from);
-  add_conversion<uint64_t, A>(to, "u64." + from);
+// work<T>(name) for every type of integers.
+template <typename Work>
+void each_integer(Work work) {
+  work.template operator()<int8_t>("s8"), work.template operator()<uint8_t>("u8");
+  work.template operator()<int16_t>("s16"), work.template operator()<uint16_t>("u16");
+  work.template operator()<int32_t>("s32"), work.template operator()<uint32_t>("u32");
+  work.template operator()<int64_t>("s64"), work.template operator()<uint64_t>("u64");
 }
 
 template <auto from, auto into>
@@ -294,12 +289,9 @@ void add_halves(Opcodes& to, const std::string& type) {
 
 void add_arithmetic(Opcodes& to) {
   add_numbers<float>(to, "f32");
-  add_numbers<int16_t>(to, "s16");
-  add_numbers<uint16_t>(to, "u16");
-  add_numbers<int32_t>(to, "s32");
-  add_numbers<uint32_t>(to, "u32");
-  add_numbers<int64_t>(to, "s64");
-  add_numbers<uint64_t>(to, "u64");
+  each_integer([&]<typename T>(const std::string& type) {
+    if constexpr (sizeof(T) > 1) add_numbers<T>(to, type);
+  });
   add_products<int16_t, int32_t>(to, "s16");
   add_products<uint16_t, uint32_t>(to, "u16");
   add_products<int32_t, int64_t>(to, "s32");
@@ -309,9 +301,6 @@ void add_arithmetic(Opcodes& to) {
   for (const auto* type : {"b64", "u64"}) add_bits<uint64_t>(to, type);
   for (const auto& [bits, type] : {std::pair{"b16", "u16"}, {"b32", "u32"}, {"b64", "u64"}})
     for (const std::string how : {"eq.", "ne."}) to["setp." + how + bits] = to.at("setp." + how + type);
-  constexpr auto both = [](uint32_t a, uint32_t b) { return a & b; };
-  constexpr auto either = [](uint32_t a, uint32_t b) { return a | b; };
-  constexpr auto one = [](uint32_t a, uint32_t b) { return a ^ b; };
   constexpr auto none = [](uint32_t a, uint32_t) { return ~a; };
   constexpr auto same = [](uint32_t a, uint32_t) { return a; };
   to["and.pred"] = {"ppp", logic<both>};
@@ -319,14 +308,9 @@ void add_arithmetic(Opcodes& to) {
   to["xor.pred"] = {"ppp", logic<one>};
   to["not.pred"] = {"pp", logic<none>};
   to["mov.pred"] = {"pp", logic<same>};
-  add_conversions<int8_t>(to, "s8");
-  add_conversions<uint8_t>(to, "u8");
-  add_conversions<int16_t>(to, "s16");
-  add_conversions<uint16_t>(to, "u16");
-  add_conversions<int32_t>(to, "s32");
-  add_conversions<uint32_t>(to, "u32");
-  add_conversions<int64_t>(to, "s64");
-  add_conversions<uint64_t>(to, "u64");
+  each_integer([&]<typename A>(const std::string& from) {
+    each_integer([&]<typename D>(const std::string& into) { add_conversion<D, A>(to, into + "." + from); });
+  });
   add_halves<from_bf16, to_bf16>(to, "bf16");
   add_halves<from_fp16, to_fp16>(to, "f16");
   constexpr auto to_float = [](int32_t a) { return static_cast<float>(a); };
@@ -392,7 +376,7 @@ void add_arithmetic(Opcodes& to) {
   to["vote.sync.ballot.b32"] = {"wpw", voted<kBallot>};
   to["bra"] = {"L", jump};
   to["ret"] = to["exit"] = {"", end};
-  to["setmaxnreg.inc.sync.u32"] = to["setmaxnreg.dec.sync.u32"] = {"I", gathered_nothing};
+  to["setmaxnreg.inc.sync.u32"] = to["setmaxnreg.dec.sync.u32"] = {"I", together};
   // Kernels of a stream run one behind the other.
   to["griddepcontrol.wait"] = to["griddepcontrol.launch_dependents"] = {"", nothing};
 }

@@ -143,8 +143,6 @@ Outcome fence_async(Warp& w, const Instruction&, uint32_t) {
   return Outcome::kNext;
 }
 
-Outcome fence(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
-
 }  // namespace
 
 void add_barriers(Opcodes& to) {
@@ -165,7 +163,7 @@ void add_barriers(Opcodes& to) {
   for (const auto* name : {"fence.proxy.async.global", "fence.mbarrier_init.cluster",
                            "fence.sync_restrict::shared.cluster", "fence.sync_restrict::shared::cta.cluster",
                            "fence.sync_restrict::shared::cluster.cluster", "fence.acq_rel", "membar.gl", "fence.sc"})
-    to[name] = {"", fence};
+    to[name] = {"", nothing};
 }
 
 }  // namespace interpreter

@@ -1,6 +1,5 @@
-// A GPU as our kernels see it: warps that take turns, shared memory with its
-// barriers, and copies and products that are done some time between being asked
-// for and being waited for. When, is chosen by a seed: a kernel that waits too
+// A GPU as our kernels see it: warps that take turns, shared memory with its barriers, and copies and products that are
+// done some time between being asked for and being waited for. When, is chosen by a seed: a kernel that waits too
 // little computes wrong numbers for some seed.
 #pragma once
 
@@ -24,9 +23,8 @@ struct Cta;
 struct Machine;
 
 constexpr uint32_t kAllLanes = 0xffffffff;
-// Where a CTA's shared memory begins, behind what the hardware keeps for
-// itself; multiples of 1024 are where swizzles repeat. Addresses in a cluster
-// have 1 + a CTA's rank above bit kRankShift.
+// Where a CTA's shared memory begins, behind what the hardware keeps for itself; multiples of 1024 are where swizzles
+// repeat. Addresses in a cluster have 1 + a CTA's rank above bit kRankShift.
 constexpr uint32_t kSharedBase = 1024;
 constexpr int kRankShift = 24;
 
@@ -38,8 +36,7 @@ struct Stop : std::runtime_error {
 struct Group {
   uint32_t pc = 0;
   uint32_t lanes = 0;
-  uint64_t ticket = 0;  // of a barrier at which they have arrived: the phase
-                        // that they wait for
+  uint64_t ticket = 0;  // of a barrier at which they have arrived: the phase that they wait for
   bool stuck = false;   // in this turn
 };
 
@@ -124,16 +121,14 @@ struct Cta {
   uint32_t index[3] = {};
   uint32_t rank = 0;  // in the cluster
   std::vector<std::byte> shared;
-  std::vector<uint8_t> unfenced;  // of every 16 bytes: 1 + the warp that wrote
-                                  // there and has not fenced since
+  std::vector<uint8_t> unfenced;  // of every 16 bytes: 1 + the warp that wrote there and has not fenced since
   Barrier barriers[16];
   std::vector<Warp> warps;
   int copies_coming = 0;  // bulk copies that will write here
-  // A place in the shared memory of this CTA, or of one of its cluster. Stops
-  // where that is outside.
+  // A place in the shared memory of this CTA, or of one of its cluster. Stops where that is outside.
   std::byte* at(uint64_t address, size_t bytes);
-  // The same, for a warp that stores there; for copies and wgmma, which see
-  // what a warp stored once that has fenced (fence.proxy.async).
+  // The same, for a warp that stores there; for copies and wgmma, which see what a warp stored once that has fenced
+  // (fence.proxy.async).
   std::byte* to_store(uint64_t address, size_t bytes, const Warp& warp);
   const std::byte* to_read_async(uint64_t address, size_t bytes);
   void fence(const Warp& warp);
@@ -188,8 +183,7 @@ struct Machine {
   std::vector<std::unique_ptr<Cluster>> clusters_;
   uint64_t instructions_ = 0;  // of warps
   void start_cluster(uint32_t first);
-  // Whether anything was done: by a CTA's warps one after the other, by one of
-  // them.
+  // Whether anything was done: by a CTA's warps one after the other, by one of them.
   bool turn(Cta& cta);
   bool turn(Warp& warp, int instructions);
   void advance(Warp& warp, Group& group, const Instruction& in, uint32_t taken, Outcome outcome);
@@ -208,11 +202,6 @@ inline void each_lane(uint32_t lanes, Work&& work) {
   } else {
     for (; lanes != 0; lanes &= lanes - 1) work(std::countr_zero(lanes));
   }
-}
-
-template <typename To, typename From>
-inline To bits_as(From from) {
-  return std::bit_cast<To>(from);
 }
 
 }  // namespace interpreter

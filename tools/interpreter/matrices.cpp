@@ -50,7 +50,7 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
     const uint32_t* words = many(w, in, *c, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      sums[at.row][at.column] = bits_as<float>(words[lane]);
+      sums[at.row][at.column] = std::bit_cast<float>(words[lane]);
     }
   }
   for (int row = 0; row < kRowsOfWarp; ++row)
@@ -60,7 +60,7 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
     uint32_t* words = many(w, in, d, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      words[lane] = bits_as<uint32_t>(sums[at.row][at.column]);
+      words[lane] = std::bit_cast<uint32_t>(sums[at.row][at.column]);
     }
   }
 }
@@ -159,8 +159,6 @@ Outcome wgmma(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-Outcome fence_products(Warp& w, const Instruction&, uint32_t) { return whole(w) ? Outcome::kNext : Outcome::kBlocked; }
-
 Outcome commit_products(Warp& w, const Instruction&, uint32_t) {
   if (!whole(w)) return Outcome::kBlocked;
   w.products.commit();
@@ -226,7 +224,7 @@ void add_products(Opcodes& to, const std::string& type) {
 void add_matrices(Opcodes& to) {
   add_products<from_bf16>(to, "bf16");
   add_products<from_fp16>(to, "f16");
-  to["wgmma.fence.sync"] = {"", fence_products};
+  to["wgmma.fence.sync"] = {"", together};
   to["wgmma.commit_group.sync"] = {"", commit_products};
   to["wgmma.wait_group.sync"] = {"I", wait_products};
   for (const std::string size : {"x1", "x2", "x4"}) {

@@ -23,7 +23,6 @@ bool inside(uint64_t begin, uint64_t end) {
 
 template <Space space, Access access>
 std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
-  std::byte* at = nullptr;
   if constexpr (space == Space::kShared) {
     const uint32_t offset = w.lanes<uint32_t>(address.at)[lane] + static_cast<uint32_t>(address.number);
     if (offset % bytes != 0) throw Stop("a misaligned address in shared memory");
@@ -33,14 +32,8 @@ std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
     if (offset < 4096) throw Stop("a null address");
     if (offset % bytes != 0) throw Stop("a misaligned address");
     if (space == Space::kGlobal && !inside(offset, offset + bytes)) throw Stop("an address in none of the tensors");
-    at = reinterpret_cast<std::byte*>(offset);
+    return reinterpret_cast<std::byte*>(offset);
   }
-  return at;
-}
-
-template <typename T>
-void copy_lane(void* to, const std::byte* from) {
-  std::memcpy(to, from, sizeof(T));
 }
 
 // ld: T into each register of the vector.
@@ -49,7 +42,7 @@ Outcome load(Warp& w, const Instruction& in, uint32_t lanes) {
   const size_t count = in.many.size();
   each_lane(lanes, [&](int i) {
     const std::byte* from = place<space, Access::kLoads>(w, in.operands[1], i, count * sizeof(T));
-    for (size_t k = 0; k < count; ++k) copy_lane<T>(&w.lanes<T>(in.many[k])[i], from + k * sizeof(T));
+    for (size_t k = 0; k < count; ++k) std::memcpy(&w.lanes<T>(in.many[k])[i], from + k * sizeof(T), sizeof(T));
   });
   return Outcome::kNext;
 }
@@ -69,11 +62,7 @@ template <Space space, typename T, auto work>
 Outcome atomic(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* at = place<space, Access::kStores>(w, in.operands[1], i, sizeof(T));
-    T old;
-    std::memcpy(&old, at, sizeof old);
-    const T made = work(old, w.lanes<T>(in.operands[2].at)[i]);
-    std::memcpy(at, &made, sizeof made);
-    w.lanes<T>(in.operands[0].at)[i] = old;
+    w.lanes<T>(in.operands[0].at)[i] = update(at, w.lanes<T>(in.operands[2].at)[i], work);
   });
   return Outcome::kNext;
 }
@@ -82,10 +71,7 @@ template <Space space, typename T, auto work>
 Outcome reduce(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* at = place<space, Access::kStores>(w, in.operands[0], i, sizeof(T));
-    T old;
-    std::memcpy(&old, at, sizeof old);
-    const T made = work(old, w.lanes<T>(in.operands[1].at)[i]);
-    std::memcpy(at, &made, sizeof made);
+    update(at, w.lanes<T>(in.operands[1].at)[i], work);
   });
   return Outcome::kNext;
 }
@@ -95,24 +81,19 @@ Outcome reduce_vector(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* at = place<Space::kGlobal, Access::kStores>(w, in.operands[0], i, in.many.size() * sizeof(float));
     for (const int32_t more : in.many) {
-      float sum;
-      std::memcpy(&sum, at, sizeof sum);
-      sum += w.lanes<float>(more)[i];
-      std::memcpy(at, &sum, sizeof sum);
-      at += sizeof sum;
+      update(at, w.lanes<float>(more)[i], std::plus<>());
+      at += sizeof(float);
     }
   });
   return Outcome::kNext;
 }
 
 // cp.async [shared], [global], bytes, of which so many are read and the others zero.
-template <bool has_size>
 Outcome copy(Warp& w, const Instruction& in, uint32_t lanes) {
   const auto bytes = static_cast<size_t>(in.operands[2].number);
   each_lane(lanes, [&](int i) {
     std::byte* to = place<Space::kShared, Access::kStores>(w, in.operands[0], i, bytes);
-    size_t read = bytes;
-    if constexpr (has_size) read = w.lanes<uint32_t>(in.operands[3].at)[i];
+    const size_t read = w.lanes<uint32_t>(in.operands[3].at)[i];
     const std::byte* from = read != 0 ? place<Space::kGlobal, Access::kLoads>(w, in.operands[1], i, bytes) : nullptr;
     w.machine().later(
         w.copies,
@@ -125,27 +106,12 @@ Outcome copy(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-Outcome commit_copies(Warp& w, const Instruction&, uint32_t lanes) {
-  each_lane(lanes, [&](int i) { w.copies.commit(i); });
-  return Outcome::kNext;
-}
-
-Outcome wait_copies(Warp& w, const Instruction& in, uint32_t lanes) {
-  each_lane(lanes, [&](int i) { w.copies.wait(static_cast<int>(in.operands[0].number), i); });
-  return Outcome::kNext;
-}
-
 Outcome wait_all_copies(Warp& w, const Instruction&, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     w.copies.commit(i);
     w.copies.wait(0, i);
   });
   return Outcome::kNext;
-}
-
-template <typename T>
-Outcome load_parameter(Warp& w, const Instruction& in, uint32_t lanes) {
-  return load<Space::kParameters, T>(w, in, lanes);
 }
 
 template <Space space, typename T>
@@ -192,15 +158,17 @@ void add_memory(Opcodes& to) {
   add_space<Space::kShared>(to, "shared.");
   add_space<Space::kShared>(to, "shared::cluster.");
   for (const std::string size : {"", "v2.", "v4."}) {
-    for (const auto* type : {"b32", "u32", "f32"}) to["ld.param." + size + type] = {"VP", load_parameter<uint32_t>};
-    for (const auto* type : {"b64", "u64"}) to["ld.param." + size + type] = {"XP", load_parameter<uint64_t>};
+    for (const auto* type : {"b32", "u32", "f32"})
+      to["ld.param." + size + type] = {"VP", load<Space::kParameters, uint32_t>};
+    for (const auto* type : {"b64", "u64"}) to["ld.param." + size + type] = {"XP", load<Space::kParameters, uint64_t>};
   }
-  for (const auto* type : {"b16", "u16"}) to[std::string("ld.param.") + type] = {"HP", load_parameter<uint16_t>};
+  for (const auto* type : {"b16", "u16"})
+    to[std::string("ld.param.") + type] = {"HP", load<Space::kParameters, uint16_t>};
   for (const auto* name : {"red.global.add.v2.f32", "red.global.add.v4.f32"}) to[name] = {"GV", reduce_vector};
-  to["cp.async.cg.shared.global"] = {"SGIw", copy<true>};
-  to["cp.async.ca.shared.global"] = {"SGIw", copy<true>};
-  to["cp.async.commit_group"] = {"", commit_copies};
-  to["cp.async.wait_group"] = {"I", wait_copies};
+  to["cp.async.cg.shared.global"] = {"SGIw", copy};
+  to["cp.async.ca.shared.global"] = {"SGIw", copy};
+  to["cp.async.commit_group"] = {"", commit_group<&Warp::copies>};
+  to["cp.async.wait_group"] = {"I", wait_group<&Warp::copies>};
   to["cp.async.wait_all"] = {"", wait_all_copies};
 }
 

@@ -20,14 +20,40 @@ void add_tensors(Opcodes& to);
 // Begin and end of each tensor, behind which plain loads and stores are errors from now on; none: all memory is theirs.
 void hold_to(const uint64_t* tensors, size_t count);
 
+inline Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
+// What a warp does together (.aligned), and that changes nothing here.
+inline Outcome together(Warp& w, const Instruction&, uint32_t) { return whole(w) ? Outcome::kNext : Outcome::kBlocked; }
+
+// What a lane has asked for of a queue is a group; wait for all but the latest groups, so many as operand 0 says.
+template <Queue Warp::* queue>
+Outcome commit_group(Warp& w, const Instruction&, uint32_t lanes) {
+  each_lane(lanes, [&](int i) { (w.*queue).commit(i); });
+  return Outcome::kNext;
+}
+template <Queue Warp::* queue>
+Outcome wait_group(Warp& w, const Instruction& in, uint32_t lanes) {
+  each_lane(lanes, [&](int i) { (w.*queue).wait(static_cast<int>(in.operands[0].number), i); });
+  return Outcome::kNext;
+}
+
+// memory = work(memory, value), at any address; what was there.
+template <typename T, typename Work>
+T update(std::byte* at, T value, Work work) {
+  T old;
+  std::memcpy(&old, at, sizeof old);
+  const T made = work(old, value);
+  std::memcpy(at, &made, sizeof made);
+  return old;
+}
+
 // Rounds to the nearest, ties to even.
 inline uint16_t to_bf16(float x) {
-  const uint32_t bits = bits_as<uint32_t>(x);
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
   if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline float from_bf16(uint16_t x) { return bits_as<float>(uint32_t{x} << 16); }
-inline uint16_t to_fp16(float x) { return bits_as<uint16_t>(static_cast<_Float16>(x)); }
-inline float from_fp16(uint16_t x) { return static_cast<float>(bits_as<_Float16>(x)); }
+inline float from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+inline uint16_t to_fp16(float x) { return std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+inline float from_fp16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
 
 }  // namespace interpreter

@@ -83,13 +83,17 @@ Outcome store_box(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
+void check_lines(uint32_t shared, const std::byte* global, uint32_t bytes) {
+  if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(global) % 16 != 0)
+    throw Stop("a bulk copy that is not of lines of 16 bytes");
+}
+
 // [shared], [global], bytes, [mbarrier]
 Outcome load_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     const uint32_t to = shared_address(w, in.operands[0], i), bytes = w.lanes<uint32_t>(in.operands[2].at)[i];
     const std::byte* from = global_address(w, in.operands[1], i);
-    if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(from) % 16 != 0)
-      throw Stop("a bulk copy that is not of lines of 16 bytes");
+    check_lines(to, from, bytes);
     Cta* cta = w.cta;
     // Ours name their own CTA, as an address in the cluster.
     bring(w, shared_address(w, in.operands[3], i), bytes, [=] { std::memcpy(cta->at(to, bytes), from, bytes); });
@@ -103,8 +107,7 @@ Outcome store_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* to = global_address(w, in.operands[0], i);
     const uint32_t from = shared_address(w, in.operands[1], i), bytes = w.lanes<uint32_t>(in.operands[2].at)[i];
-    if (from % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uint64_t>(to) % 16 != 0)
-      throw Stop("a bulk copy that is not of lines of 16 bytes");
+    check_lines(from, to, bytes);
     Cta* cta = w.cta;
     w.machine().later(
         w.stores,
@@ -114,11 +117,9 @@ Outcome store_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
             std::memcpy(to, line, bytes);
           } else {
             for (size_t k = 0; k < bytes; k += 4) {
-              float sum, more;
-              std::memcpy(&sum, to + k, 4);
+              float more;
               std::memcpy(&more, line + k, 4);
-              sum += more;
-              std::memcpy(to + k, &sum, 4);
+              update(to + k, more, std::plus<>());
             }
           }
         },
@@ -126,19 +127,6 @@ Outcome store_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
   });
   return Outcome::kNext;
 }
-
-Outcome commit_stores(Warp& w, const Instruction&, uint32_t lanes) {
-  each_lane(lanes, [&](int i) { w.stores.commit(i); });
-  return Outcome::kNext;
-}
-
-// Both kinds of wait: what has been read has been written.
-Outcome wait_for_stores(Warp& w, const Instruction& in, uint32_t lanes) {
-  each_lane(lanes, [&](int i) { w.stores.wait(static_cast<int>(in.operands[0].number), i); });
-  return Outcome::kNext;
-}
-
-Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
 
 template <int rank>
 void add_boxes(Opcodes& to) {
@@ -163,9 +151,10 @@ void add_tensors(Opcodes& to) {
   to["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"] = {"SGwS", load_bytes};
   to["cp.async.bulk.global.shared.bulk_group"] = {"GSw", store_bytes<false>};
   to["cp.reduce.async.bulk.global.shared.bulk_group.add.f32"] = {"GSw", store_bytes<true>};
-  to["cp.async.bulk.commit_group"] = {"", commit_stores};
-  to["cp.async.bulk.wait_group"] = {"I", wait_for_stores};
-  to["cp.async.bulk.wait_group.read"] = {"I", wait_for_stores};
+  to["cp.async.bulk.commit_group"] = {"", commit_group<&Warp::stores>};
+  // What has been read has been written.
+  for (const auto* name : {"cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"})
+    to[name] = {"I", wait_group<&Warp::stores>};
   to["prefetch.tensormap"] = {"G", nothing};
 }
 
