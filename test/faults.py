@@ -43,3 +43,8 @@ def odd(shape: tuple[int, ...], offset: int = 1) -> Tensor:
 
 def half(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").to(torch.bfloat16)
+
+
+def strides(tensor: Tensor) -> list[int]:
+    """Of the dims where they mean something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]

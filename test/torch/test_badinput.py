@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import strides
 from standin import Road, road_to
 from torch import Tensor
 
@@ -132,6 +133,8 @@ CASES |= {
 # backends differ there. What a NaN leaves of the gradients depends on the backward's tiles.
 FREE_OUTPUT = {"nan_in_a_value_that_causal_hides", "large_values"}
 FREE_GRADS = FREE_OUTPUT | {"nan_in_one_query_row", "nan_in_one_key"}
+# Stock alone gives numbers of other elements, silently.
+MISREAD_BY_CUDNN = {"misaligned_storage_offset", "misaligned_row_stride"}
 
 
 def shifted_by_one(tensor: Tensor) -> Tensor:
@@ -166,11 +169,6 @@ def outcome(call: Call, grad: bool) -> Outcome:
             return type(error), str(error).splitlines()[0]
 
 
-def strides(tensor: Tensor) -> list[int]:
-    """Of the dims where they mean something."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
-
-
 @pytest.fixture(params=[False, True], ids=["no_grad", "grad"])
 def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
     with torch.set_grad_enabled(request.param):
@@ -187,7 +185,10 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
         torch.backends.cuda.enable_cudnn_sdp(False)
     call = CASES[name](any_road)
     any_road.disable()
-    want = outcome(call, grad)
+    read = call
+    if any_road.device == "cuda" and name in MISREAD_BY_CUDNN:
+        read = [tensor.clone() for tensor in call[0]], call[1]
+    want = outcome(read, grad)
     any_road.enable()
     any_road.took()
     got = outcome(call, grad)
