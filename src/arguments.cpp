@@ -28,7 +28,8 @@ void* mutable_data(AtenTensorHandle tensor) {
 }
 
 Arguments::Arguments(const KernelRow& row, const Problem& p, int device_index)
-    : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index) {
+    : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index), unsaid_(signature_.always) {
+  for (int64_t features : signature_.brought) unsaid_ += takes_argument(row, features);
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
   for (const FactParameter& one : signature_.facts) {
     if (!takes_argument(row, one.features)) continue;
@@ -59,6 +60,7 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
 TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
   if (!takes(slot)) return nullptr;
   TVMFFIAny& any = packed_[signature_.of(slot).place];
+  unsaid_ -= any.type_index == kTVMFFINone;
   any = typed(type_index);
   return &any;
 }
@@ -118,13 +120,18 @@ void Arguments::scale(double scale) {
   real("scale", scale);
 }
 
-void Arguments::stream(void* stream) {
+void Arguments::throw_for_unsaid() const {
+  std::string names;
   for (int i = 0; i < kNumSlots; ++i) {
     const Slot slot(i);
     if (takes(slot) && packed_[signature_.of(slot).place].type_index == kTVMFFINone)
-      throw std::runtime_error(std::string("torch_flashplug: a kernel takes ") + kSlotNames[i] +
-                               ", which this call does not have");
+      names += std::string(names.empty() ? "" : ", ") + kSlotNames[i];
   }
+  throw std::runtime_error("torch_flashplug: a kernel takes " + names + ", which this call does not have");
+}
+
+void Arguments::stream(void* stream) {
+  if (unsaid_ != 0) throw_for_unsaid();
   packed_[signature_.count] = typed(kTVMFFIOpaquePtr);
   packed_[signature_.count].v_ptr = stream;
 }

@@ -37,14 +37,16 @@ class Arguments {
   // A DLTensor with room for its strides; sizes are borrowed from the tensor.
   struct Described {
     DLTensor tensor;
-    int64_t stride[4];
+    int64_t stride[kMostDims];
   };
   TVMFFIAny* place_of(Slot slot, int32_t type_index);
+  [[noreturn]] void throw_for_unsaid() const;
   DLDataType type_of(const Parameter& parameter) const;
 
   const Signature& signature_;
   const KernelRow& row_;
   const int device_index_;
+  int32_t unsaid_;  // slots that the kernel takes
   Described described_[kMostArguments];
   TVMFFIAny packed_[kMostArguments + 1];
 };

@@ -94,7 +94,14 @@ enum class Why : int {
   kDecodeGate,
   kDeterministic,
   kNoBackward,
+  kCount
 };
+// Why a family's kernels do not take a call; test_plan meets every one.
+inline constexpr const char* kWhyNames[] = {
+    "none",   "device",         "arch",          "dtype",    "mixed dtype", "feature",       "together",
+    "scale",  "empty",          "head dim step", "head dim", "last stride", "alignment",     "no kernel",
+    "splits", "unmeasured gpu", "no row",        "slower",   "decode gate", "deterministic", "no backward"};
+static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
 // remedy.

@@ -93,10 +93,10 @@ struct Names {
   constexpr Names(const char* list, const std::array<const char*, n>& names)
       : list(list), names(names.data()), count(n) {}
 };
-const Names kVocabulary[] = {{"backends", kBackendNames},    {"features", kFeatureNames},
-                             {"kinds", kKindNames},          {"operands", kOperandsNames},
-                             {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-                             {"schemas", kSchemas},          {"exits", kExitNames}};
+const Names kVocabulary[] = {
+    {"backends", kBackendNames},  {"features", kFeatureNames},    {"kinds", kKindNames},
+    {"operands", kOperandsNames}, {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
+    {"schemas", kSchemas},        {"exits", kExitNames},          {"reasons", kWhyNames}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {

@@ -183,8 +183,8 @@ bool lies_in(void* function, const char* library) {
   return dladdr(function, &info) != 0 && info.dli_fname != nullptr && std::strstr(info.dli_fname, library) != nullptr;
 }
 
-int fail(int code, const char* text) {
-  set_last_error(std::string("torch_flashplug: router not installed: ") + text);
+int fail(int code, const std::string& text) {
+  set_last_error("torch_flashplug: router not installed: " + text);
   return code;
 }
 
@@ -208,8 +208,8 @@ int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
   if (slot < 0 || slot >= kStubSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
-  if (!torch.complete())
-    return fail(2, "this torch lacks symbols that the hook needs; use TORCH_FLASHPLUG_HOOK=composite");
+  if (const char* symbol = torch.lacking())
+    return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
   if (!torch.signature)
     return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
   if (installed(slot)) return 0;

@@ -59,10 +59,16 @@ void Tables::add(const ArgumentRow& row) {
   Signature& signature = signatures[row.kind];
   if (signature.count == kMostArguments)
     throw std::runtime_error("torch_flashplug: kMostArguments is less than what a kind of kernels takes");
+  if (row.rank > kMostDims)
+    throw std::runtime_error(std::string("torch_flashplug: more dims than Arguments has room for: ") + row.name);
   const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
   if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
     const Slot slot(static_cast<int>(name - kSlotNames));
     signature.parameters[slot.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
+    if (row.features == 0)
+      ++signature.always;
+    else
+      signature.brought.push_back(row.features);
     return;
   }
   int fact = -1, number = 0;

@@ -47,6 +47,7 @@ struct KernelRow {
   int64_t always;  // and of them those that it applies to every call
   Kind kind;
   int32_t family;                 // a row of `families`
+  int32_t element;                // what it is made of: its place in ELEMENTS of elements.py
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
   int32_t cost;           // ns of one KV block of one tile on one SM
@@ -72,6 +73,7 @@ struct ChoiceRow {
   const char* measured;  // date, machine, suite
   double ratio;          // stock default time / our time
   int64_t features;      // exactly what its calls need
+  int64_t elements;      // of the kernels that were measured: a bit for each
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
   int32_t operands;      // a sum of Operands
@@ -150,11 +152,14 @@ struct FactParameter {
   NumberType type;
 };
 constexpr int kMostArguments = 32;
+constexpr int kMostDims = 4;  // of a tensor
 // What a kind of kernels takes.
 struct Signature {
   int32_t count = 0;
   Parameter parameters[kNumSlots];
   std::vector<FactParameter> facts;
+  int32_t always = 0;            // so many slots are every kernel's
+  std::vector<int64_t> brought;  // the others' features
   const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
 };
 

@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -193,10 +194,19 @@ bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tenso
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
 
-bool TorchSymbols::complete() const {
+const char* TorchSymbols::lacking() const {
   const Found& f = found();
-  return stub != nullptr && f.context && f.flash && f.overrideable && f.math && f.efficient && f.deterministic &&
-         f.requires_grad && f.python_dispatch;
+  const std::pair<const char*, bool> needed[] = {{kStub, stub != nullptr},
+                                                 {kGlobalContext, f.context != nullptr},
+                                                 {kFlashEnabled, f.flash != nullptr},
+                                                 {kOverrideableEnabled, f.overrideable != nullptr},
+                                                 {kMathEnabled, f.math != nullptr},
+                                                 {kEfficientEnabled, f.efficient != nullptr},
+                                                 {kDeterministic, f.deterministic != nullptr},
+                                                 {kRequiresGrad, f.requires_grad != nullptr},
+                                                 {kPythonDispatch, f.python_dispatch != nullptr}};
+  const auto first = std::ranges::find(needed, false, &std::pair<const char*, bool>::second);
+  return first == std::end(needed) ? nullptr : first->first;
 }
 
 void* current_cuda_stream(int device_index) {

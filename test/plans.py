@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from torch_flashplug import native
+from torch_flashplug.rows import DTYPE_IDS
 
 Call = Mapping[str, int | float]
 
@@ -16,13 +17,19 @@ def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, in
     return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
 
 
+def made_of(*names: str) -> Call:
+    """Query, key and value of these numbers (elements.NUMBERS), or of one; any other name is a dtype that has none."""
+    operands = ("dtype_q", "dtype_k", "dtype_v")
+    return dict(zip(operands, (DTYPE_IDS.get(name, len(DTYPE_IDS)) for name in names * (3 // len(names))), strict=True))
+
+
 # Calls that the table decides.
 CALLS = {
     "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
     "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
     "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
     "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
-    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), dtype_q=1, dtype_k=1, dtype_v=1),
+    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), **made_of("fp16")),
     "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
     "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
     "vision_4k_d72": call((4, 16, 16), (4096, 4096), (72, 72)),

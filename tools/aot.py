@@ -113,7 +113,10 @@ class Store:
 
 def compile_one(name: str, store: Store) -> str:
     """Worker: one kernel to one object, its cubin and its row of the report."""
-    compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
+    try:
+        compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
+    except Exception as error:  # those of the DSL cannot cross to another process
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from None
     check_sources()  # the kernel's own modules have been imported by now
     path = store.path(name, ".o")
     compiled.export(path)

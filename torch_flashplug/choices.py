@@ -67,6 +67,7 @@ class ChoiceRow:
     tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
     min_packed: int = 1  # only calls with so many query rows for a KV head, Sq * (Hq / Hkv)
     max_packed: int = ANY
+    elements: tuple[str, ...] = ("bf16", "fp16")  # of the kernels that were measured
 
     @property
     def serve(self) -> bool:
@@ -110,6 +111,7 @@ GATE = Gate(
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
+_GROUPED = "2026-11-23 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
@@ -237,6 +239,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
+    # Four query heads and more to few tiles of keys. An H100's cells had waited for stock's host: 1.47.
+    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 65, 1.136, _GROUPED, min_packed=4096),
+    ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.810, _GROUPED, min_packed=4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),

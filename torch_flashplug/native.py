@@ -131,7 +131,8 @@ def set_standin(on: bool | int) -> None:
 
 def names(of: str) -> tuple[str, ...]:
     """A list of names as C++ knows them, by number or bit: backends, features, kinds, operands, call facts, number
-    types; schemas of the ops whose arguments it takes from stacks; exits of the router.
+    types; schemas of the ops whose arguments it takes from stacks; exits of the router; reasons why a family's
+    kernels do not take a call.
     """
     found: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):
@@ -268,7 +269,8 @@ def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | Non
 def plan_text(
     problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0, remembered: bool = False
 ) -> str:
-    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, gate, row, rescue, gradients} of a call on a device.
+    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, why{} (their names), gate, row, rescue, gradients} of a
+    call on a device.
 
     The call is described by problem_facts() and the names of the features it needs; what is left out is as they say.
     `remembered`: from this thread's memory of plans, as calls get theirs; else made anew.

@@ -61,6 +61,9 @@ class ForwardArgs(NamedTuple):
     mode: int  # mode word: backend, num_splits, precision
 
 
+_OF_FORWARD = ForwardArgs._fields
+
+
 class BackwardArgs(NamedTuple):
     """Arguments of sdpa_bwd, in schema order."""
 
@@ -81,7 +84,7 @@ class BackwardArgs(NamedTuple):
 
     @property
     def forward(self) -> ForwardArgs:
-        return ForwardArgs(*self[1:5], *self[9:13])
+        return ForwardArgs(*(getattr(self, name) for name in _OF_FORWARD))
 
 
 # ---- shapes and strides ----

@@ -34,7 +34,7 @@ class KernelRow(ctypes.Structure):
     _fields_ = (
         *_members(c_char_p, "name"),
         *_members(c_int64, "d_max dv_max takes always"),
-        *_members(c_int32, "kind family"),
+        *_members(c_int32, "kind family element"),
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
@@ -47,7 +47,7 @@ class ChoiceRow(ctypes.Structure):
     _fields_ = (
         *_members(c_char_p, "said measured"),
         *_members(c_double, "ratio"),
-        *_members(c_int64, "features d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
+        *_members(c_int64, "features elements d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
         *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
     )
 
@@ -87,6 +87,10 @@ def _family(arch: int) -> int:
     return next(number for number, family in enumerate(FAMILIES) if family.arch == arch)
 
 
+def _element(name: str) -> int:
+    return list(ELEMENTS).index(name)
+
+
 def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
     """One for each of its kernels."""
     for spec in row.specs():
@@ -98,6 +102,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             always=features.always(spec.features),
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
+            element=_element(spec.dtype),
             dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
             whole_sectors=row.whole_sectors(spec),
@@ -112,6 +117,7 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
         said=row.said.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask].features),
+        elements=sum(1 << _element(name) for name in row.elements),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
         operands=sum(1 << OPERANDS.index(one) for one in operands),

@@ -290,6 +290,8 @@ class HopperSpec(KernelSpec):
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
             return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
+        if self.is_backward and not self.in_parts and (self.d % 64 or self.dv % 64):
+            return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
         if self.stages not in (1, 2, 4) and not self.is_decode:

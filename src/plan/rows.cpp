@@ -99,10 +99,10 @@ Operands operands_of(const Problem& p, const KernelRow& kernel) {
 bool holds(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
   const int64_t d = std::max(p.D, p.Dv), packed = packed_rows(p);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
-  return row.family == kernel.family && (row.grad != 0) == p.grad && row.features == p.needs && d >= row.d_min &&
-         d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq && p.Sk >= row.min_sk && p.Sk <= row.max_sk &&
-         tiles >= row.min_tiles && packed >= row.min_packed && packed <= row.max_packed &&
-         (row.tile_m == 0 || row.tile_m == kernel.tile_m);
+  return row.family == kernel.family && (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.grad &&
+         row.features == p.needs && d >= row.d_min && d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq &&
+         p.Sk >= row.min_sk && p.Sk <= row.max_sk && tiles >= row.min_tiles && packed >= row.min_packed &&
+         packed <= row.max_packed && (row.tile_m == 0 || row.tile_m == kernel.tile_m);
 }
 
 int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {

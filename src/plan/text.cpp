@@ -142,6 +142,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
                     allowed = number(reason.allowed);
   switch (reason.why) {
     case Why::kNone:
+    case Why::kCount:
       break;
     case Why::kDevice:
       return device.cc == 0 ? "no CUDA device; these kernels run on GPUs"
@@ -231,6 +232,10 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
   add(Backend::kStock, not_needed(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+  out += "}, \"why\": {";
+  for (int family = 0; family < tables.num_families(); ++family)
+    out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
+           quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +

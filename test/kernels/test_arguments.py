@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from torch_flashplug.kernels import builder
+from torch_flashplug.kernels.parts import element as made_of
 from torch_flashplug.kernels.parts.arguments.operands import KernelCall, fake_vector
 from torch_flashplug.kernels.parts.seams import Seams
 
@@ -31,7 +32,8 @@ CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "ba
 MADE = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec for family in FAMILIES for spec in configs.specs(family.arch)
 }
-CUTLASS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32", "int32": "Int32"}
+CUTLASS = {"fp32": "Float32", "int32": "Int32"}
+CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
 
 
 def signature(name: str) -> list[tuple[str, str]]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug import configs, native
 from torch_flashplug.elements import DTYPES
+from torch_flashplug.families import FAMILIES, Family
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
@@ -32,8 +34,8 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 SEED = 20261121
 RUNS = 1000
 NAMES = ("dq", "dk", "dv")
-# All whose heads or layouts are unusual, too.
-GRAD_CASES = [case for i, case in enumerate(CASES) if i % 4 == 0 or case.gqa or case.layout != "bshd"]
+# Every fourth, all whose heads or layouts are unusual, and those that ask for it.
+GRAD_CASES = [c for i, c in enumerate(CASES) if i % 4 == 0 or c.gqa or c.layout != "bshd" or "grad" in c.tags]
 GRAD_CASES = [case for case in GRAD_CASES if not case.tags & {"large", "many"}]
 # More heads than idle warps run ahead, so that these clear and write dQ; few and long ones, where many blocks add.
 MANY_HEADS = (
@@ -55,7 +57,21 @@ REPEATED = (
     MANY_HEADS[5],
     MANY_HEADS[6],
 )
-PARTIAL = (case_named("gqa4_d64_causal"), case_named("rect_799x3_d128"), *MANY_HEADS[6:])
+PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("rect_799x3_d128"), *MANY_HEADS[6:])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
+def test_every_row_is_hit_by_a_case(family: Family) -> None:
+    facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
+    calls = [(case, more) for case in (*GRAD_CASES, *MANY_HEADS) for more in facts]
+    calls += [(case, more | {"align_q": 2}) for case in ODD_CASES for more in facts if not family.tma]
+    plans = [
+        planned(case.with_dtype(dtype), backend=family.backend, **more) for case, more in calls for dtype in DTYPES
+    ]
+    rows = configs.specs(family.arch, "bwd", "detbwd", "partbwd")
+    missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
+    # Of D 64, full, gradients in parts are faster where dQ alone is wanted: test_some_gradients.
+    assert not {name for name in missing if not name.startswith("partbwd") or "_d64_full_" not in name}
 
 
 @contextlib.contextmanager

@@ -218,6 +218,7 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"kind": "decode", "mask": "causal"}, "features causal; a decode of sm_90 has full"),
         ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
         ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
+        ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
         (
             {
                 "arch": 80,

@@ -13,7 +13,7 @@ from pathlib import Path
 import cpp
 import pytest
 import torch
-from plans import call
+from plans import call, made_of
 from torch.utils.dlpack import to_dlpack
 
 from torch_flashplug import (
@@ -31,6 +31,7 @@ from torch_flashplug import (
 )
 from torch_flashplug import compile as compiler
 from torch_flashplug.api import DEVICES
+from torch_flashplug.choices import ANY
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.spec import CLUSTER, KINDS
@@ -193,13 +194,12 @@ def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPat
 
 def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that names none has all that there can be; any other is an error, of the compiler, too."""
-    kinds = {90: ("fwd",)}
+    kinds, plain = {90: ("fwd",)}, set(elements.DTYPES)
     monkeypatch.setitem(elements.ELEMENTS, "half", elements.Element("fp16", "bf16", "bf16", "fp16", kinds))
     made_of = {
         (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
         for kind in ("fwd", "bwd") for arch in (90, 80)
     }  # fmt: skip
-    plain = {"bf16", "fp16"}
     assert made_of == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
     chosen = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
     assert [spec.dtype for spec in chosen.specs()] == ["fp16"]
@@ -208,6 +208,22 @@ def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyP
         dataclasses.replace(chosen, elements=("fp16", "half")).specs()
     with pytest.raises(ValueError, match=refused):
         compiler.compile_spec(dataclasses.replace(*chosen.specs(), dtype="half"), "sm_90a")
+
+
+def test_auto_takes_elements_that_were_measured() -> None:
+    kernels = (KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2),)
+    measured = choices.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
+    for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
+        native.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), choices.GATE)
+        plain = call((1, 8, 8), (4096, 4096), (64, 64))
+        plans = [native.plan(plain | made_of(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
+        assert tuple(plans) == served
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
+def test_a_family_has_a_gpu_to_be_asked_about(family: Family) -> None:
+    """explain and what the tests ask go by presets."""
+    assert any(family.arch == facts["cc"] for facts in DEVICES.values()), f"no preset of DEVICES (api.py) is {family}"
 
 
 def test_a_family_is_made_of_what_its_own_kernels_are() -> None:

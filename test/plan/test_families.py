@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, table_of
+from plans import CALLS, call, made_of, table_of
 
 from torch_flashplug import _start, choices, configs, native
 from torch_flashplug import compile as compiler
@@ -30,7 +30,7 @@ BY_ELEMENT = {
     "misaligned": call((1, 8, 8), (512, 512), (64, 64), align_k=2),
 }
 REFUSED = {
-    "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
     "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
     "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
     "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5, mask=1),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, table_of
+from plans import CALLS, call, made_of, table_of
 
 from torch_flashplug import _start, choices, configs, native
 from torch_flashplug.api import DEVICES
@@ -23,8 +23,8 @@ from torch_flashplug.spec import KernelSpec
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.
 REFUSED = {
-    "fp32": call((1, 8, 8), (512, 512), (64, 64), dtype_q=2, dtype_k=2, dtype_v=2),
-    "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), dtype_k=1),
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
+    "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), **made_of("bf16", "fp16", "bf16")),
     "mask": call((1, 8, 8), (512, 512), (64, 64), mask=1),
     "dropout": call((1, 8, 8), (512, 512), (64, 64), dropout_p=0.1),
     "bottom_right": call((1, 8, 8), (512, 1024), (64, 64), bottom_right=1),
@@ -353,11 +353,11 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
 def test_a_kernel_is_named_for_its_element_type() -> None:
     """A dtype that no row has a kernel for is refused, and never taken for the last one of a list."""
     plain = call((1, 8, 8), (512, 512), (64, 64))
-    for number, dtype in enumerate(DTYPES):
-        named = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
+    for dtype in DTYPES:
+        named = native.plan(plain | made_of(dtype), DEVICES["h100"])
         assert f"_{dtype}_" in named["kernel"] and KernelSpec.from_name(named["kernel"]).dtype == dtype
-    for number in range(len(DTYPES), len(NUMBERS) + 1):  # the last one: what has no number
-        refused = native.plan(plain | dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number), DEVICES["h100"])
+    for other in {*NUMBERS, "none"} - {*DTYPES}:
+        refused = native.plan(plain | made_of(other), DEVICES["h100"])
         assert refused["backend"] == "stock" and not refused["kernel"] and "dtype" in refused["reasons"]["fa3"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plans import Call, call
+from plans import Call, call, made_of
 
 from torch_flashplug import choices, native
 from torch_flashplug.api import DEVICES
@@ -17,7 +17,7 @@ from torch_flashplug.native import PREFERENCE
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "support.md").read_text().split())
 AUTO, FA3, FA2 = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2"))
-FP32, FP64 = (dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), number) for number in (2, 3))
+FP32, FP64 = made_of("fp32"), made_of("fp64")
 
 
 def served(problem: Call, device: str = "h100", mode: int = AUTO) -> str:

@@ -263,6 +263,9 @@ OTHERWISE: dict[str, Callable[[Road], Call]] = {
 }
 
 
+SDPA = {"dropout_p", "is_causal", "scale", "enable_gqa"}  # what F.sdpa can say beside tensors
+
+
 def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
     args, more = call
     settings = {"dropout_p": 0.0, "is_causal": False, "scale": None} | more
@@ -270,9 +273,10 @@ def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
     return problem.describe(*args, None, **settings) | {"on_cuda": on_cuda}
 
 
-def own_op(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """F.sdpa without torch's own checks, nor a router."""
-    return torch.ops.torch_flashplug.sdpa_fwd(query, key, value, None, 0.0, ops.CAUSAL_NONE, None, 0)[0]
+def own_op(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
+    """F.sdpa without torch's own checks, nor a router, and with arguments that it does not have."""
+    plain = ops.ForwardArgs(query, key, value, None, 0.0, ops.CAUSAL_NONE, None, 0)
+    return torch.ops.torch_flashplug.sdpa_fwd(*plain._replace(**more))[0]
 
 
 @pytest.mark.parametrize("fact", native.problem_facts())
@@ -288,7 +292,8 @@ def test_every_fact_is_read_and_said_by_problem_py(fact: str) -> None:
             facts = described(call, here), DEVICES["h100"], native.effective_mode()
             assert not native.is_remembered(*facts)
             with contextlib.suppress(RuntimeError):  # fa3 is forced, so that no call is let out unread
-                attention = own_op if fact.startswith("dtype") or not here else F.scaled_dot_product_attention
+                ours = fact.startswith("dtype") or not here or not call[1].keys() <= SDPA
+                attention = own_op if ours else F.scaled_dot_product_attention
                 attention(*call[0], **call[1])
             assert native.is_remembered(*facts)
         finally:

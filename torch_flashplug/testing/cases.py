@@ -35,7 +35,7 @@ class Case:
     dtype: str = "bf16"
     layout: str = "bshd"  # how the tensors lie in memory: see LAYOUTS
     scale: float | None = None
-    tags: frozenset[str] = frozenset()
+    tags: frozenset[str] = frozenset()  # "grad": its gradients are tested for sure; others take every fourth case's
 
     @property
     def gqa(self) -> bool:
@@ -244,6 +244,7 @@ _NAMED = (
     new_case("one_key", (2, 4, 4), (77, 1), (64, 64)),
     new_case("one_key_d128_causal", (2, 4, 4), (77, 1), (128, 128), "causal"),
     new_case("one_query", (2, 4, 4), (1, 1000), (128, 128)),
+    new_case("grad_d192_v128_causal", (2, 2, 2), (200, 333), (192, 128), "causal", "grad"),
     new_case("one_by_one", (1, 1, 1), (1, 1), (64, 64)),
     new_case("cross_77_d64", (2, 10, 10), (1024, 77), (64, 64), "cross"),
     new_case("cross_77_d128", (2, 8, 8), (1024, 77), (128, 128), "cross"),

@@ -19,6 +19,7 @@ class Element:
         over many rows. fp16 has no small numbers: P of a row with many keys would lose bits, or vanish; bf16 has all
         that fp32 has.
         """
+        assert dtype.width == 16, f"{dtype}: kernels take operands of 16 bits"
         self.dtype, self.pack, self.raised = dtype, pack, raised
 
     @property

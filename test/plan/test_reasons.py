@@ -1,0 +1,71 @@
+"""Every reason why a family's kernels do not take a call is met: one call for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from plans import Call, call, made_of
+
+from torch_flashplug import _start, choices, configs, native
+from torch_flashplug.api import DEVICES, sdpa_backend
+from torch_flashplug.choices import ChoiceRow
+
+PLAIN, LONG, FEW = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
+FORWARDS = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
+LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
+SHUT = dataclasses.replace(choices.GATE, occupancy=0.8)
+
+
+@dataclass(frozen=True)
+class Met:
+    """A call that meets a reason: under which tables, where, in which mode, of which family."""
+
+    call: Call
+    device: str = "h100"
+    mode: int = 0
+    family: str = "fa3"
+    kernels: tuple[configs.KernelRow, ...] = configs.KERNEL_ROWS
+    rows: tuple[ChoiceRow, ...] = choices.CHOICE_ROWS
+
+
+MET = {
+    "none": Met(PLAIN),
+    "device": Met(PLAIN | {"on_cuda": 0}),
+    "arch": Met(PLAIN, "a100", sdpa_backend("fa3").mode),
+    "dtype": Met(PLAIN | made_of("fp32")),
+    "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
+    "feature": Met(PLAIN | {"mask": 1}),
+    "scale": Met(PLAIN | {"scale": native.SCALE_IDS["not finite"]}),
+    "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
+    "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
+    "head dim": Met(call((1, 8, 8), (512, 512), (264, 264))),
+    "last stride": Met(PLAIN | {"last_stride_v": 2}),
+    "alignment": Met(PLAIN | {"align_k": 2}),
+    "no kernel": Met(PLAIN, "l4", sdpa_backend("fa2").mode, "fa2", LARGE),
+    "splits": Met(LONG | {"causal": 1}, mode=sdpa_backend("fa3", num_splits=4).mode),
+    "unmeasured gpu": Met(PLAIN, "a100", family="fa2"),
+    "no row": Met(PLAIN, rows=()),
+    "slower": Met(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
+    "decode gate": Met(call(FEW, (16, 64), (64, 64)), kernels=FORWARDS),
+    "deterministic": Met(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
+    "no backward": Met(LONG | {"grad": 1}, kernels=FORWARDS),
+}
+ELSEWHERE = {"together"}  # asked of a table of its own, by test_facts
+
+
+@pytest.fixture(autouse=True)
+def own_table() -> Iterator[None]:
+    yield
+    _start.push_tables()
+
+
+@pytest.mark.parametrize("why", [name for name in native.names("reasons") if name not in ELSEWHERE])
+def test_every_reason_is_met(why: str) -> None:
+    met = MET[why]
+    native.push_rows(met.kernels, met.rows, SHUT)
+    plan = native.plan(met.call, DEVICES[met.device], met.mode)
+    assert plan["why"][met.family] == why
+    assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
