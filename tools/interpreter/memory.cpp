@@ -36,23 +36,30 @@ std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
   }
 }
 
-// ld: T into each register of the vector.
-template <Space space, typename T>
+// ld: T into each register of the vector, which it fills up with zeros.
+template <Space space, typename T, typename Register = T>
 Outcome load(Warp& w, const Instruction& in, uint32_t lanes) {
   const size_t count = in.many.size();
   each_lane(lanes, [&](int i) {
     const std::byte* from = place<space, Access::kLoads>(w, in.operands[1], i, count * sizeof(T));
-    for (size_t k = 0; k < count; ++k) std::memcpy(&w.lanes<T>(in.many[k])[i], from + k * sizeof(T), sizeof(T));
+    for (size_t k = 0; k < count; ++k) {
+      T value;
+      std::memcpy(&value, from + k * sizeof(T), sizeof(T));
+      w.lanes<Register>(in.many[k])[i] = value;
+    }
   });
   return Outcome::kNext;
 }
 
-template <Space space, typename T>
+template <Space space, typename T, typename Register = T>
 Outcome store(Warp& w, const Instruction& in, uint32_t lanes) {
   const size_t count = in.many.size();
   each_lane(lanes, [&](int i) {
     std::byte* to = place<space, Access::kStores>(w, in.operands[0], i, count * sizeof(T));
-    for (size_t k = 0; k < count; ++k) std::memcpy(to + k * sizeof(T), &w.lanes<T>(in.many[k])[i], sizeof(T));
+    for (size_t k = 0; k < count; ++k) {
+      const auto value = static_cast<T>(w.lanes<Register>(in.many[k])[i]);
+      std::memcpy(to + k * sizeof(T), &value, sizeof(T));
+    }
   });
   return Outcome::kNext;
 }
@@ -114,14 +121,15 @@ Outcome wait_all_copies(Warp& w, const Instruction&, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-template <Space space, typename T>
-void add_access(Opcodes& to, const std::string& where, const std::string& type) {
+// form: of the opcode (form_of), where registers are wider than T.
+template <Space space, typename T, typename Register = T>
+void add_access(Opcodes& to, const std::string& where, const std::string& type, const char* form = "") {
   const bool shared = space == Space::kShared;
-  const std::string vector = sizeof(T) == 2 ? "H" : sizeof(T) == 4 ? "V" : "X";
+  const std::string vector = sizeof(Register) == 2 ? "H" : sizeof(Register) == 4 ? "V" : "X";
   static const std::string loaded = vector + (shared ? "S" : "G"), stored = (shared ? "S" : "G") + vector;
   for (const std::string size : {"", "v2.", "v4."}) {
-    to["ld." + where + size + type] = {loaded.c_str(), load<space, T>};
-    to["st." + where + size + type] = {stored.c_str(), store<space, T>};
+    to["ld." + where + size + type + form] = {loaded.c_str(), load<space, T, Register>};
+    to["st." + where + size + type + form] = {stored.c_str(), store<space, T, Register>};
   }
 }
 
@@ -134,6 +142,10 @@ void add_atomic(Opcodes& to, const std::string& where, const std::string& what) 
 
 template <Space space>
 void add_space(Opcodes& to, const std::string& where) {
+  for (const auto* type : {"b8", "u8"}) {
+    add_access<space, uint8_t, uint16_t>(to, where, type);
+    add_access<space, uint8_t, uint32_t>(to, where, type, " word");
+  }
   for (const auto* type : {"b16", "u16"}) add_access<space, uint16_t>(to, where, type);
   for (const auto* type : {"b32", "u32", "f32"}) add_access<space, uint32_t>(to, where, type);
   for (const auto* type : {"b64", "u64"}) add_access<space, uint64_t>(to, where, type);

@@ -19,15 +19,22 @@ int bytes_of_type(std::string_view type) {
   return std::stoi(std::string(type.substr(2))) / 8;
 }
 
+// Whether that is a register of 32 bits, or a vector of such.
+bool is_word(std::string_view text) {
+  if (text[0] == '{') text = text.substr(1);
+  return text.starts_with("%r") && std::isdigit(static_cast<unsigned char>(text[2]));
+}
+
 // Opcodes whose operands tell what they do.
 const char* form_of(std::string_view name, const std::vector<std::string_view>& parts) {
   if (name.starts_with("mov.") && parts[0][0] == '{') return " unpack";
   if (name.starts_with("mov.") && parts[1][0] == '{') return " pack";
   if (name.starts_with("wgmma.mma") && parts[1][0] == '{') return " registers";
   // Registers may be wider than their numbers: 8 bits lie in 16 or in 32.
-  if (name.starts_with("cvt.") && name.ends_with("8") && parts[1].starts_with("%r") &&
-      std::isdigit(static_cast<unsigned char>(parts[1][2])))
-    return " word";
+  if (name.ends_with("8")) {
+    if (name.starts_with("ld.") && is_word(parts[0])) return " word";
+    if ((name.starts_with("cvt.") || name.starts_with("st.")) && is_word(parts[1])) return " word";
+  }
   if (name.starts_with("bar") && !name.starts_with("bar.warp") && parts.size() == 2) return " 2";
   return "";
 }

@@ -1,0 +1,221 @@
+"""A bool mask as kernels read it: words (scores/words.py), and lists of the blocks that hide something or nothing
+(listed.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
+the mask holds when it is replayed.
+
+The mask is (B or 1, Hq or 1, Sq, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once. All
+that comes of it lies in one array of 32-bit numbers, whose length `numbers` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, Int64, Uint8
+
+from ...spec import LISTED, ROWS_PER_WARPGROUP, SLAB, WARP, WARPGROUP
+from .fragments import column_of
+from .listed import Lists
+from .scores.words import BITS, THREADS, TILE
+
+PITCH = LISTED + 4  # bytes of a block's row in shared memory: rows begin at other banks
+NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
+HIDDEN, SEEN, OUTSIDE = range(3)  # scores; outside: of rows that do not exist
+FLAG_HIDDEN, FLAG_SEEN = 1, 2
+TILES = LISTED // TILE
+
+
+def numbers(planes: int, Sq: int, Sk: int, *, gradients: bool) -> int:
+    """How many 32-bit numbers a digest takes. gradients: those of keys are wanted, too."""
+    M, N = (-(-size // LISTED) for size in (Sq, Sk))
+    rows, columns = (-(-size // TILE) for size in (Sq, Sk))
+    lists = M * N + 2 * (M + M * N)
+    taken = lists + rows * (columns + 1) * THREADS
+    if gradients:
+        taken += 2 * (N + M * N) + columns * (rows + 1) * THREADS
+    return planes * taken
+
+
+@dataclass(frozen=True)
+class Digested:
+    """Where everything lies. Plane (batch, head) is batch * of_batch + head * of_head."""
+
+    start: cute.Pointer
+    sizes: tuple[Int32, Int32, Int32]  # planes, Sq, Sk
+    of_batch: Int32
+    of_head: Int32
+
+    @classmethod
+    def create(cls, mask: cute.Tensor, scratch: cute.Tensor) -> Digested:
+        batches, heads, Sq, Sk = mask.shape
+        of_batch = cutlass.select_(batches > 1, heads, 0)
+        return cls(scratch.iterator, (batches * heads, Sq, Sk), of_batch, cutlass.select_(heads > 1, 1, 0))
+
+    @property
+    def blocks(self) -> tuple[Int32, Int32]:
+        """Rows and columns of a plane's blocks."""
+        return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
+
+    @property
+    def tiles(self) -> tuple[Int32, Int32]:
+        """Rows and columns of a plane's tiles."""
+        return tuple(cute.ceil_div(size, TILE) for size in self.sizes[1:])
+
+    def places(self) -> tuple[Int64, ...]:
+        """Where states begin, lists of keys, lists of queries, words of rows, words of columns."""
+        (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
+        lengths = planes * M * N, 2 * planes * M * (N + 1), planes * rows * (columns + 1) * THREADS
+        states, keys, of_rows = lengths
+        queries = 2 * planes * N * (M + 1)
+        # What only gradients need comes last.
+        return Int64(0), states, states + keys + of_rows, states + keys, states + keys + of_rows + queries
+
+    def states(self) -> cute.Tensor:
+        """(n,): NONE, MASKED or WHOLE, of each block of each plane."""
+        return self.vector(0)
+
+    def words(self, transposed: bool) -> cute.Tensor:
+        return self.vector(4 if transposed else 3)
+
+    def lists(self, transposed: bool) -> Lists:
+        """Of each block of queries; transposed: of keys."""
+        lines, room = reversed(self.blocks) if transposed else self.blocks
+        at, R = self.start + self.places()[2 if transposed else 1], self.sizes[0] * lines
+        counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
+        masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
+        whole = cute.make_tensor(at + R, counts), cute.make_tensor(at + (2 * R + Int64(R) * room), index)
+        return Lists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
+
+    def vector(self, place: int) -> cute.Tensor:
+        return cute.make_tensor(self.start + self.places()[place], cute.make_layout(1))
+
+
+class Digest:
+    """The two kernels: a CTA for each block of each plane, then a warp for each list."""
+
+    def __init__(self, *, gradients: bool):
+        self.gradients = gradients
+
+    @cute.jit
+    def __call__(self, mask: cute.Tensor, scratch: cute.Tensor, stream: cuda.CUstream):
+        digested = Digested.create(mask, scratch)
+        (M, N), planes = digested.blocks, digested.sizes[0]
+        self.pack(mask, digested).launch(grid=(planes * M, N, 1), block=(WARPGROUP, 1, 1), stream=stream)
+        lists = planes * (M + N) if cutlass.const_expr(self.gradients) else planes * M
+        self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def pack(self, mask: cute.Tensor, digested: Digested):
+        """A block's words and its state."""
+        smem = cutlass.memory.SmemAllocator()
+        block = smem.allocate_tensor(Uint8, cute.make_layout((LISTED, LISTED), stride=(PITCH, 1)), 16)
+        flags = smem.allocate_tensor(Int32, cute.make_layout(WARPGROUP // WARP), 16)
+        M, N = digested.blocks
+        line, n, _ = cute.arch.block_idx()
+        plane, m = line // M, line % M
+        thread = cute.arch.thread_idx()[0]
+        found = self.load(mask, plane, m * LISTED, n * LISTED + thread, block)
+        for flag in cutlass.range_constexpr(2):
+            seen = cute.arch.vote_any_sync((found & (1 << flag)) != 0)
+            found = found | cutlass.select_(seen, Int32(1 << flag), Int32(0))
+        flags[thread // WARP] = found
+        cute.arch.sync_threads()
+        if thread == 0:
+            for warp in cutlass.range_constexpr(1, WARPGROUP // WARP):
+                found = found | flags[warp]
+            state = cutlass.select_(found == FLAG_SEEN, Int32(WHOLE), Int32(MASKED))
+            state = cutlass.select_((found & FLAG_SEEN) == 0, Int32(NONE), state)
+            cute.arch.store(digested.states().iterator + (Int64(line) * N + n), state)
+        self.store_words(block, digested, plane, m, n, transposed=False)
+        if cutlass.const_expr(self.gradients):
+            self.store_words(block, digested, plane, n, m, transposed=True)
+
+    @cute.jit
+    def load(self, mask: cute.Tensor, plane: Int32, first_row: Int32, column: Int32, block: cute.Tensor) -> Int32:
+        """A column of a block into shared memory; which scores it has, as flags."""
+        heads, Sq, Sk = mask.shape[1], mask.shape[2], mask.shape[3]
+        batch, head, found = plane // heads, plane % heads, Int32(0)
+        there = column < Sk
+        for i in cutlass.range(LISTED, unroll=8):
+            row = first_row + i
+            value = Int32(OUTSIDE)
+            if row < Sq:
+                value = Int32(HIDDEN)
+                if there:
+                    value = cutlass.select_(mask[batch, head, row, column] != 0, Int32(SEEN), Int32(HIDDEN))
+                found = found | cutlass.select_(value == SEEN, Int32(FLAG_SEEN), Int32(FLAG_HIDDEN))
+            block[i, cute.arch.thread_idx()[0]] = value.to(Uint8)
+        return found
+
+    @cute.jit
+    def store_words(
+        self, block: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
+        transposed: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Of a block, by its place among lines and in its line."""
+        rows, columns = reversed(digested.tiles) if transposed else digested.tiles
+        words, thread = digested.words(transposed), cute.arch.thread_idx()[0]
+        row = thread // WARP * SLAB + thread % WARP // 4
+        for i, j in [(i, j) for i in range(TILES) for j in range(TILES)]:
+            word = Int32(0)
+            for bit in cutlass.range_constexpr(BITS):
+                r, c = i * TILE + row + bit % 2 * 8, j * TILE + column_of(bit // 2) + thread % 4 * 2
+                value = block[(c, r) if transposed else (r, c)].to(Int32) & SEEN
+                word = word | (value << bit)
+            at = plane * rows + line * TILES + i
+            if line * TILES + i < rows and nth * TILES + j <= columns:
+                place = (Int64(at) * (columns + 1) + nth * TILES + j) * THREADS + thread
+                cute.arch.store(words.iterator + place, word)
+            # Behind the last tile of a line all is zero.
+            if cutlass.const_expr(j == TILES - 1):
+                if line * TILES + i < rows and (nth + 1) * TILES == columns:
+                    place = (Int64(at) * (columns + 1) + columns) * THREADS + thread
+                    cute.arch.store(words.iterator + place, Int32(0))
+
+    @cute.kernel
+    def sort(self, digested: Digested):
+        """A list of keys for each block of queries, then one of queries for each of keys. A forward's is never empty:
+        where nothing is seen it has one block, whose words hide all of it.
+        """
+        (M, N), planes = digested.blocks, digested.sizes[0]
+        number = cute.arch.block_idx()[0]
+        if number < planes * M:
+            self.list_line(digested.lists(False), digested.states(), number, Int64(number) * N, (Int32(1), N), True)
+        elif cutlass.const_expr(self.gradients):
+            of_keys = number - planes * M
+            first = Int64(of_keys // N) * M * N + of_keys % N
+            self.list_line(digested.lists(True), digested.states(), of_keys, first, (N, M), False)
+
+    @cute.jit
+    def list_line(
+        self, lists: Lists, states: cute.Tensor, line: Int32, first: Int64, steps: tuple[Int32, Int32],
+        never_empty: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """steps: between the states of a line, and how many it has."""
+        stride, count = steps
+        lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
+        before = (1 << lane) - 1
+        masked, whole = Int32(0), Int32(0)
+        for begin in cutlass.range(0, count, WARP, unroll=1):
+            nth, state = begin + lane, Int32(NONE)
+            if nth < count:
+                state = cute.arch.load(states.iterator + (first + Int64(nth) * stride), Int32)
+            hides, shows = (cute.arch.vote_ballot_sync(state == kind) for kind in (MASKED, WHOLE))
+            if state == MASKED:
+                cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), nth)
+            if state == WHOLE:
+                cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
+            masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
+        if lane == 0:
+            if cutlass.const_expr(never_empty):
+                if masked + whole == 0:
+                    cute.arch.store(lists.masked.iterator + start, Int32(0))
+                    masked = Int32(1)
+            cute.arch.store(lists.masked_count.iterator + line, masked)
+            cute.arch.store(lists.whole_count.iterator + line, whole)
+
+
+assert ROWS_PER_WARPGROUP == TILE and THREADS == WARPGROUP
