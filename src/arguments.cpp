@@ -49,6 +49,8 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLFloat, 32, 1};
     case NumberType::kInt32:
       return {kDLInt, 32, 1};
+    case NumberType::kBool:
+      return {kDLUInt, 8, 1};
     default: {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
       return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};

@@ -68,6 +68,19 @@ SignedScale with_positive_scale(const ForwardCall& call, const Problem& p);
 // The gradient of the call's own query from that of the one above.
 void give_sign(AtenTensorHandle grad_q, const Problem& p);
 
+// ---- mask.cpp: bool masks ----
+
+void keep_mask(AtenTensorHandle mask, AtenTensorHandle query);  // for the op that this thread calls next
+void forget_mask();
+// The bool mask that F.sdpa made this bias of, for the same query; undefined if none was kept for it. It is kept once.
+Owned take_mask(AtenTensorHandle bias, AtenTensorHandle query);
+struct Masked {
+  Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast
+  Owned digest;  // scratch
+};
+Masked masked(AtenTensorHandle mask, const Problem& p, const TensorClass& query);
+int64_t digest_numbers(int64_t planes, int64_t Sq, int64_t Sk);  // of 32 bits
+
 // ---- backward.cpp: our gradients ----
 
 // False where another backward must follow: no kernel of ours, or a GPU on which auto takes none.

@@ -96,7 +96,7 @@ enum class Why : int {
   kNoBackward,
   kCount
 };
-// Why a family's kernels do not take a call; test_plan meets every one.
+// Why a family's kernels do not take a call; test_reasons meets every one.
 inline constexpr const char* kWhyNames[] = {
     "none",   "device",         "arch",          "dtype",    "mixed dtype", "feature",       "together",
     "scale",  "empty",          "head dim step", "head dim", "last stride", "alignment",     "no kernel",
@@ -147,9 +147,9 @@ int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a
 int uninstall(int slot);  // puts the saved pointer back
 bool installed(int slot);
 // Where calls leave the router, the last one with a plan; test_exits meets every one.
-inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",   "not allowed", "other backend",
-                                             "dims",     "device",          "class",  "nested",      "subclass",
-                                             "no sizes", "shapes",          "planned"};
+inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",  "not allowed", "other backend",
+                                             "dims",     "device",          "class", "nested",      "subclass",
+                                             "no sizes", "shapes",          "mask",  "planned"};
 int take_last_exit();  // of this thread's latest call since it was asked; -1: there was none
 // SDPBackend that stock torch would choose for a call without mask; 0 (math) where no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,

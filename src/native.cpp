@@ -182,7 +182,9 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size)
 }
 FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const RescueRow& rescue) {
-    t.rescues.push_back(RescueRow{t.keep(rescue.stock), t.keep(rescue.evidence), rescue.facts});
+    t.rescues.push_back(rescue);
+    t.rescues.back().stock = t.keep(rescue.stock);
+    t.rescues.back().evidence = t.keep(rescue.evidence);
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {

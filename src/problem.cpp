@@ -35,6 +35,11 @@ bool is_there(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
 
+bool is_bool(AtenTensorHandle tensor) {
+  int32_t dtype = -1;
+  return aoti_torch_get_dtype(tensor, &dtype) == 0 && dtype == aoti_torch_dtype_bool();
+}
+
 int64_t needs_of(const Attention& call) {
   int64_t needs = 0, bit = 1;
   for (const Feature& feature : kFeatures) {

@@ -22,6 +22,7 @@ struct Attention {
   std::optional<double> scale = {};
 };
 bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
+bool is_bool(AtenTensorHandle tensor);
 
 // What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its
 // place, in the order of features.py.
@@ -33,7 +34,8 @@ struct Feature {
 };
 inline constexpr Feature kFeatures[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
-    {"mask", [](const Attention& call) { return is_there(call.mask); }},
+    {"mask", [](const Attention& call) { return is_there(call.mask) && is_bool(call.mask); }},
+    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_bool(call.mask); }},
     {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
 };
@@ -44,7 +46,7 @@ consteval int64_t feature_bit(std::string_view name) {
   while (kFeatures[place].name != name) ++place;
   return int64_t{1} << place;
 }
-constexpr int64_t kCausal = feature_bit("causal"), kDropout = feature_bit("dropout");
+constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout");
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
@@ -115,6 +117,10 @@ void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes 
 
 // Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.
 bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
+
+// Whether a bool mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that
+// broadcast (mask.cpp).
+bool mask_fits(AtenTensorHandle mask, const Facts& facts);
 
 // As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
 Scale scale_of(std::optional<double> scale);

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "attention.h"
 #include "flashplug.h"
 #include "torch_symbols.h"
 
@@ -89,6 +90,9 @@ Verdict judge(const Call& call, Mode mode) {
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
   if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
+  // The op gets floats that F.sdpa made of the mask, which our kernels do not take, unless it comes next.
+  const bool has_mask = (p.needs & kMask) != 0;
+  if (has_mask && !forced && (only_traced || torch.modes_set())) return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
@@ -98,6 +102,7 @@ Verdict judge(const Call& call, Mode mode) {
     return {exit_named("no sizes"), ours_if(only_traced && (forced || class_may_serve(p, device, mode, tables())))};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
+  if (has_mask && !mask_fits(call.mask, facts)) return {exit_named("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   // If a forced one is impossible, the op raises the reasons.
@@ -159,12 +164,16 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
   const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
+  forget_mask();
   const Verdict verdict = decide(call, effective_mode());
   last_exit = verdict.exit;
   if (verdict.whose == Whose::kMaths) return kChoiceMath;
   const bool ours = verdict.whose == Whose::kOurs;
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
-  if (ours) return kChoiceOverrideable;
+  if (ours) {
+    if (is_there(call.mask) && is_bool(call.mask) && !torch_symbols().modes_set()) keep_mask(call.mask, q);
+    return kChoiceOverrideable;
+  }
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   return verdict.asked ? right_for_scale(chosen, call) : chosen;

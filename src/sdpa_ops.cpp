@@ -90,6 +90,12 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
     arguments.one_number("partials", mutable_data(result->lse.get()));
+  Masked mask;
+  if (arguments.takes("mask")) {
+    mask = masked(call.mask, p, query);
+    arguments.tensor("mask", mask.mask.get());
+    arguments.tensor("digest", mask.digest.get(), true);
+  }
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -170,7 +176,9 @@ Mode own_op_mode(int64_t baked) {
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+              v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  Owned mask = bias.defined() ? take_mask(bias.get(), q.get()) : Owned();
+  if (!mask.defined() && bias.defined()) mask = Owned::share(bias.get());
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},

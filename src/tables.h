@@ -88,6 +88,7 @@ struct RescueRow {
   const char* stock;     // what stock would do
   const char* evidence;  // date, machine, how it was seen
   int64_t facts;         // a sum of CallFact
+  int64_t features;      // calls that need others were not seen
 };
 enum CallFact : int64_t {  // FACTS of rescues.py
   kOddBase = 1,            // of any operand, as the next
@@ -114,7 +115,7 @@ struct FeatureRow {
 // kernels takes: arguments.py.
 constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
                                       "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
-                                      "counter", "num_ctas", "splits", "cluster", "wanted"};
+                                      "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "digest"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {
@@ -128,8 +129,8 @@ class Slot {
  private:
   int number_ = 0;
 };
-enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32 };  // DTYPES of arguments.py
-constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32"};
+enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32, kBool };  // DTYPES of arguments.py
+constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "bool"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames, or a fact
   int64_t features;  // that bring it: None to kernels that have none of them; 0: all take it

@@ -35,6 +35,7 @@ constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
 constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
+constexpr const char* kModesSet = "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb";
 constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
 constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
@@ -47,6 +48,7 @@ struct Found {
   ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
+  bool (*modes_set)(bool skip_infra_modes) = nullptr;
   const void* nested_type = nullptr;
   const void* plain_type = nullptr;
   int* log_level = nullptr;
@@ -75,6 +77,7 @@ TorchSymbols look_up() {
   f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
+  f.modes_set = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
   f.nested_type = dlsym(cpu, kNestedType);
   f.plain_type = dlsym(c10, kPlainType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
@@ -193,6 +196,8 @@ bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor
 bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tensor) != found().plain_type; }
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
+
+bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || found().modes_set(false); }
 
 const char* TorchSymbols::lacking() const {
   const Found& f = found();

@@ -23,6 +23,7 @@ struct TorchSymbols {
   bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
   bool wrapped(AtenTensorHandle tensor) const;          // by functorch, say: it has no storage of its own
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
+  bool modes_set() const;       // TorchDispatchModes: what is called next may be another op; true where nobody can tell
   const char* lacking() const;  // the first symbol that the hook needs and this torch does not have; null: none
 };
 const TorchSymbols& torch_symbols();

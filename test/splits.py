@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch_flashplug import native, rows, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.elements import ELEMENTS
 from torch_flashplug.testing import Case
 
 MOST = 255  # splits that a mode word holds
@@ -19,5 +20,6 @@ def planned(
     case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
 ) -> dict:
     """The plan of a forced call; facts: of its operands (native.problem_facts())."""
-    dtypes = {f"dtype_{operand}": rows.DTYPE_IDS[case.dtype] for operand in "qkv"}
+    made = zip("qkv", ELEMENTS[case.dtype].operands)
+    dtypes = {f"dtype_{operand}": rows.DTYPE_IDS[number] for operand, number in made}
     return native.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

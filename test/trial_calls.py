@@ -272,7 +272,8 @@ def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values
     tensors = dict(zip("qkv", call.inputs, strict=True)) | {"do": call.inputs.grad_out}
     numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": CTAS, "wanted": 3}
     values = {**tensors, **numbers, "counter": torch.zeros(1, dtype=torch.int32), **values}
-    function(*(values[one.name] for one in OF_KIND[spec.kind]), extra_of(call), ctypes.c_void_p(None))
+    given = (values.get(one.name) if one.optional else values[one.name] for one in OF_KIND[spec.kind])
+    function(*given, extra_of(call), ctypes.c_void_p(None))
 
 
 def forward(

@@ -1,5 +1,5 @@
 """Kernels of features that no product kernel has yet: stages of kernels/parts put into kernel files as they are. They
-are compiled and counted (test_seams), not run.
+are compiled, counted and interpreted (test_seams).
 """
 
 from __future__ import annotations
@@ -112,11 +112,10 @@ class Extra:
 
 
 def know_bias() -> None:
-    """What features.py will say of a feature that costs shared memory."""
+    """Which kernels will have it."""
     if "bias" in features.TAGS:
         return
-    features.FEATURES += (features.Feature("bias", "bias", "", "", score_bytes=2),)
-    known = features.COMBINATIONS[-1].kinds
+    known = features.TAGS["causal"].kinds
     for causal in ((), ("causal",)):
         features.TAGS["+".join((*causal, "bias"))] = features.Combination(frozenset({*causal, "bias"}), known)
 
@@ -220,9 +219,10 @@ def trial(spec: KernelSpec, *stages: str):
         def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
-            extra: Extra, stream: cuda.CUstream,
+            mask: cute.Tensor | None, digest: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            self.launch(TrialCall(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas, extra), stream)
+            scales = Scales(scale_log2, scale)
+            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, extra), stream)
 
     class Decode(base):
         fake_arguments = Forward.fake_arguments

@@ -213,7 +213,7 @@ def explain(
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
         return Plan(call, "math", reasons=reasons, stock_choice=_name(choice))
-    outside = problem.outside_dispatcher(query, key, value, enable_gqa, mode)
+    outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is not None:
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone

@@ -23,7 +23,7 @@ class Argument:
             raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
 
 
-DTYPES = ("query", "key", "value", "output", "fp32", "int32")
+DTYPES = ("query", "key", "value", "output", "fp32", "int32", "bool")
 
 
 def _tensor(name: str, rank: int, dtype: str, what: str, *, optional: bool = False) -> Argument:
@@ -50,7 +50,12 @@ _DRAWN = (
     _number("num_ctas", "int32", "SMs of the device: CTAs to run"),
 )
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN)
+_MASK = (
+    _tensor("mask", 4, "bool", "(B or 1, Hq or 1, Sq, Sk), the caller's, 0 where a stride is broadcast", optional=True),
+    _tensor("digest", 1, "int32", "(n,), the op's scratch: what is made of the mask (digest.py)", optional=True),
+)
+
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_MASK)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,

@@ -86,7 +86,7 @@ def _backend(
     mode = native.effective_mode()
     if problem.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
-    if native.backend_of(mode) == "stock" or problem.outside_dispatcher(query, key, value, enable_gqa, mode):
+    if native.backend_of(mode) == "stock" or problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
     if (forced := native.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons

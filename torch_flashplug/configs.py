@@ -14,7 +14,7 @@ from .elements import elements_of, misfit
 from .families import BY_ARCH, TARGETS, targets_of
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
-FULL, CAUSAL = ("full",), ("causal",)  # sets of features.py, by the tags in kernels' names
+FULL, CAUSAL, MASK = ("full",), ("causal",), ("mask",)  # sets of features.py, by the tags in kernels' names
 BOTH = FULL + CAUSAL
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
@@ -124,6 +124,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
+    # Blocks from lists: tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
+    KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
+    KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
+    KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
     KernelRow("bwd", 90, 64, 64, BOTH, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH, 64, 128, 4),

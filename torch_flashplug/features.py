@@ -32,7 +32,13 @@ FEATURES = (
     ),
     Feature(
         "mask", "mask", "masked",
-        "attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says",
+        "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
+        arguments=("mask", "digest"), part="mask.Mask", always=True,
+    ),
+    Feature(
+        "bias", "bias", "with a bias",
+        "attn_mask is of floats, kernels take bool; pass a bool mask if it holds 0 and -inf alone",
+        score_bytes=2,
     ),
     Feature(
         "bottom_right", "bottom_right", "causal to the bottom right",
@@ -63,6 +69,7 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
+    Combination(frozenset({"mask"}), {90: ("fwd",)}),
 )
 
 

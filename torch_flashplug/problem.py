@@ -56,7 +56,16 @@ def _kernels_allowed() -> bool:
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
 
 
-def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, mode: int) -> str | None:
+def _mask_fits(query: Tensor, key: Tensor, mask: Tensor) -> bool:
+    """mask_fits of src/mask.cpp."""
+    wanted = _hints((*query.shape[:3], key.shape[2]))[-mask.dim() :]
+    fits = all(have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
+    return 2 <= mask.dim() <= 4 and fits and mask.device == query.device
+
+
+def outside_dispatcher(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, mode: int
+) -> str | None:
     """Why the dispatcher is not asked about this call at all; None if it is. Not for calls that takes_math() has."""
     if not native.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
@@ -80,6 +89,11 @@ def outside_dispatcher(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return (
             "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
             "stock attention decides"
+        )
+    if attn_mask is not None and attn_mask.dtype == torch.bool and not _mask_fits(query, key, attn_mask):
+        return (
+            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
+            "is on another device; stock attention takes or rejects it"
         )
     if not _kernels_allowed():
         return (
@@ -105,7 +119,8 @@ def describe(
     grad = wants_grad(*operands)
     problem: dict[str, float] = {
         "causal": is_causal,
-        "mask": attn_mask is not None,
+        "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
+        "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
         "dropout_p": dropout_p,
         "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,

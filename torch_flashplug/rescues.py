@@ -27,6 +27,7 @@ class Rescue:
     facts: tuple[str, ...]
     stock: str  # what stock would do: the end of "stock would ..."
     evidence: str  # date, machine, how it was seen
+    features: tuple[str, ...] = ("causal",)  # of features.py: calls that need others were not seen
 
 
 _SEEN = "2026-11-22 H100, torch 2.11 + cuDNN 9.19"

@@ -53,7 +53,7 @@ class ChoiceRow(ctypes.Structure):
 
 
 class RescueRow(ctypes.Structure):
-    _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts"))
+    _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts features"))
 
 
 class FeatureRow(ctypes.Structure):
@@ -125,7 +125,8 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
 
 
 def of_rescue(row: rescues.Rescue) -> RescueRow:
-    return RescueRow(row.stock.encode(), row.evidence.encode(), sum(1 << FACTS.index(fact) for fact in row.facts))
+    facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
+    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
 
 
 def of_features() -> Iterator[FeatureRow]:

@@ -124,8 +124,9 @@ int find_rescue(const Problem& p, const Tables& tables) {
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
-  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(),
-                                [facts](const RescueRow& rescue) { return (facts & rescue.facts) == rescue.facts; });
+  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
+    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
+  });
   return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
 }
 

@@ -32,7 +32,7 @@ CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "ba
 MADE = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec for family in FAMILIES for spec in configs.specs(family.arch)
 }
-CUTLASS = {"fp32": "Float32", "int32": "Int32"}
+CUTLASS = {"fp32": "Float32", "int32": "Int32", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
 
 
@@ -69,7 +69,7 @@ def test_direct_calls_go_by_the_table():
 def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(spec):
     """And for None in the place of what their features do not bring."""
     operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
-    types = {name: CUTLASS[made_of] for name, made_of in (*operands, ("fp32", "fp32"), ("int32", "int32"))}
+    types = {name: CUTLASS[made_of] for name, made_of in operands} | CUTLASS
     kernel = builder(spec)
     assert kernel.fake_tensors().keys() == {one.name for one in arguments.OF_KIND[spec.kind] if not one.scalar}
     *given, _ = kernel.fake_arguments()

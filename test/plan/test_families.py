@@ -197,11 +197,11 @@ two_devices
 three_reasons
   a100
     stock
-      fa2: attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the
-        mask says; also: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: value has
-        head dim 264, kernels take up to 256; stock attention serves larger ones
+      fa2: attn_mask is given, these kernels take none; pass is_causal=True if that is what it says;
+        also: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: value has head dim
+        264, kernels take up to 256; stock attention serves larger ones
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 masked):
-  - attn_mask is given, kernels take no mask yet; pass is_causal=True if that is what the mask says
+  - attn_mask is given, these kernels take none; pass is_causal=True if that is what it says
   - dropout_p=0.500, kernels have no dropout; pass dropout_p=0
   - value has head dim 264, kernels take up to 256; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.

@@ -37,7 +37,7 @@ MET = {
     "arch": Met(PLAIN, "a100", sdpa_backend("fa3").mode),
     "dtype": Met(PLAIN | made_of("fp32")),
     "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
-    "feature": Met(PLAIN | {"mask": 1}),
+    "feature": Met(PLAIN | {"bias": 1}),
     "scale": Met(PLAIN | {"scale": native.SCALE_IDS["not finite"]}),
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
@@ -69,3 +69,11 @@ def test_every_reason_is_met(why: str) -> None:
     plan = native.plan(met.call, DEVICES[met.device], met.mode)
     assert plan["why"][met.family] == why
     assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
+
+
+def test_rescues_hold_for_what_they_were_seen_with() -> None:
+    """Stock's NaN of scales below zero was seen without a mask."""
+    below = PLAIN | {"scale": native.SCALE_IDS["negative"]}
+    for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), ({"mask": 1}, "stock")):
+        plan = native.plan(below | needs, DEVICES["h100"])
+        assert plan["backend"] == backend and bool(plan["rescue"]) == (backend == "fa3")

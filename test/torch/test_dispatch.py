@@ -37,13 +37,14 @@ def calls(road: Road) -> dict[str, tuple[list, dict]]:
         "scale": ([q, k, v], {"scale": 0.3}),
         "gqa": (gqa, {"enable_gqa": True}),
         "mask": ([q, k, v, mask], {}),
+        "bias": ([q, k, v, torch.where(mask, 0.0, -torch.inf).to(road.dtype)], {}),
         "fp32": ([t.float() for t in (q, k, v)], {}),
         "head_dim_12": ([t[..., :12] for t in (q, k, v)], {}),
         "last_stride": ([t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (q, k, v)], {}),
     }
 
 
-SERVED = ("plain", "causal", "cross_causal", "scale", "gqa")
+SERVED = ("plain", "causal", "cross_causal", "scale", "gqa", "mask")
 
 
 def paths_and_outputs(road: Road) -> dict[str, tuple[dict[str, int], torch.Tensor]]:

@@ -94,6 +94,10 @@ def subclass(tensor: Tensor) -> Tensor:
     return TwoTensor(tensor.contiguous(), tensor.contiguous())
 
 
+def masked(*sizes: int) -> Change:
+    return lambda tensors: [*tensors, torch.ones(sizes, dtype=torch.bool)]
+
+
 def only_traced(rows: int | None) -> Change:
     """None: as many as data will say."""
 
@@ -118,6 +122,7 @@ class Exit:
 
 
 DIMS, DEVICES, SHAPES = "need 4 dims", "different devices", "need broadcasting or do not fit"
+MASKS = "2 to 4 dims that broadcast"
 EXITS = {
     "none": Exit("", took=OURS, backend="fa3"),
     "traced": Exit("", only_traced(128), took=TRACED, backend="fa3"),
@@ -143,6 +148,9 @@ EXITS = {
     "one_batch_of_values": Exit(SHAPES, each(lambda t: t[:1], "v")),
     "fewer_values": Exit(SHAPES, each(lambda t: t[:, :, :100], "v")),
     "narrower_keys": Exit(SHAPES, each(lambda t: t[..., :32], "k")),
+    "masked": Exit("", masked(128, 128), took=OURS, backend="fa3"),
+    **{f"mask_of_{len(sizes)}_dims": Exit(MASKS, masked(*sizes)) for sizes in ((128,), (1, 1, 1, 128, 128))},
+    "mask_of_other_rows": Exit(MASKS, masked(3, 128), took=STOCK),
     "stock": Exit("stock is forced", scope=forced("stock")),
     "math": Exit("math is forced", list, forced("math"), NOTHING, "math"),
     "math_of_three_dims": Exit("math is forced", each(lambda t: t[0]), forced("math"), NOTHING, "math"),
@@ -165,7 +173,7 @@ def test_explain_says_what_the_router_did(name: str, mode: str) -> None:
         tensors = way.change(road.qkv())
         with way.scope():
             plan = torch_flashplug.explain(*tensors, device=way.device)
-            with contextlib.suppress(RuntimeError):  # stock's, of what it refuses
+            with contextlib.suppress(RuntimeError, IndexError):  # stock's, of what it refuses
                 F.scaled_dot_product_attention(*tensors)
             took = road.took()
     assert took == (STOCK if way.took is None else way.took)
@@ -181,7 +189,7 @@ def test_every_exit_has_its_row() -> None:
     for way in (*EXITS.values(), Exit("", each(Tensor.float))):
         with road_to("cpu") as road:
             tensors = way.change(road.qkv())
-            with way.scope(), contextlib.suppress(RuntimeError):
+            with way.scope(), contextlib.suppress(RuntimeError, IndexError):
                 F.scaled_dot_product_attention(*tensors)
         met.add(native.take_last_exit())
     assert met - {""} == set(native.names("exits"))
@@ -209,12 +217,12 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
     for name, way in EXITS.items():
         with road_to("cpu") as road:
             tensors, ran, stock_ran = way.change(road.qkv()), Ran(), Ran()
-            with way.scope(), contextlib.suppress(RuntimeError):
+            with way.scope(), contextlib.suppress(RuntimeError, IndexError):
                 asked[name] = problem.is_asked(native.effective_mode())
                 with ran:
                     F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
             left = road.took() == STOCK
-            with road.off(), way.scope(), contextlib.suppress(RuntimeError), stock_ran:
+            with road.off(), way.scope(), contextlib.suppress(RuntimeError, IndexError), stock_ran:
                 F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
         if stock_ran.flash and left:
             mended[name] = not ran.flash

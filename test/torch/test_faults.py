@@ -165,10 +165,10 @@ def test_such_scales_are_ours(road: Road, scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_masked_calls_with_such_scales_are_right(any_road: Road, scale: float) -> None:
-    """Ours take no mask: math does, where stock would have taken a kernel that gives NaN."""
+    """Ours take no mask of floats: math does, where stock would have taken a kernel that gives NaN."""
     q, k, v = any_road.qkv(rows=65)
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
-    out = sdpa(q, k, v, attn_mask=mask, scale=scale)
+    out = sdpa(q, k, v, attn_mask=torch.where(mask, 0.0, -math.inf).to(q.dtype), scale=scale)
     scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
     assert any_road.took().get("ours_fwd", 0) == 0

@@ -96,7 +96,7 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
     """Calls that no kernel of a family can run, the first four of none."""
     q, k, v = road.qkv()
     return {
-        "mask": ([q, k, v, torch.ones(128, 128, dtype=torch.bool, device=q.device).tril()], {}),
+        "bias": ([q, k, v, torch.ones(128, 128, dtype=q.dtype, device=q.device).tril()], {}),
         "dropout": ([q, k, v], {"dropout_p": 0.5}),
         "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
         "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
@@ -105,7 +105,7 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
     }[name]
 
 
-OF_NO_FAMILY = {"mask": "attn_mask", "dropout": "dropout_p=0.5", "fp32": "float32", "head_dim_300": "300"}
+OF_NO_FAMILY = {"bias": "attn_mask is of floats", "dropout": "dropout_p=0.5", "fp32": "float32", "head_dim_300": "300"}
 REASONS = {"fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"}, "fa2": OF_NO_FAMILY}
 
 

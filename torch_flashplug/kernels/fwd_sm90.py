@@ -147,6 +147,7 @@ class ForwardSm90(ForwardCall):
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
+        self.seams.before(call, stream)
         q, k, v = self.inputs
         pieces = self.seams.pieces(call)
         tma_q, mQ = q.tma(pieces.rows_first(call.q))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 
+import cuda.bindings.driver as cuda
+
 from ... import features
 from ...spec import KernelSpec
 from .element import ELEMENTS, Element
@@ -45,6 +47,9 @@ class Seams:
 
     def chain(self, call: object) -> Chain:
         return Chain((self.visible(call),))
+
+    def before(self, call: object, stream: cuda.CUstream) -> None:
+        """What is launched ahead of the kernel."""
 
 
 def part_of(feature: features.Feature) -> type[Seams]:

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_counter
+from .operands import KernelCall, Scales, fake_counter, fake_mask, fake_vector
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,16 @@ class Call:
     scales: Scales
     counter: cute.Tensor
     num_ctas: Int32
+    mask: cute.Tensor | None
+    digest: cute.Tensor | None
 
 
 class ForwardCall(KernelCall):
     """Of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        return super().fake_tensors() | {"counter": fake_counter()}
+        masked = {"mask": fake_mask(), "digest": fake_vector(Int32, 16)}
+        return super().fake_tensors() | masked | {"counter": fake_counter()}
 
     @cute.jit
     def __call__(
@@ -43,6 +46,8 @@ class ForwardCall(KernelCall):
         scale: Float32,
         counter: cute.Tensor,
         num_ctas: Int32,
+        mask: cute.Tensor | None,
+        digest: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        self.launch(Call(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas), stream)
+        self.launch(Call(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas, mask, digest), stream)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint8
 
 from .... import features
 from ....arguments import OF_KIND
@@ -44,6 +44,12 @@ def fake_vector(dtype: type[cutlass.Numeric], align: int, size: int | None = Non
 def fake_counter() -> cute.Tensor:
     """From which CTAs draw their tiles."""
     return fake_vector(Int32, 4, size=1)
+
+
+def fake_mask() -> cute.Tensor:
+    """Bytes of any strides at any address."""
+    sizes, strides = (tuple(make() for _ in range(4)) for make in (cute.sym_int, cute.sym_int64))
+    return cute.runtime.make_fake_tensor(Uint8, sizes, strides, assumed_align=1)
 
 
 class KernelCall:

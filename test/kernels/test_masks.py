@@ -1,0 +1,113 @@
+"""Bool masks through F.sdpa, on a GPU or interpreted: numbers against fp64, rows that see nothing, what hidden keys
+hold, what a mask's memory looks like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import native
+from torch_flashplug.elements import DTYPES
+from torch_flashplug.spec import LISTED
+from torch_flashplug.testing import Case, Masking, assert_within_budget, attention_math, make_inputs, new_case
+
+SEED = 20261123
+HEADS = (2, 4, 2)  # B, Hq, Hkv
+
+
+def drawn(*sizes: int, share: float = 0.6) -> Tensor:
+    return torch.rand(sizes, generator=torch.Generator().manual_seed(SEED)) < share
+
+
+def with_holes(mask: Tensor) -> Tensor:
+    """Rows that see nothing: one of a tile, a whole tile; keys that nobody sees; a block that all is seen of."""
+    mask[..., 65, :] = mask[..., 128:256, :] = False
+    mask[..., 70:100] = False
+    mask[..., :64, 128:256] = mask[..., 256:, 128:256] = True
+    return mask
+
+
+def band(Sq: int, Sk: int, width: int) -> Tensor:
+    distance = torch.arange(Sq)[:, None] - torch.arange(Sk)
+    return (distance >= 0) & (distance < width)
+
+
+# What may stand in the place of (B, Hq, Sq, Sk), for 300 rows and 333 keys.
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "for_all": lambda: with_holes(drawn(300, 333)),
+    "by_batch": lambda: with_holes(drawn(2, 1, 300, 333)),
+    "by_head": lambda: with_holes(drawn(4, 300, 333)),
+    "by_both": lambda: with_holes(drawn(2, 4, 300, 333)),
+    "keys": lambda: drawn(2, 1, 1, 333),
+    "keys_expanded": lambda: drawn(2, 1, 1, 333).expand(2, 4, 300, 333),
+    "rows": lambda: drawn(2, 1, 300, 1),
+    "one": lambda: torch.ones(1, 1, dtype=torch.bool),
+    "nothing": lambda: torch.zeros(2, 1, 300, 333, dtype=torch.bool),
+    "left_padding": lambda: band(300, 333, 999) & (torch.arange(333) >= torch.tensor([200, 0]).view(2, 1, 1, 1)),
+    "window": lambda: band(300, 333, 40),
+    "documents": lambda: torch.arange(300)[:, None] // 110 == torch.arange(333) // 110,
+    "transposed": lambda: with_holes(drawn(300, 333)).mT.contiguous().mT,
+    "odd_offset": lambda: drawn(300, 340)[:, 7:],
+}  # fmt: skip
+
+
+def on(device: str, mask: Tensor) -> Tensor:
+    """Laid out as it is."""
+    storage = mask.untyped_storage()
+    there = storage if device == "cpu" else storage.to(device)
+    empty = torch.empty(0, dtype=torch.bool, device=device)
+    return empty.set_(there, mask.storage_offset(), mask.size(), mask.stride())
+
+
+def attend(case: Case, mask: Tensor, device: str, poison: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Ours, fp64's and plain torch's. poison: keys and values of blocks that nobody sees are NaN."""
+    inputs = make_inputs(case, device, SEED)
+    if poison:
+        seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk).any(2).view(case.B, case.Hkv, -1, case.Sk).any(2)
+        blocks = F.pad(seen, (0, -case.Sk % LISTED)).unflatten(-1, (-1, LISTED)).any(-1)
+        blocks[..., 0] = True  # rows that see nothing read it
+        hidden = ~blocks.repeat_interleave(LISTED, -1)[..., : case.Sk]
+        for tensor in (inputs.k, inputs.v):
+            tensor[hidden] = math.nan
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
+    assert native.counters()["ours_fwd"] == 1
+    clean = [tensor.nan_to_num() for tensor in inputs]
+    exact, low = (
+        attention_math(*clean, mask=Masking(bias=mask), dtype=dtype).out for dtype in (torch.float64, case.torch_dtype)
+    )
+    return out, exact, low
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_masks(kernels_on: str, mask: str, d: int) -> None:
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    seen = on(kernels_on, MASKS[mask]())
+    out, exact, low = attend(case, seen, kernels_on)
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
+    blind = ~seen.expand(case.B, case.Hq, case.Sq, case.Sk).any(-1)
+    assert (out[blind] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)])
+def test_sizes(kernels_on: str, sizes: tuple[int, int]) -> None:
+    case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
+    out, exact, low = attend(case, drawn(*sizes).to(kernels_on), kernels_on)
+    assert_within_budget(f"{sizes}", out, exact, low, seed=SEED)
+
+
+@pytest.mark.parametrize("mask", ["left_padding", "window", "documents", "nothing"])
+def test_hidden_blocks_are_not_read(kernels_on: str, mask: str) -> None:
+    case = new_case(mask, (2, 2, 2), (300, 600), (64, 64))
+    seen = F.pad(MASKS[mask]().expand(2, 1, 300, 333), (0, 600 - 333)).to(kernels_on)
+    out, exact, low = attend(case, seen, kernels_on, poison=True)
+    assert_within_budget(mask, out, exact, low, seed=SEED)
