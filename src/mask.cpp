@@ -11,8 +11,9 @@ namespace {
 
 constexpr int kMostMaskDims = 4;
 
+// Never torn down: at the end of a thread, or of the process, libtorch may be gone.
 struct Kept {
-  Owned mask;
+  AtenTensorHandle mask = nullptr;
   const void* query = nullptr;  // whose call it belongs to
 };
 thread_local Kept kept;
@@ -48,21 +49,23 @@ bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
          of_mask.device_index == facts.operand[0].device_index && spread(mask, facts.problem, size, stride);
 }
 
-void keep_mask(AtenTensorHandle mask, AtenTensorHandle query) { kept = {Owned::share(mask), address_of(query)}; }
+void keep_mask(AtenTensorHandle mask, AtenTensorHandle query) {
+  kept = {Owned::share(mask).release(), address_of(query)};
+}
 
 void forget_mask() {
-  if (kept.mask.defined()) kept = {};
+  if (kept.mask != nullptr) Owned{std::exchange(kept.mask, nullptr)};
 }
 
 Owned take_mask(AtenTensorHandle bias, AtenTensorHandle query) {
-  Kept mine = std::exchange(kept, {});
-  if (!mine.mask.defined() || mine.query != address_of(query)) return {};
+  Owned mask(std::exchange(kept.mask, nullptr));
+  if (!mask.defined() || kept.query != address_of(query)) return {};
   int64_t dims = 0, other = 0;
   Shape given, made;
-  if (aoti_torch_get_dim(bias, &dims) != 0 || aoti_torch_get_dim(mine.mask.get(), &other) != 0 || dims != other ||
-      !read_shape(bias, &made) || !read_shape(mine.mask.get(), &given))
+  if (aoti_torch_get_dim(bias, &dims) != 0 || aoti_torch_get_dim(mask.get(), &other) != 0 || dims != other ||
+      !read_shape(bias, &made) || !read_shape(mask.get(), &given))
     return {};
-  return std::equal(given.size, given.size + dims, made.size) ? std::move(mine.mask) : Owned();
+  return std::equal(given.size, given.size + dims, made.size) ? std::move(mask) : Owned();
 }
 
 Masked masked(AtenTensorHandle mask, const Problem& p, const TensorClass& query) {
