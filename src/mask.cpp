@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 
@@ -45,6 +46,8 @@ bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t st
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   int64_t size[4], stride[4];
   TensorClass of_mask;
+  const TorchSymbols& torch = torch_symbols();
+  if (torch.python_dispatch(mask) || torch.wrapped(mask)) return false;  // no address, or not its own
   return read_class(mask, &of_mask) && of_mask.device_type == facts.operand[0].device_type &&
          of_mask.device_index == facts.operand[0].device_index && spread(mask, facts.problem, size, stride);
 }
@@ -70,6 +73,10 @@ Owned take_mask(AtenTensorHandle bias, AtenTensorHandle query) {
 
 Masked masked(AtenTensorHandle mask, const Problem& p, const TensorClass& query) {
   int64_t size[4], stride[4];
+  TensorClass of_mask;
+  if (!read_class(mask, &of_mask) || of_mask.device_type != query.device_type ||
+      of_mask.device_index != query.device_index)
+    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
   Masked result;

@@ -92,7 +92,7 @@ Verdict judge(const Call& call, Mode mode) {
   if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
   // The op gets floats that F.sdpa made of the mask, which our kernels do not take, unless it comes next.
   const bool has_mask = (p.needs & kMask) != 0;
-  if (has_mask && !forced && (only_traced || torch.modes_set())) return {exit_named("mask")};
+  if (has_mask && (only_traced || torch.modes_set())) return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
