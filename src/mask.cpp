@@ -24,6 +24,12 @@ const void* address_of(AtenTensorHandle tensor) {
   return torch_get_const_data_ptr(tensor, &data) == 0 ? data : nullptr;
 }
 
+bool beside(AtenTensorHandle mask, const TensorClass& query) {
+  TensorClass of_mask;
+  return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
+         of_mask.device_index == query.device_index;
+}
+
 // Sizes and strides of all four dims, of which those that are broadcast have stride 0; planes that are the same are
 // one. False where it is none that kernels take.
 bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]) {
@@ -45,11 +51,9 @@ bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t st
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   int64_t size[4], stride[4];
-  TensorClass of_mask;
   const TorchSymbols& torch = torch_symbols();
   if (torch.python_dispatch(mask) || torch.wrapped(mask)) return false;  // no address, or not its own
-  return read_class(mask, &of_mask) && of_mask.device_type == facts.operand[0].device_type &&
-         of_mask.device_index == facts.operand[0].device_index && spread(mask, facts.problem, size, stride);
+  return beside(mask, facts.operand[0]) && spread(mask, facts.problem, size, stride);
 }
 
 void keep_mask(AtenTensorHandle mask, AtenTensorHandle query) {
@@ -73,10 +77,7 @@ Owned take_mask(AtenTensorHandle bias, AtenTensorHandle query) {
 
 Masked masked(AtenTensorHandle mask, const Problem& p, const TensorClass& query) {
   int64_t size[4], stride[4];
-  TensorClass of_mask;
-  if (!read_class(mask, &of_mask) || of_mask.device_type != query.device_type ||
-      of_mask.device_index != query.device_index)
-    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!beside(mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
   Masked result;
