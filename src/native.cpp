@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention.h"
 #include "flashplug.h"
 #include "schemas.h"
 #include "state.h"
@@ -186,6 +187,9 @@ FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size)
     t.rescues.back().stock = t.keep(rescue.stock);
     t.rescues.back().evidence = t.keep(rescue.evidence);
   });
+}
+FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t planes, int64_t Sq, int64_t Sk) {
+  return digest_numbers(planes, Sq, Sk);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {

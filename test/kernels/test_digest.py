@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_flashplug import library
 from torch_flashplug.spec import LISTED
 from torch_flashplug.words import THREADS, TILE, words
 
@@ -111,6 +112,14 @@ class Digested:
             if never_empty and not masked and not whole:
                 masked = [0]
             assert found[0, i, : counts[0][i]].tolist() == masked and found[1, i, : counts[1][i]].tolist() == whole
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 64, 128), (2, 65, 129), (8, 4099, 333)])
+def test_the_op_makes_room_for_it(sizes: tuple[int, int, int]) -> None:
+    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    made = library.lib().flashplug_digest_numbers
+    made.restype, made.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+    assert made(*sizes) == digest.numbers(*sizes, gradients=False)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
