@@ -255,6 +255,10 @@ void add_conversion(Opcodes& to, const std::string& name) {
     constexpr auto of_word = [](uint32_t a) { return Target(D(A(a))); };
     to["cvt." + name + " word"] = {letters<Target, uint32_t>(), unary<Target, uint32_t, of_word>};
   }
+  if constexpr (sizeof(A) == 4) {
+    constexpr auto of_wide = [](uint64_t a) { return Target(D(A(a))); };
+    to["cvt." + name + " wide"] = {letters<Target, uint64_t>(), unary<Target, uint64_t, of_wide>};
+  }
 }
 
 // work<T>(name) for every type of integers.

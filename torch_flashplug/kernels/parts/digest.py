@@ -14,18 +14,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64, Uint8
+from cutlass import Int32, Int64, Uint16
 
 from ...spec import LISTED, ROWS_PER_WARPGROUP, SLAB, WARP, WARPGROUP
-from .fragments import column_of
 from .listed import Lists
 from .scores.words import BITS, THREADS, TILE
+from .scratch import vector_at
 
-PITCH = LISTED + 4  # bytes of a block's row in shared memory: rows begin at other banks
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
-HIDDEN, SEEN, OUTSIDE = range(3)  # scores; outside: of rows that do not exist
-FLAG_HIDDEN, FLAG_SEEN = 1, 2
 TILES = LISTED // TILE
+WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
+PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
+BYTES = 16  # of a vector
+PER_ROW = LISTED // BYTES
 
 
 def numbers(planes: int, Sq: int, Sk: int, *, gradients: bool) -> int:
@@ -111,48 +112,76 @@ class Digest:
     def pack(self, mask: cute.Tensor, digested: Digested):
         """A block's words and its state."""
         smem = cutlass.memory.SmemAllocator()
-        block = smem.allocate_tensor(Uint8, cute.make_layout((LISTED, LISTED), stride=(PITCH, 1)), 16)
-        flags = smem.allocate_tensor(Int32, cute.make_layout(WARPGROUP // WARP), 16)
+        matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
+        bits, flags = smem.allocate_tensor(Int32, matrix, 16), smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         M, N = digested.blocks
         line, n, _ = cute.arch.block_idx()
         plane, m = line // M, line % M
-        thread = cute.arch.thread_idx()[0]
-        found = self.load(mask, plane, m * LISTED, n * LISTED + thread, block)
-        for flag in cutlass.range_constexpr(2):
-            seen = cute.arch.vote_any_sync((found & (1 << flag)) != 0)
-            found = found | cutlass.select_(seen, Int32(1 << flag), Int32(0))
-        flags[thread // WARP] = found
+        self.load(mask, digested, plane, m, n, bits)
         cute.arch.sync_threads()
-        if thread == 0:
-            for warp in cutlass.range_constexpr(1, WARPGROUP // WARP):
-                found = found | flags[warp]
-            state = cutlass.select_(found == FLAG_SEEN, Int32(WHOLE), Int32(MASKED))
-            state = cutlass.select_((found & FLAG_SEEN) == 0, Int32(NONE), state)
-            cute.arch.store(digested.states().iterator + (Int64(line) * N + n), state)
-        self.store_words(block, digested, plane, m, n, transposed=False)
+        self.store_state(bits, flags, digested, line, m, n)
+        self.store_words(bits, digested, plane, m, n, transposed=False)
         if cutlass.const_expr(self.gradients):
-            self.store_words(block, digested, plane, n, m, transposed=True)
+            turned = smem.allocate_tensor(Int32, matrix, 16)
+            transpose(bits, turned)
+            cute.arch.sync_threads()
+            self.store_words(turned, digested, plane, n, m, transposed=True)
 
     @cute.jit
-    def load(self, mask: cute.Tensor, plane: Int32, first_row: Int32, column: Int32, block: cute.Tensor) -> Int32:
-        """A column of a block into shared memory; which scores it has, as flags."""
-        heads, Sq, Sk = mask.shape[1], mask.shape[2], mask.shape[3]
-        batch, head, found = plane // heads, plane % heads, Int32(0)
-        there = column < Sk
-        for i in cutlass.range(LISTED, unroll=8):
-            row = first_row + i
-            value = Int32(OUTSIDE)
-            if row < Sq:
-                value = Int32(HIDDEN)
-                if there:
-                    value = cutlass.select_(mask[batch, head, row, column] != 0, Int32(SEEN), Int32(HIDDEN))
-                found = found | cutlass.select_(value == SEEN, Int32(FLAG_SEEN), Int32(FLAG_HIDDEN))
-            block[i, cute.arch.thread_idx()[0]] = value.to(Uint8)
-        return found
+    def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
+        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, else a warp
+        takes 32 columns of a row at a time.
+        """
+        heads, (_, Sq, Sk) = mask.shape[1], digested.sizes
+        batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
+        thread, aligned = cute.arch.thread_idx()[0], mask.iterator.toint() % BYTES == 0
+        for stride in mask.stride[:3]:
+            aligned = aligned & (stride % BYTES == 0)
+        if aligned & (mask.stride[3] == 1) & (column + LISTED <= Sk):
+            halves = cute.make_tensor(
+                cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
+            )
+            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+                r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
+                found = Int32(0)
+                if row + r < Sq:
+                    found = bits_of_bytes(mask, (batch, head, row + r, column + c * BYTES))
+                halves[r, c] = found.to(Uint16)
+        else:
+            column += thread
+            for r in cutlass.range(LISTED, unroll=8):
+                seen = Int32(0)
+                if row + r < Sq:
+                    if column < Sk:
+                        seen = mask[batch, head, row + r, column].to(Int32)
+                ballot = cute.arch.vote_ballot_sync(seen != 0)
+                if thread % WARP == 0:
+                    bits[r, thread // WARP] = ballot
+
+    @cute.jit
+    def store_state(
+        self, bits: cute.Tensor, flags: cute.Tensor, digested: Digested, line: Int32, m: Int32, n: Int32
+    ):  # fmt: skip
+        """A thread looks at a row; of those that do not exist none is asked."""
+        thread = cute.arch.thread_idx()[0]
+        some, every = Int32(0), Int32(-1)
+        for word in cutlass.range_constexpr(WARPS):
+            some, every = some | bits[thread, word], every & bits[thread, word]
+        there = m * LISTED + thread < digested.sizes[1]
+        seen, hidden = (cute.arch.vote_any_sync(there & one) for one in (some != 0, every != -1))
+        flags[thread // WARP] = cutlass.select_(seen, 1, 0) + cutlass.select_(hidden, 2, 0)
+        cute.arch.sync_threads()
+        if thread == 0:
+            found = Int32(0)
+            for warp in cutlass.range_constexpr(WARPS):
+                found = found | flags[warp]
+            state = cutlass.select_(found == 1, Int32(WHOLE), Int32(MASKED))
+            state = cutlass.select_((found & 1) == 0, Int32(NONE), state)
+            cute.arch.store(digested.states().iterator + (Int64(line) * digested.blocks[1] + n), state)
 
     @cute.jit
     def store_words(
-        self, block: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
+        self, bits: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
         transposed: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Of a block, by its place among lines and in its line."""
@@ -161,10 +190,9 @@ class Digest:
         row = thread // WARP * SLAB + thread % WARP // 4
         for i, j in [(i, j) for i in range(TILES) for j in range(TILES)]:
             word = Int32(0)
-            for bit in cutlass.range_constexpr(BITS):
-                r, c = i * TILE + row + bit % 2 * 8, j * TILE + column_of(bit // 2) + thread % 4 * 2
-                value = block[(c, r) if transposed else (r, c)].to(Int32) & SEEN
-                word = word | (value << bit)
+            for half, r in [(half, r) for half in range(2) for r in range(2)]:
+                of_row = bits[i * TILE + row + 8 * r, 2 * j + half]
+                word = word | (every_fourth_pair(of_row >> (thread % 4 * 2)) << (BITS // 2 * half + r))
             at = plane * rows + line * TILES + i
             if line * TILES + i < rows and nth * TILES + j <= columns:
                 place = (Int64(at) * (columns + 1) + nth * TILES + j) * THREADS + thread
@@ -216,6 +244,39 @@ class Digest:
                     masked = Int32(1)
             cute.arch.store(lists.masked_count.iterator + line, masked)
             cute.arch.store(lists.whole_count.iterator + line, whole)
+
+
+def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
+    """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
+    offset = sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
+    four = vector_at(mask.iterator + offset, Int32, BYTES // 4).load()
+    found = Int32(0)
+    for i in range(BYTES // 4):
+        low = (four[i] & 0x7F7F7F7F) + 0x7F7F7F7F  # carries into the topmost bit of each byte
+        ones = (low | four[i]) >> 7 & 0x01010101
+        # Each product of two powers lands at a place of its own; those of 24 to 27 are the four.
+        found = found | ((ones * 0x01020408 >> 24 & 15) << 4 * i)
+    return found
+
+
+def every_fourth_pair(bits: Int32) -> Int32:
+    """Bits 0 and 1 of each byte, one after the other, at every other place."""
+    bits = bits & 0x03030303
+    spread = (bits | bits << 1) & 0x05050505
+    spread = (spread | spread >> 4) & 0x00FF00FF
+    return (spread | spread >> 8) & 0xFFFF
+
+
+@cute.jit
+def transpose(bits: cute.Tensor, turned: cute.Tensor):
+    """A block's bits, a warp 32 rows of it."""
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    for word in cutlass.range_constexpr(WARPS):
+        of_row, of_column = bits[thread, word], Int32(0)
+        for bit in cutlass.range_constexpr(WARP):
+            ballot = cute.arch.vote_ballot_sync((of_row & Int32((1 << bit) - (1 << BITS) * (bit == BITS - 1))) != 0)
+            of_column = cutlass.select_(lane == bit, ballot, of_column)
+        turned[word * WARP + lane, thread // WARP] = of_column
 
 
 assert ROWS_PER_WARPGROUP == TILE and THREADS == WARPGROUP
