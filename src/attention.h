@@ -9,7 +9,8 @@ namespace flashplug {
 
 struct ForwardCall : Attention {
   Mode mode;
-  std::optional<bool> grad = {};  // whether autograd will want a backward; graphs do not know
+  std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
+  AtenTensorHandle digest = nullptr;  // of the mask, to be filled in; null: nobody keeps it
 };
 
 struct ForwardResult {
@@ -68,18 +69,24 @@ SignedScale with_positive_scale(const ForwardCall& call, const Problem& p);
 // The gradient of the call's own query from that of the one above.
 void give_sign(AtenTensorHandle grad_q, const Problem& p);
 
-// ---- mask.cpp: bool masks ----
+// ---- mask.cpp: bool masks, and what kernels read instead ----
 
-void keep_mask(AtenTensorHandle mask, AtenTensorHandle query);  // for the op that this thread calls next
+// Router: leaves an empty digest in the place of the caller's mask, where F.sdpa would find a bool one and make floats
+// of it, for the op that this thread calls next. False where there is no memory for it.
+bool leave_digest(AtenTensorHandle mask, const Facts& facts);
 void forget_mask();
-// The bool mask that F.sdpa made this bias of, for the same query; undefined if none was kept for it. It is kept once.
-Owned take_mask(AtenTensorHandle bias, AtenTensorHandle query);
+// Op: the mask in whose place this digest was left, which goes back there; undefined if it is none of this thread's.
+Owned take_mask(AtenTensorHandle digest);
+// Throws where a caller gives one as a mask.
+void refuse_digest(AtenTensorHandle mask);
+// What kernels take: a mask to be digested and where to, or nothing and what was digested before.
 struct Masked {
-  Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast
-  Owned digest;  // scratch
+  Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast; or without elements
+  Owned digest;  // (B or 1, Hq or 1, n)
 };
-Masked masked(AtenTensorHandle mask, const Problem& p, const TensorClass& query);
-int64_t digest_numbers(int64_t planes, int64_t Sq, int64_t Sk);  // of 32 bits
+Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients);
+void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
+int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
 
 // ---- backward.cpp: our gradients ----
 

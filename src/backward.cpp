@@ -38,14 +38,14 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   Kernel* kernel = find_kernel(row, device_index, false);
   if (kernel == nullptr) return false;
   const KernelRow& shape = tables().kernels[row];
-  const int64_t tile_m = shape.tile_m, padded = (p.Sq + tile_m - 1) / tile_m * tile_m;
+  const int64_t padded = scratch_rows(p, shape);
   const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   const int64_t floats = std::max<int64_t>(scratch_floats(p, shape), 4), one = 1;  // some, so that there is an address
   const int32_t fp32 = aoti_torch_dtype_float32();
-  int32_t device_type = 0;
-  check_shim(aoti_torch_get_device_type(forward.q, &device_type), "get_device_type");
-  const Owned rows = empty_strided(4, row_size, row_stride, fp32, device_type, device_index);
-  const Owned scratch = empty_strided(1, &floats, &one, fp32, device_type, device_index);
+  TensorClass query;
+  read_class(forward.q, &query);
+  const Owned rows = empty_strided(4, row_size, row_stride, fp32, query.device_type, device_index);
+  const Owned scratch = empty_strided(1, &floats, &one, fp32, query.device_type, device_index);
   const Owned out = read_by(shape, call.out), grad_out = read_by(shape, call.grad_out);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = shape.kind == kPartBwd ? parts : kWantAll;
@@ -67,6 +67,12 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   arguments.tensor("scratch", scratch.get(), true);
   arguments.scale(positive.scale);
   arguments.integer("wanted", written);
+  Masked mask;
+  if (arguments.takes("mask")) {
+    mask = masked(forward, p, query, true);
+    arguments.tensor("mask", mask.mask.get());
+    arguments.tensor("digest", mask.digest.get(), true);
+  }
   launch(*kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {

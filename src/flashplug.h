@@ -205,6 +205,7 @@ struct BackwardPlan {
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);
+int64_t scratch_rows(const Problem& p, const KernelRow& row);  // of a query head in a backward's scratch
 int64_t scratch_floats(const Problem& p, const KernelRow& row);
 // decode.cpp: whether a call is one of few query rows, and among how many CTAs the keys of a tile are split.
 Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables);

@@ -35,9 +35,15 @@ bool is_there(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
 
-bool is_bool(AtenTensorHandle tensor) {
+bool is_mask(AtenTensorHandle tensor) {
   int32_t dtype = -1;
-  return aoti_torch_get_dtype(tensor, &dtype) == 0 && dtype == aoti_torch_dtype_bool();
+  return aoti_torch_get_dtype(tensor, &dtype) == 0 &&
+         (dtype == aoti_torch_dtype_bool() || dtype == aoti_torch_dtype_int32());
+}
+
+bool is_digest(AtenTensorHandle tensor) {
+  int32_t dtype = -1;
+  return aoti_torch_get_dtype(tensor, &dtype) == 0 && dtype == aoti_torch_dtype_int32();
 }
 
 int64_t needs_of(const Attention& call) {

@@ -22,7 +22,9 @@ struct Attention {
   std::optional<double> scale = {};
 };
 bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
-bool is_bool(AtenTensorHandle tensor);
+// Whether it is bool, or what kernels read instead (mask.cpp), which nobody else makes of this dtype; or that alone.
+bool is_mask(AtenTensorHandle tensor);
+bool is_digest(AtenTensorHandle tensor);
 
 // What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its
 // place, in the order of features.py.
@@ -34,8 +36,8 @@ struct Feature {
 };
 inline constexpr Feature kFeatures[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
-    {"mask", [](const Attention& call) { return is_there(call.mask) && is_bool(call.mask); }},
-    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_bool(call.mask); }},
+    {"mask", [](const Attention& call) { return is_there(call.mask) && is_mask(call.mask); }},
+    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask); }},
     {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
 };

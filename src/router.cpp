@@ -2,7 +2,7 @@
 //
 // It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that
 // stock behaviour (and stock's errors for bad input) stays what it is. Rule of the house: it never reads sizes of
-// symbolic tensors, it never throws, it allocates nothing.
+// symbolic tensors, it never throws, and it allocates nothing but what a bool mask becomes (mask.cpp).
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -75,9 +75,9 @@ bool wrapped(const Call& call) {
 
 Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
 
-Verdict judge(const Call& call, Mode mode) {
+Verdict judge(const Call& call, Mode mode, Facts* read) {
   const TorchSymbols& torch = torch_symbols();
-  Facts facts;
+  Facts& facts = *read;
   Problem& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
   if (!p.on_cuda) return {exit_named("device")};
@@ -90,9 +90,9 @@ Verdict judge(const Call& call, Mode mode) {
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
   if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
-  // The op gets floats that F.sdpa made of the mask, which our kernels do not take, unless it comes next.
+  // What is left in a mask's place is for our op alone.
   const bool has_mask = (p.needs & kMask) != 0;
-  if (has_mask && (only_traced || torch.modes_set())) return {exit_named("mask")};
+  if (has_mask && (only_traced || wrapped(call) || torch.modes_set())) return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
@@ -110,7 +110,7 @@ Verdict judge(const Call& call, Mode mode) {
 }
 
 // The switches first.
-Verdict decide(const Call& call, Mode mode) {
+Verdict decide(const Call& call, Mode mode, Facts* facts) {
   const TorchSymbols& torch = torch_symbols();
   if (!enabled()) return {exit_named("disabled")};
   if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Whose::kMaths};
@@ -119,7 +119,7 @@ Verdict decide(const Call& call, Mode mode) {
   if (!allowed) return {exit_named("not allowed")};
   if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Whose::kMaths};
   if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
-  Verdict verdict = judge(call, mode);
+  Verdict verdict = judge(call, mode, facts);
   verdict.asked = true;
   return verdict;
 }
@@ -165,15 +165,14 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
   forget_mask();
-  const Verdict verdict = decide(call, effective_mode());
+  Facts facts;
+  const Verdict verdict = decide(call, effective_mode(), &facts);
   last_exit = verdict.exit;
   if (verdict.whose == Whose::kMaths) return kChoiceMath;
-  const bool ours = verdict.whose == Whose::kOurs;
+  const bool has_mask = (facts.problem.needs & kMask) != 0;
+  const bool ours = verdict.whose == Whose::kOurs && (!has_mask || leave_digest(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
-  if (ours) {
-    if (is_there(call.mask) && is_bool(call.mask) && !torch_symbols().modes_set()) keep_mask(call.mask, q);
-    return kChoiceOverrideable;
-  }
+  if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   return verdict.asked ? right_for_scale(chosen, call) : chosen;

@@ -73,6 +73,7 @@ inline constexpr Schema kOwnBackward(
     "torch_flashplug::sdpa_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, "
     "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
     "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kMathForward(
     "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
     "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");

@@ -54,6 +54,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   const TensorClass& query = facts.operand[0];
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
+    if (call.digest != nullptr) digest_in_torch(call, p, query);
     result->seed = Owned();  // as the kernels: nothing is drawn, so nothing is returned
     result->offset = Owned();
     count(Path::kOursForward);
@@ -92,7 +93,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     arguments.one_number("partials", mutable_data(result->lse.get()));
   Masked mask;
   if (arguments.takes("mask")) {
-    mask = masked(call.mask, p, query);
+    mask = masked(call, p, query, false);
     arguments.tensor("mask", mask.mask.get());
     arguments.tensor("digest", mask.digest.get(), true);
   }
@@ -141,6 +142,7 @@ ForwardResult forward(const ForwardCall& call) {
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
+  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // a backward may be ours all the same
   if (plan.backend == Backend::kMath) return counted_math(call);
   if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
@@ -171,19 +173,30 @@ Mode own_op_mode(int64_t baked) {
   return process_backend() != Backend::kAuto || (baked & kModeMask) == 0 ? now : Mode{baked & kModeMask};
 }
 
+Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
+  if (causal_mode < 0 || causal_mode > static_cast<int64_t>(Causal::kBottomRight))
+    throw std::runtime_error("torch_flashplug: causal_mode is " + std::to_string(causal_mode) +
+                             "; use 0 (none), 1 (top-left) or 2 (bottom-right)");
+  if (causal_mode != 0 && is_there(mask))
+    throw std::runtime_error("torch_flashplug: attn_bias and a causal_mode were given; use one of them");
+  return static_cast<Causal>(causal_mode);
+}
+
 // ---- door 1: the aten carrier ----
 
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  Owned mask = bias.defined() ? take_mask(bias.get(), q.get()) : Owned();
-  if (!mask.defined() && bias.defined()) mask = Owned::share(bias.get());
+  const Owned taken = bias.defined() ? take_mask(bias.get()) : Owned();
+  const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
+  refuse_digest(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
                          effective_mode(),
-                         wants_grad(q.get(), k.get(), v.get())};
+                         wants_grad(q.get(), k.get(), v.get()),
+                         taken.get() != nullptr ? bias.get() : nullptr};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -239,7 +252,8 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  refuse_digest(mask.get());
+  const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
                          own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
@@ -261,7 +275,8 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
               lse = box::to_tensor(stack[op["lse"]]);
   const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
-  const auto causal = static_cast<Causal>(box::to<int64_t>(stack[op["causal_mode"]]));
+  refuse_digest(mask.get());
+  const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},
                                  own_op_mode(box::to<int64_t>(stack[op["mode"]]))};

@@ -59,6 +59,7 @@ struct KernelRow {
   int32_t max_cluster;    // CTAs of one that can add up in shared memory
   int32_t peers_at_once;  // in a cluster: results of other CTAs that are read at the same time
   int32_t counters;       // of a block of rows of a backward's scratch; 0: it has no scratch
+  int32_t scratch_rows;   // what rows of a backward's scratch are rounded up to
   int32_t dkdv_alone;     // in parts: faster than the fused kernel where dQ is not wanted
   double last_tile;       // what the least of a head's last tiles costs, of a full one's time
 };

@@ -124,7 +124,6 @@ class TrialSeams(Seams):
     """The walk of a spec, its own stage, then the trial's."""
 
     stages: tuple[str, ...]
-    transposed: bool  # whether scores are (keys, queries)
 
     @property
     def short(self) -> bool:
@@ -206,9 +205,9 @@ def trial(spec: KernelSpec, *stages: str):
     kernel = builder(spec)
     base = type(kernel)
 
-    def with_seams(part, transposed: bool) -> None:
-        members = {"stages": stages, "transposed": transposed}
-        part.seams = type("TrialSeams", (TrialSeams, type(part.seams)), members)(part.seams.element)
+    def add_stages(part) -> None:
+        of = part.seams
+        part.seams = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})(of.element, of.transposed)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:
@@ -242,17 +241,15 @@ def trial(spec: KernelSpec, *stages: str):
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
             dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, rows: cute.Tensor, scratch: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,
-            extra: Extra, stream: cuda.CUstream,
+            mask: cute.Tensor | None, digest: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = Scales(scale_log2, scale)
-            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, extra), stream)
+            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, mask, digest, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
-    with_seams(kernel, transposed=spec.is_backward)
-    if spec.in_parts:
-        with_seams(kernel.query_gradient, transposed=False)
-        with_seams(kernel.key_gradients, transposed=True)
+    for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):
+        add_stages(part)
     return kernel
 
 

@@ -8,6 +8,7 @@ picture.
     --suite train            the same with the forward
     --suite decode           few query rows against many keys, K and V from memory, then from L2
     --suite fa2              the kernels for every GPU since sm_80, forced, beside torch's FlashAttention-2: both ways
+    --suite masks            bool masks by pattern, head dim and length, as users pass them, forward, then both
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import decode
+import masks
 import providers as who
 import report
 import torch
@@ -232,6 +234,7 @@ SUITES = {
     "train": suite_train,
     "decode": decode.suite_decode,
     "fa2": suite_fa2,
+    "masks": masks.suite_masks,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -240,7 +243,11 @@ SUITES = {
 
 
 # Who takes part unless --providers says so; in other suites all but ours_fa2.
-WANTED = {"fa2": {"ours_fa2", "fa2"}, "odd": {"ours_fa2", "stock"}}
+WANTED = {
+    "fa2": {"ours_fa2", "fa2"},
+    "odd": {"ours_fa2", "stock"},
+    "masks": {"ours_fa3", "ours_auto", "stock", "efficient", "flex"},
+}
 
 
 def _options() -> argparse.Namespace:

@@ -54,6 +54,7 @@ def labels() -> dict[str, str]:
     ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
     both = ours | {"stock": "F.sdpa without the plugin"}
     peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
+    both["flex"] = "FlexAttention (compiled)"
     return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
 
 
@@ -66,6 +67,21 @@ def _wheel(function: Callable) -> Attend:
         return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
 
     return attend
+
+
+def _flex(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
+    """FlexAttention as its users call it; arguments are its own."""
+    return _compiled_flex()(*operands, **arguments)
+
+
+@functools.cache
+def _compiled_flex() -> Attend:
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # A process that times many masks compiles anew for each of them; by default it would stop after eight.
+    config.recompile_limit = config.accumulated_recompile_limit = 1000
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
@@ -94,7 +110,7 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
     """All that can run here, and for the others the reason why not. `wanted` limits both; without it, our second choice
-    is left out.
+    and what takes no mask of F.sdpa are left out.
     """
     found: dict[str, Provider] = {}
     absent: dict[str, str] = {}
@@ -114,8 +130,9 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
             absent[name] = reason
         else:
             found[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
+    found["flex"] = Provider("flex", _flex, plugin_off)
     if wanted is None:
-        del found["ours_fa2"]
+        del found["ours_fa2"], found["flex"]
     else:
         found = {name: p for name, p in found.items() if name in wanted}
         absent = {name: reason for name, reason in absent.items() if name in wanted}

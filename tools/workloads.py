@@ -34,6 +34,11 @@ def grid(what: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
     ]
 
 
+def masked() -> list[Case]:
+    """The grid's sizes for calls with masks."""
+    return [case for case in grid("masked") if not case.causal]
+
+
 def head_dims() -> list[Case]:
     """Head dims beside the grid's, at one middling size."""
     return [

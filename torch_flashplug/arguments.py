@@ -51,8 +51,8 @@ _DRAWN = (
 )
 
 _MASK = (
-    _tensor("mask", 4, "bool", "(B or 1, Hq or 1, Sq, Sk), the caller's, 0 where a stride is broadcast", optional=True),
-    _tensor("digest", 1, "int32", "(n,), the op's scratch: what is made of the mask (digest.py)", optional=True),
+    _tensor("mask", 4, "bool", "(B or 1, Hq or 1, Sq, Sk), stride 0 where broadcast; empty: digested", optional=True),
+    _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
 
 FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_MASK)
@@ -73,11 +73,12 @@ BACKWARD = (
     _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
     _tensor("dk", 4, "key", "(B, Hkv, Sk, D), likewise"),
     _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), likewise"),
-    _tensor("rows", 4, "fp32", "(B, Hq, 2, Sq rounded up to tile_m), scratch: LSE * log2(e) (inf: none), delta"),
+    _tensor("rows", 4, "fp32", "(B, Hq, 2, Sq rounded up to scratch_rows), scratch: LSE * log2(e) (inf: none), delta"),
     _tensor("scratch", 1, "fp32", "(n,), scratch: dQ in register order and counters; in parts: unused"),
     *_SCALES,
     *_DRAWN,
     _number("wanted", "int32", "a sum of 1 (dQ) and 2 (dK and dV); one of them: only to kernels in parts"),
+    *_MASK,
 )
 # Which of them a kind of kernel (spec.KINDS) takes.
 OF_KIND = {"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD}

@@ -70,6 +70,8 @@ def _sdpa(
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # it adds what it is given
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool and torch.is_grad_enabled():
+        attn_mask = attn_mask.clone()  # stock keeps a copy of it: the caller may change it before the backward
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 

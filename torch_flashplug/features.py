@@ -22,6 +22,7 @@ class Feature:
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
+    lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
 
 
 FEATURES = (
@@ -33,7 +34,7 @@ FEATURES = (
     Feature(
         "mask", "mask", "masked",
         "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
-        arguments=("mask", "digest"), part="mask.Mask", always=True,
+        arguments=("mask", "digest"), part="mask.Mask", always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
@@ -69,7 +70,7 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
-    Combination(frozenset({"mask"}), {90: ("fwd",)}),
+    Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd")}),
 )
 
 
@@ -96,6 +97,10 @@ def bringing(argument: str) -> int:
 def score_bytes(features: Iterable[str]) -> int:
     """Of shared memory for every score of a block."""
     return sum(feature.score_bytes for feature in of(features))
+
+
+def walks_lists(features: Iterable[str]) -> bool:
+    return any(feature.lists for feature in of(features))
 
 
 def tag_of(features: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import native
+from . import digested, native
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -34,6 +34,7 @@ for _name in ("sdpa_fwd", "_math_fwd"):
     _library.define(f"{_name}({_FORWARD_ARGS}) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)", tags=_TAGS)
 for _name in ("sdpa_bwd", "_math_bwd"):
     _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
+_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # digested.py's
 
 namespace = torch.ops.torch_flashplug
 
@@ -54,7 +55,7 @@ class ForwardArgs(NamedTuple):
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (B, Hkv, Sk, D)
     value: Tensor  # (B, Hkv, Sk, Dv)
-    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk)
+    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or a digest
     dropout_p: float
     causal_mode: int
     scale: float | None  # None: 1 / sqrt(D)
@@ -214,10 +215,13 @@ def _scores(a: ForwardArgs) -> _Scores:
     key, value = (t.to(dtype).repeat_interleave(group, dim=1) if group > 1 else t.to(dtype) for t in (a.key, a.value))
     query = a.query.to(dtype) * scale
     scores = query @ key.transpose(-2, -1)
-    if a.attn_bias is not None and a.attn_bias.dtype == torch.bool:
-        scores = scores.masked_fill(~a.attn_bias, -math.inf)
-    elif a.attn_bias is not None:
-        scores = scores + a.attn_bias.to(dtype)
+    bias = a.attn_bias
+    if bias is not None and bias.dtype == torch.int32:
+        bias = digested.seen(bias, *scores.shape[-2:])
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, -math.inf)
+    elif bias is not None:
+        scores = scores + bias.to(dtype)
     if a.causal_mode != CAUSAL_NONE:
         rows, keys = scores.shape[-2:]
         diagonal = keys - rows if a.causal_mode == CAUSAL_BOTTOM_RIGHT else 0
@@ -319,6 +323,7 @@ def _register() -> None:
         torch.library.register_fake(
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
+    _library.impl("_digest", digested.digest, "CompositeExplicitAutograd")
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_bwd", _double_backward, lib=_library)
 

@@ -38,7 +38,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "dkdv_alone"),
+        *_members(c_int32, "scratch_rows dkdv_alone"),
         *_members(c_double, "last_tile"),
     )
 
@@ -106,6 +106,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
             whole_sectors=row.whole_sectors(spec),
+            scratch_rows=spec.scratch_rows,
         )
 
 

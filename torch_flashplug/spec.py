@@ -137,6 +137,12 @@ class KernelSpec:
         raise NotImplementedError
 
     @property
+    def scratch_rows(self) -> int:
+        """What a backward's rows are rounded up to in scratch: parts of a listed block are walked over, there or not.
+        """
+        return LISTED if features.walks_lists(self.features) else self.tile_m
+
+    @property
     def ctas_per_sm(self) -> int:
         """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
         two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
@@ -174,6 +180,8 @@ class KernelSpec:
         if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
             tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
             illegal = f"features {self.mask}; a {self.kind} of sm_{self.arch} has {' or '.join(tags)} (features.py)"
+        if illegal is None and features.walks_lists(self.features) and (LISTED % self.tile_m or LISTED % self.tile_n):
+            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask} use divisors of {LISTED} for both"
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]

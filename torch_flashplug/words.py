@@ -20,3 +20,11 @@ def words(bits: Tensor) -> Tensor:
     places = padded.view(-1, rows, 4, 2, 8, columns, 8, 4, 2)
     ordered = places.permute(0, 1, 5, 2, 4, 7, 6, 8, 3).reshape(*bits.shape[:-2], rows, columns, THREADS, BITS)
     return (ordered.int() << torch.arange(BITS, dtype=torch.int32, device=bits.device)).sum(-1, dtype=torch.int32)
+
+
+def bits(words: Tensor, R: int, C: int) -> Tensor:
+    """The (..., R, C) bool that `words` were made of."""
+    *planes, rows, columns, _ = words.shape
+    ordered = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32, device=words.device)) & 1
+    places = ordered.view(-1, rows, columns, 4, 8, 4, 8, 2, 2).permute(0, 1, 3, 8, 4, 2, 6, 5, 7)
+    return places.reshape(*planes, rows * TILE, columns * TILE)[..., :R, :C].bool()

@@ -49,11 +49,15 @@ BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tabl
 
 }  // namespace
 
+int64_t scratch_rows(const Problem& p, const KernelRow& row) {
+  return ceil_div(p.Sq, row.scratch_rows) * row.scratch_rows;
+}
+
 int64_t scratch_floats(const Problem& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
   // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
-  const int64_t blocks = ceil_div(p.Sq, row.tile_m), counters = blocks * row.counters + 2;
-  return p.B * p.Hq * (blocks * row.tile_m * row.d_max + counters);
+  const int64_t rows = scratch_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
+  return p.B * p.Hq * (rows * row.d_max + counters);
 }
 
 // Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or

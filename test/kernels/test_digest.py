@@ -14,42 +14,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import library
+from torch_flashplug import digested, library
+from torch_flashplug.digested import MASKED, NONE, WHOLE
 from torch_flashplug.spec import LISTED
 from torch_flashplug.words import THREADS, TILE, words
 
 ROOT = Path(__file__).resolve().parents[2]
-NONE, MASKED, WHOLE = range(3)
 COMPILE = """
 import pathlib, sys
 tools, folder = sys.argv[1:]
 sys.path.insert(0, tools)
+import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Int32, Uint8
 import interpreted, sass
-from torch_flashplug.kernels.parts.digest import Digest
-sizes, strides = (tuple(make() for _ in range(4)) for make in (cute.sym_int, cute.sym_int64))
-mask = cute.runtime.make_fake_tensor(Uint8, sizes, strides, assumed_align=1)
-scratch = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), (1,), assumed_align=16)
-files = []
-for gradients in (False, True):
-    options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
-    stream = cute.runtime.make_fake_stream()
-    made = cute.compile(Digest(gradients=gradients), mask, scratch, stream, options=options)
-    file = pathlib.Path(folder) / f"digest_{int(gradients)}"
-    made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbols=True)
-    pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)
-    pathlib.Path(f"{file}.cubin").write_bytes(made.__cubin__)
-    assert sass.resources(made.__cubin__)["spills"] == 0
-    files.append(file)
-print(interpreted.pack(files, pathlib.Path(folder) / "digest.so"))
+from torch_flashplug.kernels.parts.arguments.operands import fake_digest, fake_mask
+from torch_flashplug.kernels.parts.digest import Digest, Digested
+
+@cute.jit
+def digest(mask: cute.Tensor, made: cute.Tensor, stream: cuda.CUstream):
+    Digest()(mask, Digested.create(made, *mask.shape[2:]), stream)
+
+options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
+made = cute.compile(digest, fake_mask(), fake_digest(), cute.runtime.make_fake_stream(), options=options)
+file = pathlib.Path(folder) / "digest"
+made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbols=True)
+pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)
+pathlib.Path(f"{file}.cubin").write_bytes(made.__cubin__)
+assert sass.resources(made.__cubin__)["spills"] == 0
+print(interpreted.pack([file], file.with_suffix(".so")))
 """
 
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    command = [sys.executable, "-c", COMPILE, str(ROOT / "tools"), str(tmp_path_factory.mktemp("digest"))]
+    folder = tmp_path_factory.mktemp("digest")
+    (folder / "compile.py").write_text(COMPILE)  # the DSL reads what it compiles
+    command = [sys.executable, str(folder / "compile.py"), str(ROOT / "tools"), str(folder)]
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,12 +115,13 @@ class Digested:
             assert found[0, i, : counts[0][i]].tolist() == masked and found[1, i, : counts[1][i]].tolist() == whole
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 64, 128), (2, 65, 129), (8, 4099, 333)])
-def test_the_op_makes_room_for_it(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1), (64, 128), (65, 129), (4099, 333)])
+def test_the_op_makes_room_for_it(sizes: tuple[int, int], gradients: bool) -> None:
     digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
     made = library.lib().flashplug_digest_numbers
-    made.restype, made.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
-    assert made(*sizes) == digest.numbers(*sizes, gradients=False)
+    made.restype, made.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    assert made(*sizes, gradients) == digest.numbers(*sizes, gradients=gradients)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -130,10 +132,28 @@ def test_a_mask_is_digested(pack: Path, name: str, gradients: bool) -> None:
     mask = MASKS[name]()
     plain = mask.view(torch.uint8).ne(0).flatten(0, 1)
     P, Sq, Sk = plain.shape
-    scratch = torch.full((digest.numbers(P, Sq, Sk, gradients=gradients) + 4,), -7, dtype=torch.int32)
-    kernel = on_cpu.function(pack, f"digest_{int(gradients)}")
-    kernel(mask.view(torch.uint8), scratch, ctypes.c_void_p(None))
-    left, blocks, rows, columns = Digested(scratch), states(plain), -(-Sq // TILE), -(-Sk // TILE)
+    numbers = digest.numbers(Sq, Sk, gradients=gradients)
+    scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
+    kernel = on_cpu.function(pack, "digest")
+    kernel(mask.view(torch.uint8), scratch[:-4].view(*mask.shape[:2], numbers), ctypes.c_void_p(None))
+    check(scratch, plain, gradients)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"bytes"}))
+def test_torch_makes_the_same(name: str, gradients: bool) -> None:
+    """And finds the mask in it."""
+    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    mask = MASKS[name]()
+    made = digested.digest(mask, digest.numbers(*mask.shape[2:], gradients=gradients))
+    check(F.pad(made.flatten(), (0, 4), value=-7), mask.flatten(0, 1), gradients)
+    assert torch.equal(digested.seen(made, *mask.shape[2:]), mask)
+
+
+def check(numbers: Tensor, plain: Tensor, gradients: bool) -> None:
+    """A digest, and four numbers that nobody wrote to."""
+    P, Sq, Sk = plain.shape
+    left, blocks, rows, columns = Digested(numbers), states(plain), -(-Sq // TILE), -(-Sk // TILE)
     assert torch.equal(left.take(*blocks.shape), blocks)
     left.check_lists(blocks, never_empty=True)
     assert torch.equal(left.take(P, rows, columns + 1, THREADS), words(plain))

@@ -1,22 +1,34 @@
-"""Bool masks through F.sdpa, on a GPU or interpreted: numbers against fp64, rows that see nothing, what hidden keys
-hold, what a mask's memory looks like.
+"""Bool masks through F.sdpa, on a GPU or interpreted: numbers and gradients against fp64, rows that see nothing, what
+hidden keys hold, what a mask's memory looks like.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug import configs, native
 from torch_flashplug.elements import DTYPES
-from torch_flashplug.spec import LISTED
-from torch_flashplug.testing import Case, Masking, assert_within_budget, attention_math, make_inputs, new_case
+from torch_flashplug.spec import LISTED, KernelSpec
+from torch_flashplug.testing import (
+    Case,
+    Masking,
+    assert_within_budget,
+    attention_math,
+    make_inputs,
+    new_case,
+    oracle_grads,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261123
 HEADS = (2, 4, 2)  # B, Hq, Hkv
@@ -111,3 +123,65 @@ def test_hidden_blocks_are_not_read(kernels_on: str, mask: str) -> None:
     seen = F.pad(MASKS[mask]().expand(2, 1, 300, 333), (0, 600 - 333)).to(kernels_on)
     out, exact, low = attend(case, seen, kernels_on, poison=True)
     assert_within_budget(mask, out, exact, low, seed=SEED)
+
+
+NAMES = ("dq", "dk", "dv")
+MASKED = [spec for spec in configs.specs(90) if "mask" in spec.features]
+
+
+@contextlib.contextmanager
+def ordered(order: bool):
+    torch.use_deterministic_algorithms(order)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_gradients(case: Case, mask: Tensor, device: str, *, order: bool = False, wanted: str = "qkv") -> None:
+    """Of those that are wanted, by a backward of ours."""
+    inputs = make_inputs(case, device, SEED)
+    leaves = [getattr(inputs, name).requires_grad_() for name in wanted]
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"), ordered(order):
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
+        found = torch.autograd.grad(out, leaves, inputs.grad_out)
+    counts = native.counters()
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
+    rule = Masking(bias=mask)
+    exact, low = (dict(zip(NAMES, of(case, inputs, rule), strict=True)) for of in (oracle_grads, plain_grads))
+    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
+    for name, got in zip((f"d{one}" for one in wanted), found, strict=True):
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{case.name} {name}", got, exact[name], low[name], **budget, seed=SEED)
+
+
+@pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)
+def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
+    """By what makes the plan choose it."""
+    heads, order = (2, 2, 1), spec.in_parts
+    case = new_case(spec.name(), heads, (200, 333), (spec.d, spec.dv), dtype=spec.dtype)
+    facts = {"mask": 1, "grad": 1, "deterministic": order}
+    assert planned(case, **facts)["gradients"] == spec.name()
+    check_gradients(case, drawn(2, 1, 200, 333).to(kernels_on), kernels_on, order=order)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients(kernels_on: str, mask: str, order: bool) -> None:
+    case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=DTYPES[len(mask) % 2])
+    check_gradients(case, on(kernels_on, MASKS[mask]()), kernels_on, order=order)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_some_gradients(kernels_on: str, d: int, wanted: str) -> None:
+    case = new_case(f"{wanted} {d}", (1, 2, 2), (150, 280), (d, d))
+    check_gradients(case, with_holes(drawn(150, 280)).to(kernels_on), kernels_on, wanted=wanted)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
+@pytest.mark.parametrize("d", [64, 256])
+def test_gradients_of_sizes(kernels_on: str, d: int, sizes: tuple[int, int]) -> None:
+    case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (d, d))
+    check_gradients(case, drawn(*sizes).to(kernels_on), kernels_on)

@@ -1,13 +1,17 @@
-"""The way of a bool mask from F.sdpa to our op, which is given floats that torch made of it: the mask of one call never
-meets another.
+"""The way of a bool mask from F.sdpa to our op: what stands in its place meanwhile is of that call alone, and nobody
+else sees it.
 """
 
 from __future__ import annotations
 
+import subprocess
 import threading
+from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from cpp import TORCH
 from standin import Road
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,15 +30,6 @@ def right(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def check(out: Tensor, *call: Tensor) -> None:
     torch.testing.assert_close(out.double(), right(*call), atol=2e-2, rtol=2e-2)
-
-
-class Swallows(TorchDispatchMode):
-    """The op of a call never runs."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is CARRIER.default:
-            return CARRIER(*(x.clone() for x in args[:3]))
-        return func(*args, **(kwargs or {}))
 
 
 class Passes(TorchDispatchMode):
@@ -68,12 +63,26 @@ def test_a_mask_is_for_one_call(road: Road) -> None:
         check(call(), q, k, v, every)
 
 
+def call_without_op(road: Road, *call: Tensor) -> None:
+    """F.sdpa asks the router, and the op is not there."""
+    road.took()
+    native.unregister_ops()
+    try:
+        with pytest.raises(NotImplementedError):
+            F.scaled_dot_product_attention(*call)
+    finally:
+        native.register_ops(road.device.upper())
+    assert road.took()["routed_ours"] == 1
+
+
 def test_a_mask_whose_op_never_ran_is_forgotten(road: Road) -> None:
     q, k, v = road.qkv()
-    mask, zeros = mask_on(road), torch.zeros(128, 128, dtype=q.dtype, device=q.device)
-    with Swallows():
-        F.scaled_dot_product_attention(q, k, v, mask)
-    check(CARRIER(q, k, v, zeros)[0], q, k, v, torch.ones_like(mask))
+    mask, zeros = mask_on(road).clone(), torch.zeros(128, 128, dtype=q.dtype, device=q.device)
+    for _ in range(2):
+        call_without_op(road, q, k, v, mask)
+        check(CARRIER(q, k, v, zeros)[0], q, k, v, torch.ones_like(mask))
+        check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask_on(road))
+    assert torch.equal(mask, mask_on(road))
 
 
 def test_under_a_mode_masked_calls_are_stocks(road: Road) -> None:
@@ -104,28 +113,114 @@ def test_threads_have_their_own(road: Road) -> None:
             check(out, q, k, v, masks[number])
 
 
+def users_of(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def test_a_mask_is_not_held(road: Road) -> None:
-    """Neither after its call, nor after one whose op never ran and another."""
-    q, k, v = road.qkv()
-    mask = mask_on(road).clone()
-    before = mask.untyped_storage()._use_count() if hasattr(mask.untyped_storage(), "_use_count") else None
-    F.scaled_dot_product_attention(q, k, v, mask)
+    """Neither after its call nor by autograd, which keeps a quarter of it at most."""
+    q, k, v = road.qkv(grad=True)
+    mask = mask_on(road).repeat(4, 4).contiguous()
+    q, k, v = (x.repeat(1, 1, 4, 1) for x in (q, k, v))
+    before = users_of(mask)
+    out = F.scaled_dot_product_attention(q, k, v, mask)
+    assert road.took()["ours_fwd"] == 1
+    kept = out.grad_fn._saved_attn_bias
+    assert kept.dtype == torch.int32 and kept.nbytes <= 0.4 * mask.nbytes
+    assert users_of(mask) == before
+    call_without_op(road, q, k, v, mask)
     F.scaled_dot_product_attention(q, k, v)
-    if before is not None:
-        assert mask.untyped_storage()._use_count() == before
+    assert users_of(mask) == before
 
 
-def test_gradients_of_a_masked_call_are_right(road: Road) -> None:
-    """Auto leaves them to stock; forced, math's backward follows our forward."""
+def test_a_mask_may_change_before_the_backward(any_road: Road) -> None:
+    """Gradients are those of the forward's mask."""
+    q, k, v = any_road.qkv(grad=True)
+    mask = mask_on(any_road).clone()
+    out = F.scaled_dot_product_attention(q, k, v, mask)
+    assert any_road.took()["ours_fwd"] == 1
+    mask.logical_not_()
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = right(*exact_inputs, mask_on(any_road))
+    for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=0.2, rtol=0.2)
+
+
+def test_gradients_of_a_masked_call_are_right(any_road: Road) -> None:
     for forced in ("auto", "fa3"):
-        q, k, v = road.qkv(grad=True)
-        mask = mask_on(road)
+        q, k, v = any_road.qkv(grad=True)
+        mask = mask_on(any_road).clone()
         mask[5] = False
+        any_road.took()
         with torch_flashplug.sdpa_backend(forced):
             out = F.scaled_dot_product_attention(q, k, v, mask)
             grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        assert any_road.took()["ours_fwd"] == 1
         exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
         exact = right(*exact_inputs, mask)
         for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
             torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
-    assert native.last_error() is not None
+
+
+def test_an_int32_mask_is_refused_as_torch_does(road: Road) -> None:
+    """What kernels read instead of a mask is of that dtype."""
+    q, k, v = road.qkv()
+    numbers = torch.ones(1, 1, 60000, dtype=torch.int32, device=q.device)
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
+        F.scaled_dot_product_attention(q, k, v, numbers)
+    with pytest.raises(RuntimeError, match="attn_mask is int32; use bool"):
+        CARRIER(q, k, v, numbers)
+
+
+def test_a_sparse_mask_is_stocks(road: Road) -> None:
+    q, k, v = road.qkv()
+    with road.off():
+        with pytest.raises((RuntimeError, NotImplementedError)) as stock:
+            F.scaled_dot_product_attention(q, k, v, mask_on(road).to_sparse())
+    with pytest.raises(type(stock.value)):
+        F.scaled_dot_product_attention(q, k, v, mask_on(road).to_sparse())
+    assert road.took().get("routed_ours", 0) == 0
+
+
+CALLER = """
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <torch/library.h>
+// Two calls with a mask that is the caller's own variable: results, and how often it was another one afterwards.
+std::tuple<at::Tensor, at::Tensor, int64_t> twice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                  const at::Tensor& mask) {
+  const std::optional<at::Tensor> mine = mask;
+  const at::Tensor first = at::scaled_dot_product_attention(q, k, v, mine);
+  int64_t others = !mine->is_same(mask);
+  const at::Tensor second = at::scaled_dot_product_attention(q, k, v, mine);
+  others += !mine->is_same(mask);
+  return {first, second, others};
+}
+// One that other threads could read.
+at::Tensor shared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask) {
+  const auto anyones = std::make_unique<const std::optional<at::Tensor>>(mask);
+  return at::scaled_dot_product_attention(q, k, v, *anyones);
+}
+TORCH_LIBRARY(mask_caller, m) {
+  m.def("twice", &twice);
+  m.def("shared", &shared);
+}
+"""
+
+
+def test_a_caller_in_cpp_has_its_mask_back(road: Road, tmp_path: Path) -> None:
+    library = tmp_path / "caller.so"
+    options = ("-std=c++20", "-shared", "-fPIC", "-O0", "-isystem", str(TORCH / "include"))
+    torchs = (f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu")
+    command = ["c++", *options, "-x", "c++", "-", "-x", "none", *torchs, "-o", str(library)]
+    subprocess.run(command, input=CALLER, text=True, check=True)
+    torch.ops.load_library(library)
+    q, k, v = road.qkv()
+    mask = mask_on(road).clone()
+    road.took()
+    *outs, others = torch.ops.mask_caller.twice(q, k, v, mask)
+    assert road.took()["ours_fwd"] == 2 and others == 0 and torch.equal(mask, mask_on(road))
+    for out in outs:
+        check(out, q, k, v, mask)
+    check(torch.ops.mask_caller.shared(q, k, v, mask), q, k, v, mask)
+    assert road.took().get("ours_fwd", 0) == 0

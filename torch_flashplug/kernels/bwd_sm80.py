@@ -233,7 +233,7 @@ class BackwardSm80(BackwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
         self.in_order = spec.in_order
@@ -257,7 +257,7 @@ class BackwardSm80(BackwardCall):
         self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
-        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), everything, pieces, stream)
+        self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), everything, pieces, stream)
 
     @cute.kernel
     def kernel(

@@ -247,7 +247,7 @@ class BackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
@@ -271,6 +271,7 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
+        self.seams.before(call, stream)
         B, Hkv, Sk, _ = call.k.shape
         pieces, group = self.seams.pieces(call), call.q.shape[1] // Hkv
         num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
@@ -282,7 +283,7 @@ class BackwardSm90(BackwardCall):
         chain = self.seams.chain(call)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
         self.step_over_keys(call, section, ahead, stream)
-        self.finish(call.scratch, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
+        self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
 
     @cute.jit
     def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):

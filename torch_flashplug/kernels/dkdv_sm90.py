@@ -158,7 +158,7 @@ class KeyGradientsSm90:
     """Builds the kernel of one spec."""
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.form = Form(self.element, 1, TILE_M, transposed=True)  # the first warpgroup has the scores

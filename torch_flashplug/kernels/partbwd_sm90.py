@@ -29,6 +29,7 @@ class BackwardInPartsSm90(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
+        self.seams.before(call, stream)
         pieces, kept = self.seams.pieces(call), self.seams.chain(call).kept_share
         self.prepare(call.o, call.do, call.lse, call.rows, None, None, kept, pieces, stream)
         if call.wanted & WANT_DQ != 0:

@@ -138,22 +138,24 @@ class FinishBackward:
     def __call__(
         self,
         mScratch: cute.Tensor,
+        mRows: cute.Tensor,  # as PrepareBackward's
         mdQ: cute.Tensor,
         scale: Float32,
         ahead: Ahead,
         pieces: Pieces,
         stream: cuda.CUstream,
     ):
-        B, Hq, Sq, _ = mdQ.shape
-        heads, blocks = ahead.heads * ahead.group, pieces.blocks_of_scratch(Sq, TILE_M)
-        self.kernel(mScratch, mdQ, scale, B * Hq - heads, pieces).launch(
+        B, Hq, _, rows = mRows.shape
+        heads, blocks = ahead.heads * ahead.group, rows // TILE_M
+        self.kernel(mScratch, blocks, mdQ, scale, B * Hq - heads, pieces).launch(
             grid=(blocks * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mScratch: cute.Tensor, mdQ: cute.Tensor, scale: Float32, first_head: Int32, pieces: Pieces):
-        Sq = mdQ.shape[2]
-        number, blocks = cute.arch.block_idx()[0], pieces.blocks_of_scratch(Sq, TILE_M)
+    def kernel(
+        self, mScratch: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32, pieces: Pieces
+    ):  # fmt: skip
+        number = cute.arch.block_idx()[0]
         block, linear = number % blocks, number // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)

@@ -3,7 +3,8 @@
 the mask holds when it is replayed.
 
 The mask is (B or 1, Hq or 1, Sq, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once. All
-that comes of it lies in one array of 32-bit numbers, whose length `numbers` says.
+that comes of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What
+gradients need is made where there is room for it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ BYTES = 16  # of a vector
 PER_ROW = LISTED // BYTES
 
 
-def numbers(planes: int, Sq: int, Sk: int, *, gradients: bool) -> int:
-    """How many 32-bit numbers a digest takes. gradients: those of keys are wanted, too."""
-    M, N = (-(-size // LISTED) for size in (Sq, Sk))
-    rows, columns = (-(-size // TILE) for size in (Sq, Sk))
-    lists = M * N + 2 * (M + M * N)
-    taken = lists + rows * (columns + 1) * THREADS
+def numbers(Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
+    """How many 32-bit numbers a plane's digest takes; host code counts them in digested.py and src/mask.cpp."""
+    M, N = ((size + LISTED - 1) // LISTED for size in (Sq, Sk))
+    rows, columns = ((size + TILE - 1) // TILE for size in (Sq, Sk))
+    taken = M * N + 2 * (M + M * N) + rows * (columns + 1) * THREADS
     if gradients:
         taken += 2 * (N + M * N) + columns * (rows + 1) * THREADS
-    return planes * taken
+    return taken
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Digested:
     sizes: tuple[Int32, Int32, Int32]  # planes, Sq, Sk
     of_batch: Int32
     of_head: Int32
+    gradients: cutlass.Boolean
 
     @classmethod
-    def create(cls, mask: cute.Tensor, scratch: cute.Tensor) -> Digested:
-        batches, heads, Sq, Sk = mask.shape
-        of_batch = cutlass.select_(batches > 1, heads, 0)
-        return cls(scratch.iterator, (batches * heads, Sq, Sk), of_batch, cutlass.select_(heads > 1, 1, 0))
+    def create(cls, digest: cute.Tensor, Sq: Int32, Sk: Int32) -> Digested:
+        batches, heads, room = digest.shape
+        planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
+        gradients = room > numbers(Sq, Sk, gradients=False)
+        return cls(digest.iterator, (batches * heads, Sq, Sk), *planes, gradients)
 
     @property
     def blocks(self) -> tuple[Int32, Int32]:
@@ -97,15 +99,11 @@ class Digested:
 class Digest:
     """The two kernels: a CTA for each block of each plane, then a warp for each list."""
 
-    def __init__(self, *, gradients: bool):
-        self.gradients = gradients
-
     @cute.jit
-    def __call__(self, mask: cute.Tensor, scratch: cute.Tensor, stream: cuda.CUstream):
-        digested = Digested.create(mask, scratch)
+    def __call__(self, mask: cute.Tensor, digested: Digested, stream: cuda.CUstream):
         (M, N), planes = digested.blocks, digested.sizes[0]
         self.pack(mask, digested).launch(grid=(planes * M, N, 1), block=(WARPGROUP, 1, 1), stream=stream)
-        lists = planes * (M + N) if cutlass.const_expr(self.gradients) else planes * M
+        lists = planes * (M + cutlass.select_(digested.gradients, N, 0))
         self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
     @cute.kernel
@@ -113,7 +111,8 @@ class Digest:
         """A block's words and its state."""
         smem = cutlass.memory.SmemAllocator()
         matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
-        bits, flags = smem.allocate_tensor(Int32, matrix, 16), smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        bits, turned = (smem.allocate_tensor(Int32, matrix, 16) for _ in range(2))
+        flags = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
         M, N = digested.blocks
         line, n, _ = cute.arch.block_idx()
         plane, m = line // M, line % M
@@ -121,8 +120,7 @@ class Digest:
         cute.arch.sync_threads()
         self.store_state(bits, flags, digested, line, m, n)
         self.store_words(bits, digested, plane, m, n, transposed=False)
-        if cutlass.const_expr(self.gradients):
-            turned = smem.allocate_tensor(Int32, matrix, 16)
+        if digested.gradients:
             transpose(bits, turned)
             cute.arch.sync_threads()
             self.store_words(turned, digested, plane, n, m, transposed=True)
@@ -212,7 +210,7 @@ class Digest:
         number = cute.arch.block_idx()[0]
         if number < planes * M:
             self.list_line(digested.lists(False), digested.states(), number, Int64(number) * N, (Int32(1), N), True)
-        elif cutlass.const_expr(self.gradients):
+        else:
             of_keys = number - planes * M
             first = Int64(of_keys // N) * M * N + of_keys % N
             self.list_line(digested.lists(True), digested.states(), of_keys, first, (N, M), False)

@@ -5,6 +5,7 @@ hide. Both come from the mask itself, digested ahead of the kernel.
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
+import cutlass.cute as cute
 
 from .digest import Digest, Digested
 from .listed import Listed
@@ -16,14 +17,21 @@ from .seams import Seams
 class Mask(Seams):
     uneven = True
 
-    def before(self, call: object, stream: cuda.CUstream) -> None:
-        Digest(gradients=False)(call.mask, call.digest, stream)
+    @cute.jit
+    def before(self, call: object, stream: cuda.CUstream):
+        """A mask without elements was digested before."""
+        if call.mask.shape[3] > 0:
+            Digest()(call.mask, digested(call), stream)
 
     def walk(self, call: object) -> Listed:
-        keys = Digested.create(call.mask, call.digest).lists(transposed=False)
-        return Listed(keys, keys)
+        lists = digested(call).lists(self.transposed)
+        return Listed(lists, lists)  # a kernel walks in one direction
 
     def chain(self, call: object) -> Chain:
-        digested = Digested.create(call.mask, call.digest)
-        words = ListedBits(digested.words(transposed=False), digested.of_batch, digested.of_head)
+        of = digested(call)
+        words = ListedBits(of.words(self.transposed), of.of_batch, of.of_head)
         return Chain((*super().chain(call).stages, words))
+
+
+def digested(call: object) -> Digested:
+    return Digested.create(call.digest, call.q.shape[2], call.k.shape[2])

@@ -162,12 +162,8 @@ class Dense(Pieces):
         """Of a KV head in what TMA reads, of all sequences that share tensors."""
         return x.shape[0]
 
-    def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
-        """Blocks of rows that a query head has in scratch."""
-        return cute.ceil_div(Sq, size)
-
     def block_of_scratch(
         self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
     ) -> Tile:
-        """One of them, with what those who ask need of it."""
+        """One of the blocks of rows that a query head has in scratch, with what those who ask need of it."""
         return Tile(number, head, batch, sizes)

@@ -217,9 +217,6 @@ class Ragged(Pieces):
     def all_keys(self, x: cute.Tensor) -> Int32:
         return self.total_keys
 
-    def blocks_of_scratch(self, Sq: Int32, size: int) -> Int32:
-        return self.scratch.room()
-
     def block_of_scratch(
         self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
     ) -> RaggedTile:

@@ -26,14 +26,15 @@ class Seams:
     uneven = False  # whether rows of a tile may see different numbers of keys
     short = False  # whether many tiles have few rows
 
-    def __init__(self, element: Element):
-        self.element = element
+    def __init__(self, element: Element, transposed: bool):
+        self.element, self.transposed = element, transposed
 
     @staticmethod
-    def of(spec: KernelSpec) -> Seams:
+    def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
+        """transposed: the kernel's scores are (keys, queries)."""
         parts = [part_of(feature) for feature in features.of(spec.features) if feature.part]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
-        return kind(ELEMENTS[spec.dtype])
+        return kind(ELEMENTS[spec.dtype], transposed)
 
     def pieces(self, call: object) -> Pieces:
         return Dense()

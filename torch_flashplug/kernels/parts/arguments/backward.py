@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_counter, fake_vector
+from .operands import KernelCall, Scales, fake_counter, fake_digest, fake_mask, fake_vector
 
 WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
@@ -32,6 +32,8 @@ class Gradients:
     counter: cute.Tensor
     num_ctas: Int32
     wanted: Int32
+    mask: cute.Tensor | None
+    digest: cute.Tensor | None
 
 
 class BackwardCall(KernelCall):
@@ -44,7 +46,8 @@ class BackwardCall(KernelCall):
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         size = (*tensors["lse"].shape[:2], 2, cute.sym_int())
         rows = cute.runtime.make_fake_tensor(Float32, size, strides, assumed_align=16)
-        return tensors | {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
+        masked = {"mask": fake_mask(), "digest": fake_digest()}
+        return tensors | {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()} | masked
 
     @cute.jit
     def __call__(
@@ -65,7 +68,10 @@ class BackwardCall(KernelCall):
         counter: cute.Tensor,
         num_ctas: Int32,
         wanted: Int32,
+        mask: cute.Tensor | None,
+        digest: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
-        self.launch(Gradients(*tensors, Scales(scale_log2, scale), counter, num_ctas, wanted), stream)
+        scales = Scales(scale_log2, scale)
+        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, mask, digest), stream)

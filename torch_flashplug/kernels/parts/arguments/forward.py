@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_counter, fake_mask, fake_vector
+from .operands import KernelCall, Scales, fake_counter, fake_digest, fake_mask
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ForwardCall(KernelCall):
     """Of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        masked = {"mask": fake_mask(), "digest": fake_vector(Int32, 16)}
+        masked = {"mask": fake_mask(), "digest": fake_digest()}
         return super().fake_tensors() | masked | {"counter": fake_counter()}
 
     @cute.jit

@@ -52,6 +52,12 @@ def fake_mask() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Uint8, sizes, strides, assumed_align=1)
 
 
+def fake_digest() -> cute.Tensor:
+    """Three dims on end."""
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    return cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in strides), strides, assumed_align=16)
+
+
 class KernelCall:
     """What cute.compile calls. A kind's class has `__call__`, whose parameters the DSL wants spelled out; the launch is
     left to `launch` of the class that inherits from that one.

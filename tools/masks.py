@@ -1,0 +1,168 @@
+"""Suite masks: calls with a bool mask as their users make them, forward, then forward and backward. Whatever is made of
+the mask (floats by torch, bits and lists by us) is part of the time, but for FlexAttention's BlockMask, which is made
+ahead of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import providers as who
+import torch
+import torch.nn.functional as F
+import workloads
+from harness import Bench, facts_of, row_of
+from records import GRADIENT_FLOP
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from torch_flashplug.testing import (
+    Candidate,
+    Case,
+    Inputs,
+    Masking,
+    make_inputs,
+    measure_error,
+    oracle,
+    plain,
+    time_interleaved,
+)
+
+ROUND_MS = 10.0
+MOST_SCORES = 1 << 31  # of a mask: a byte each, three more where stock makes floats of it
+SEED = 20261123
+SEEN = 0.5  # of random masks
+WINDOW, DOCUMENTS, PADDED = 1024, 8, 0.75  # keys; of a sequence; the mean share that is no padding
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key -> seen
+
+
+def _lengths(case: Case, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return (torch.rand(case.B, generator=generator) * 2 * (1 - PADDED) + 2 * PADDED - 1).mul(case.Sk).int().to(device)
+
+
+def _causal(case: Case, device: str) -> Rule:
+    return lambda b, h, row, key: row >= key
+
+
+def _window(case: Case, device: str) -> Rule:
+    return lambda b, h, row, key: (row >= key) & (row - key < WINDOW)
+
+
+def _documents(case: Case, device: str) -> Rule:
+    return lambda b, h, row, key: (row >= key) & (row // (case.Sq // DOCUMENTS) == key // (case.Sk // DOCUMENTS))
+
+
+def _padding(case: Case, device: str) -> Rule:
+    lengths = _lengths(case, device)
+    return lambda b, h, row, key: key < lengths[b]
+
+
+def _dense(rule: Callable[[Case, str], Rule], case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
+    index = (torch.arange(size, device=device) for size in sizes)
+    places = (i.view(*(-1 if dim == mine else 1 for dim in range(4))) for mine, i in enumerate(index))
+    return rule(case, device)(*places).expand(sizes).contiguous()
+
+
+def _random(case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
+    return torch.rand(sizes, device=device, generator=torch.Generator(device).manual_seed(SEED)) < SEEN
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One kind of mask. dims: which of B, Hq, Sq and Sk it has, the others are 1."""
+
+    name: str
+    dims: str
+    rule: Callable[[Case, str], Rule] | None  # FlexAttention takes it, too; None: random
+
+    def sizes(self, case: Case) -> tuple[int, ...]:
+        of = {"B": case.B, "H": case.Hq, "Q": case.Sq, "K": case.Sk}
+        return tuple(size if dim in self.dims else 1 for dim, size in of.items())
+
+    def make(self, case: Case, device: str) -> Tensor:
+        sizes = self.sizes(case)
+        return _dense(self.rule, case, device, sizes) if self.rule else _random(case, device, sizes)
+
+
+PATTERNS = (
+    Pattern("random", "QK", None),
+    Pattern("all", "QK", lambda case, device: lambda b, h, row, key: row + key >= 0),
+    Pattern("tril", "QK", _causal),
+    Pattern("window", "QK", _window),
+    Pattern("documents", "BQK", _documents),
+    Pattern("padding", "BQK", _padding),
+    Pattern("padding_row", "BK", _padding),
+    Pattern("per_head", "HQK", None),
+)
+FLEX = {"tril", "window", "documents", "padding"}
+
+
+def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
+    for what in ("fwd", "train"):
+        for case in workloads.masked():
+            for pattern in PATTERNS:
+                if torch.Size(pattern.sizes(case)).numel() <= MOST_SCORES:
+                    yield f"{pattern.name}_{what}_d{case.D}_s{case.Sq}", case, pattern, what
+
+
+def suite_masks(bench: Bench) -> None:
+    for name, case, pattern, what in calls():
+        if bench.take(name):
+            _measure(bench, name, case, pattern, what)
+
+
+def _wrong(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | None:
+    """What fp64 has against a result's first head."""
+    group = case.Hq // case.Hkv
+    few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
+    rule = Masking(bias=mask[:1, :group])
+    errors = measure_error(out[:1, :group], oracle(case, few, rule).out, plain(case, few, rule).out)
+    return None if errors.ok else str(errors)
+
+
+def _flex_call(flex: who.Attend, case: Case, pattern: Pattern, inputs: Inputs) -> Callable[[], Tensor]:
+    sizes, device = pattern.sizes(case), str(inputs.q.device)
+    block_mask = create_block_mask(pattern.rule(case, device), *sizes, device=device)
+    return functools.partial(flex, inputs.q, inputs.k, inputs.v, block_mask=block_mask)
+
+
+def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -> None:
+    grad = what == "train"
+    inputs, mask = make_inputs(case, bench.device, requires_grad=grad), pattern.make(case, bench.device)
+
+    def call_of(attend: Callable[[], Tensor]) -> Callable[[], object]:
+        def call():
+            out = attend()
+            return torch.autograd.grad(out, tuple(inputs), inputs.grad_out) if grad else out
+
+        return call
+
+    candidates, wrong, refused = {}, {}, {}
+    attends = {
+        peer: (functools.partial(F.scaled_dot_product_attention, *inputs, mask), bench.providers[peer].scope)
+        for peer in ("ours_fa3", "ours_auto", "stock", "efficient")
+        if peer in bench.providers
+    }
+    with torch.set_grad_enabled(grad):
+        if pattern.name in FLEX and "flex" in bench.providers:
+            flex = bench.providers["flex"]
+            attends["flex"] = (_flex_call(flex.attend, case, pattern, inputs), flex.scope)
+        for peer, (attend, scope) in attends.items():
+            try:
+                with scope():
+                    if bench.check and (error := _wrong(case, inputs, mask, attend().detach())):
+                        wrong[peer] = error
+                    call_of(attend)()
+            # What cannot run is noted, and the others are measured.
+            except (RuntimeError, NotImplementedError) as error:
+                refused[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                continue
+            candidates[peer] = Candidate(call_of(attend), scope)
+        if wrong.keys() & who.OURS.keys():
+            raise SystemExit(f"{name}: wrong, nothing is timed: {wrong}")
+        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+    facts = facts_of(case) | {"mask": pattern.name, "flop": case.flop * GRADIENT_FLOP.get(what, 1.0)}
+    bench.add(row_of(name, timings, **facts, grad=grad, wrong=wrong, refused=refused))
