@@ -236,10 +236,10 @@ class Digest:
                 cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
             masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
         if lane == 0:
-            if cutlass.const_expr(never_empty):
-                if masked + whole == 0:
-                    cute.arch.store(lists.masked.iterator + start, Int32(0))
-                    masked = Int32(1)
+            if masked + whole == 0:  # walks look at their first entry all the same
+                cute.arch.store(lists.masked.iterator + start, Int32(0))
+                cute.arch.store(lists.whole.iterator + start, Int32(0))
+                masked = Int32(1 if never_empty else 0)
             cute.arch.store(lists.masked_count.iterator + line, masked)
             cute.arch.store(lists.whole_count.iterator + line, whole)
 
