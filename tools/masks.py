@@ -97,6 +97,7 @@ PATTERNS = (
     Pattern("padding_row", "BK", _padding),
     Pattern("per_head", "HQK", None),
 )
+WORST = PATTERNS[0]
 FLEX = {"tril", "window", "documents", "padding"}
 
 
@@ -106,6 +107,8 @@ def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
             for pattern in PATTERNS:
                 if torch.Size(pattern.sizes(case)).numel() <= MOST_SCORES:
                     yield f"{pattern.name}_{what}_d{case.D}_s{case.Sq}", case, pattern, what
+        for case in workloads.masked_beside():
+            yield f"{WORST.name}_beside_{what}_{case.name}", case, WORST, what
 
 
 def suite_masks(bench: Bench) -> None:
@@ -142,7 +145,10 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
 
     candidates, wrong, refused = {}, {}, {}
     attends = {
-        peer: (functools.partial(F.scaled_dot_product_attention, *inputs, mask), bench.providers[peer].scope)
+        peer: (
+            functools.partial(F.scaled_dot_product_attention, *inputs, mask, enable_gqa=case.gqa),
+            bench.providers[peer].scope,
+        )
         for peer in ("ours_fa3", "ours_auto", "stock", "efficient")
         if peer in bench.providers
     }

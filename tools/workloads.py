@@ -39,6 +39,28 @@ def masked() -> list[Case]:
     return [case for case in grid("masked") if not case.causal]
 
 
+def masked_beside() -> list[Case]:
+    """Beside those: few tiles, few rows, other lengths and heads, head dims that kernels fill up."""
+    calls = (
+        *(((1, 8, 8), (s, s)) for s in (128, 512, 1024, 4096)),
+        ((64, 12, 12), (128, 128)),
+        ((16, 12, 12), (77, 77)),
+        ((2, 16, 16), (2048, 256)),
+        ((4, 16, 16), (64, 1024)),
+        ((8, 16, 16), (100, 1500)),
+        ((1, 32, 8), (256, 4096)),
+        ((1, 32, 8), (16, 4096)),
+        ((8, 32, 8), (1, 4096)),
+        ((1, 32, 8), (1, 32768)),
+    )
+    dims = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
+    return [
+        _case(f"d{d}v{dv}_b{heads[0]}h{heads[1]}x{heads[2]}_q{seq[0]}k{seq[1]}", heads, seq, (d, dv))
+        for d, dv in dims
+        for heads, seq in calls
+    ]
+
+
 def head_dims() -> list[Case]:
     """Head dims beside the grid's, at one middling size."""
     return [

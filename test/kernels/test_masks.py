@@ -72,10 +72,8 @@ MASKS: dict[str, Callable[[], Tensor]] = {
 
 def on(device: str, mask: Tensor) -> Tensor:
     """Laid out as it is."""
-    storage = mask.untyped_storage()
-    there = storage if device == "cpu" else storage.to(device)
-    empty = torch.empty(0, dtype=torch.bool, device=device)
-    return empty.set_(there, mask.storage_offset(), mask.size(), mask.stride())
+    memory = torch.empty(0, dtype=torch.bool).set_(mask.untyped_storage()).to(device)
+    return memory.as_strided(mask.size(), mask.stride(), mask.storage_offset())
 
 
 def attend(case: Case, mask: Tensor, device: str, poison: bool = False) -> tuple[Tensor, Tensor, Tensor]:
