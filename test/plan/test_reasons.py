@@ -72,8 +72,8 @@ def test_every_reason_is_met(why: str) -> None:
 
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
-    """Stock's NaN of scales below zero was seen without a mask."""
+    """Stock's NaN of scales below zero was seen without dropout."""
     below = PLAIN | {"scale": native.SCALE_IDS["negative"]}
-    for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), ({"mask": 1}, "stock")):
+    for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), ({"mask": 1, "dropout": 1, "dropout_p": 0.5}, "stock")):
         plan = native.plan(below | needs, DEVICES["h100"])
         assert plan["backend"] == backend and bool(plan["rescue"]) == (backend == "fa3")

@@ -64,9 +64,13 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
     "misaligned addresses with one row or key": (
         (served(call((2, 4, 4), sizes, (64, 64), align_q=2, odd_base_q=1)), "fa2") for sizes in ((1, 8192), (4096, 1))
     ),
-    "Not measured and **not run on a GPU yet**": (
-        (served(long(d, mask=1), mode=mode), backend)
-        for d in EIGHTS for mode, backend in ((AUTO, "stock"), (FA3, "fa3"))
+    "any strides: ours, gradients too": (
+        (served(long(d, mask=1, grad=grad)), "fa3") for d in EIGHTS for grad in (0, 1)
+    ),
+    "with **up to 64 query rows**": (
+        (served(call((1, 32, 8), (rows, 4096), (d, d), mask=1), mode=mode), backend)
+        for d in EIGHTS for rows, mode, backend in ((1, AUTO, "stock"), (64, AUTO, "stock"), (65, AUTO, "fa3"),
+                                                   (1, FA3, "fa3"), (64, FA3, "fa3"))
     ),
     "Other attn_mask, dropout, fp32, fp64, D above 256": (
         (served(problem), "stock")
