@@ -251,7 +251,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
-    # Bool masks (380 cells), of more rows than decode has, whose kernels take none. Where the ratio is below 1 stock is
+    # Bool masks (410 cells), of more rows than decode has, whose kernels take none. Where the ratio is below 1 stock is
     # wrong all the same for rows that see no key (rescues.py).
     ChoiceRow("fwd", "square", 90, False, "mask", 1, 64, 65, 128, 1025, ANY, 0, 0.84, _MASKS),
     ChoiceRow("fwd", "square", 90, False, "mask", 1, 64, 65, ANY, 1, ANY, 0, 1.04, _MASKS),
@@ -260,6 +260,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, False, "mask", 129, 192, 65, 128, 1025, ANY, 0, 0.95, _MASKS),
     ChoiceRow("fwd", "mixed", 90, False, "mask", 129, 192, 65, ANY, 1, ANY, 0, 0.99, _MASKS),
     ChoiceRow("fwd", "square", 90, True, "mask", 1, 256, 65, ANY, 1, ANY, 0, 1.12, _MASKS),
+    ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, 512, 4097, ANY, 0, 0.868, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
     # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),

@@ -62,7 +62,8 @@ SEQUENCES = [
 
 @dataclass(frozen=True)
 class Posed:
-    """Operands of one sequence of gradients; with a mask, which leaves the call to stock's cuDNN, or without."""
+    """Operands of one sequence of gradients; with a mask of floats, which leaves the call to stock's cuDNN, or without.
+    """
 
     case: Case
     q: Tensor
@@ -84,8 +85,8 @@ def posed(number: int, memory: str, turn: int, masked: bool) -> Posed:
     case = new_case(f"{memory}_{number}_{turn}", (b, hq, hkv), (s, s), (d, dv), *["causal"] * causal)
     shapes = ((b, hq, s, d), (b, hkv, s, d), (b, hkv, s, dv))
     q, k, v = (drawn(shape, memory, 10 * number + i).requires_grad_() for i, shape in enumerate(shapes))
-    mask = torch.ones(s, s, dtype=torch.bool, device="cuda") if masked else None
-    return Posed(case, q, k, v, mask.tril() if masked and causal else mask)
+    mask = torch.zeros(s, s, dtype=q.dtype, device="cuda") if masked else None
+    return Posed(case, q, k, v, mask + torch.full_like(mask, -torch.inf).triu(1) if masked and causal else mask)
 
 
 def gradients(call: Posed, turn: Turn, compiled: bool) -> tuple[Tensor, Inputs, tuple[Tensor, ...]]:
@@ -130,7 +131,7 @@ def test_gradients_whatever_order_grad_out_lies_in(memory: str, masked: bool, co
 def test_disable_takes_the_repair_out() -> None:
     """The counter stands still: stock's own kernel answers."""
     q, k, v = (drawn((2, 4, 128, 64), "bshd", i).requires_grad_() for i in range(3))
-    mask = torch.ones(128, 128, dtype=torch.bool, device="cuda")
+    mask = torch.zeros(128, 128, dtype=q.dtype, device="cuda")
     for on in (True, False, True):
         (torch_flashplug.enable if on else torch_flashplug.disable)()
         native.counters(reset=True)
