@@ -92,7 +92,8 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
   // What is left in a mask's place is for our op alone.
   const bool has_mask = (p.needs & kMask) != 0;
-  if (has_mask && (only_traced || wrapped(call) || torch.modes_set())) return {exit_named("mask")};
+  if (has_mask && (only_traced || wrapped(call) || torch.modes_set() || torch.jit_traced()))
+    return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();

@@ -7,6 +7,7 @@
 #include "torch_symbols.h"
 
 #include <dlfcn.h>
+#include <memory>
 
 #include <algorithm>
 #include <mutex>
@@ -36,6 +37,7 @@ constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithms
 constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
 constexpr const char* kModesSet = "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb";
+constexpr const char* kTracingState = "_ZN5torch3jit6tracer15getTracingStateEv";
 constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
 constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
@@ -49,6 +51,7 @@ struct Found {
   TensorFlag requires_grad = nullptr;
   bool (*python_dispatch)(const void* tensor) = nullptr;
   bool (*modes_set)(bool skip_infra_modes) = nullptr;
+  const std::shared_ptr<void>& (*tracing_state)() = nullptr;
   const void* nested_type = nullptr;
   const void* plain_type = nullptr;
   int* log_level = nullptr;
@@ -78,6 +81,7 @@ TorchSymbols look_up() {
   f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
   f.modes_set = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
+  f.tracing_state = reinterpret_cast<const std::shared_ptr<void>& (*)()>(dlsym(cpu, kTracingState));
   f.nested_type = dlsym(cpu, kNestedType);
   f.plain_type = dlsym(c10, kPlainType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
@@ -198,6 +202,8 @@ bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tenso
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
 
 bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || found().modes_set(false); }
+
+bool TorchSymbols::jit_traced() const { return found().tracing_state != nullptr && found().tracing_state() != nullptr; }
 
 const char* TorchSymbols::lacking() const {
   const Found& f = found();

@@ -24,6 +24,7 @@ struct TorchSymbols {
   bool wrapped(AtenTensorHandle tensor) const;          // by functorch, say: it has no storage of its own
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
   bool modes_set() const;       // TorchDispatchModes: what is called next may be another op; true where nobody can tell
+  bool jit_traced() const;      // torch.jit.trace writes down what this thread calls
   const char* lacking() const;  // the first symbol that the hook needs and this torch does not have; null: none
 };
 const TorchSymbols& torch_symbols();

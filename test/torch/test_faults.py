@@ -34,6 +34,7 @@ RESCUED = {
     "stride_of_one_key": (call((2, 4, 4), (64, 1), (96, 96), grad=1), {"odd_ones_v": 1}),
     "zero_scale": (call((4, 8, 8), (4096, 4096), (64, 64), causal=1), {"scale": native.SCALE_IDS["zero"]}),
     "negative_scale": (call((4, 8, 8), (4096, 4096), (64, 64), grad=1), {"scale": native.SCALE_IDS["negative"]}),
+    "mask": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"mask": 1}),
 }
 
 

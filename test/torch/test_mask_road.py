@@ -21,6 +21,10 @@ from torch_flashplug import native
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 CAUSAL = torch.ones(128, 128, dtype=torch.bool).tril()
+SCRIPT = """
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+"""
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -92,6 +96,27 @@ def test_under_a_mode_masked_calls_are_stocks(road: Road) -> None:
     with Passes():
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask)
     assert road.took().get("ours_fwd", 0) == 0
+
+
+def test_a_traced_function_takes_any_mask(road: Road) -> None:
+    """torch.jit.trace writes down what is called, and what was left in a mask's place would be a constant."""
+    q, k, v = road.qkv()
+
+    def attend(*call: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*call)
+
+    traced = torch.jit.trace(attend, (q, k, v, mask_on(road)))
+    for mask in (mask_on(road), mask_on(road).mT.contiguous()):
+        check(traced(q, k, v, mask), q, k, v, mask)
+
+
+def test_a_scripted_function_is_ours(road: Road) -> None:
+    q, k, v = road.qkv()
+    scripted = torch.jit.CompilationUnit(SCRIPT).attend
+    for mask in (mask_on(road), mask_on(road).mT.contiguous()):
+        road.took()
+        check(scripted(q, k, v, mask), q, k, v, mask)
+        assert road.took()["ours_fwd"] == 1
 
 
 def test_threads_have_their_own(road: Road) -> None:
