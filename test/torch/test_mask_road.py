@@ -249,3 +249,15 @@ def test_a_caller_in_cpp_has_its_mask_back(road: Road, tmp_path: Path) -> None:
         check(out, q, k, v, mask)
     check(torch.ops.mask_caller.shared(q, k, v, mask), q, k, v, mask)
     assert road.took().get("ours_fwd", 0) == 0
+
+
+def test_own_op_takes_one_of_mask_and_causal_mode(road: Road) -> None:
+    q, k, v = road.qkv()
+    own = torch.ops.torch_flashplug.sdpa_fwd
+    check(own(q, k, v, mask_on(road), 0.0, 0, None, 0)[0], q, k, v, mask_on(road))
+    with pytest.raises(RuntimeError, match="use one of them"):
+        own(q, k, v, mask_on(road), 0.0, 1, None, 0)
+    with pytest.raises(RuntimeError, match="causal_mode is 7"):
+        own(q, k, v, None, 0.0, 7, None, 0)
+    with pytest.raises(RuntimeError, match="attn_mask is int32"):
+        own(q, k, v, mask_on(road).int(), 0.0, 0, None, 0)
