@@ -7,6 +7,8 @@
 
 namespace flashplug {
 
+class Arguments;
+
 struct ForwardCall : Attention {
   Mode mode;
   std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
@@ -84,7 +86,9 @@ struct Masked {
   Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast; or without elements
   Owned digest;  // (B or 1, Hq or 1, n)
 };
-Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients);
+// To a kernel that takes them. The result has to live until it is launched.
+Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
+                 Arguments* arguments);
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
 int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
 

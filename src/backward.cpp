@@ -67,12 +67,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   arguments.tensor("scratch", scratch.get(), true);
   arguments.scale(positive.scale);
   arguments.integer("wanted", written);
-  Masked mask;
-  if (arguments.takes("mask")) {
-    mask = masked(forward, p, query, true);
-    arguments.tensor("mask", mask.mask.get());
-    arguments.tensor("digest", mask.digest.get(), true);
-  }
+  const Masked mask = give_mask(forward, p, query, true, &arguments);
   launch(*kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <utility>
 
+#include "arguments.h"
 #include "attention.h"
 #include "schemas.h"
 #include "torch_symbols.h"
@@ -86,6 +87,16 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p) {
   return {view(digest, 4, none, none), Owned::share(digest)};
 }
 
+Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients) {
+  if (is_digest(call.mask)) return digested_before(call.mask, p);
+  int64_t size[4], stride[4];
+  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!spread(call.mask, p, size, stride))
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+  const bool given = call.digest != nullptr;
+  return {view(call.mask, 4, size, stride), given ? Owned::share(call.digest) : new_digest(size, p, query, gradients)};
+}
+
 }  // namespace
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
@@ -132,14 +143,13 @@ void refuse_digest(AtenTensorHandle mask) {
     throw std::runtime_error("torch_flashplug: attn_mask is int32; use bool, float32 or the query's dtype");
 }
 
-Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients) {
-  if (is_digest(call.mask)) return digested_before(call.mask, p);
-  int64_t size[4], stride[4];
-  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
-  if (!spread(call.mask, p, size, stride))
-    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
-  const bool given = call.digest != nullptr;
-  return {view(call.mask, 4, size, stride), given ? Owned::share(call.digest) : new_digest(size, p, query, gradients)};
+Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
+                 Arguments* arguments) {
+  if (!arguments->takes("mask")) return {};
+  Masked given = masked(call, p, query, gradients);
+  arguments->tensor("mask", given.mask.get());
+  arguments->tensor("digest", given.digest.get(), true);
+  return given;
 }
 
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query) {

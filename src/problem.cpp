@@ -28,6 +28,11 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
+bool is_of(AtenTensorHandle tensor, int32_t dtype) {
+  int32_t found = -1;
+  return aoti_torch_get_dtype(tensor, &found) == 0 && found == dtype;
+}
+
 }  // namespace
 
 bool is_there(AtenTensorHandle tensor) {
@@ -35,16 +40,9 @@ bool is_there(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
 
-bool is_mask(AtenTensorHandle tensor) {
-  int32_t dtype = -1;
-  return aoti_torch_get_dtype(tensor, &dtype) == 0 &&
-         (dtype == aoti_torch_dtype_bool() || dtype == aoti_torch_dtype_int32());
-}
+bool is_mask(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_bool()) || is_digest(tensor); }
 
-bool is_digest(AtenTensorHandle tensor) {
-  int32_t dtype = -1;
-  return aoti_torch_get_dtype(tensor, &dtype) == 0 && dtype == aoti_torch_dtype_int32();
-}
+bool is_digest(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_int32()); }
 
 int64_t needs_of(const Attention& call) {
   int64_t needs = 0, bit = 1;

@@ -91,12 +91,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
     arguments.one_number("partials", mutable_data(result->lse.get()));
-  Masked mask;
-  if (arguments.takes("mask")) {
-    mask = masked(call, p, query, false);
-    arguments.tensor("mask", mask.mask.get());
-    arguments.tensor("digest", mask.digest.get(), true);
-  }
+  const Masked mask = give_mask(call, p, query, false, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);

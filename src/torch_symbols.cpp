@@ -7,9 +7,9 @@
 #include "torch_symbols.h"
 
 #include <dlfcn.h>
-#include <memory>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <utility>

@@ -31,7 +31,7 @@ PER_ROW = LISTED // BYTES
 
 
 def numbers(Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
-    """How many 32-bit numbers a plane's digest takes; host code counts them in digested.py and src/mask.cpp."""
+    """How many 32-bit numbers a plane's digest takes, as src/mask.cpp counts them."""
     M, N = ((size + LISTED - 1) // LISTED for size in (Sq, Sk))
     rows, columns = ((size + TILE - 1) // TILE for size in (Sq, Sk))
     taken = M * N + 2 * (M + M * N) + rows * (columns + 1) * THREADS
