@@ -183,7 +183,7 @@ def _both(*scopes) -> Iterator[None]:
 
 
 def _host_rows(bench: Bench) -> None:
-    """Host time of a call whose kernel takes no time to speak of; masked ones stay with stock's cuDNN, repaired."""
+    """Host time of a call whose kernel takes no time to speak of; masked ones, of more than 64 rows, digest too."""
     modes = {
         "no_grad": (torch.no_grad, workloads.TINY, ""),
         "inference_mode": (torch.inference_mode, workloads.TINY, ""),
