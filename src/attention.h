@@ -86,7 +86,7 @@ struct Masked {
   Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast; or without elements
   Owned digest;  // (B or 1, Hq or 1, n)
 };
-// To a kernel that takes them. The result has to live until it is launched.
+// To a kernel that takes them, or the mask alone. The result has to live until it is launched.
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
                  Arguments* arguments);
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's

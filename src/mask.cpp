@@ -69,8 +69,7 @@ bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t st
   return true;
 }
 
-Owned new_digest(const int64_t size[4], const Problem& p, const TensorClass& query, bool gradients) {
-  const int64_t numbers = digest_numbers(p.Sq, p.Sk, gradients);
+Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
@@ -87,14 +86,18 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p) {
   return {view(digest, 4, none, none), Owned::share(digest)};
 }
 
-Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients) {
+// digest: whether one is wanted.
+Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
   if (is_digest(call.mask)) return digested_before(call.mask, p);
   int64_t size[4], stride[4];
   if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
-  const bool given = call.digest != nullptr;
-  return {view(call.mask, 4, size, stride), given ? Owned::share(call.digest) : new_digest(size, p, query, gradients)};
+  Masked made{view(call.mask, 4, size, stride), Owned()};
+  if (!digest) return made;
+  made.digest = call.digest != nullptr ? Owned::share(call.digest)
+                                       : new_digest(size, digest_numbers(p.Sq, p.Sk, gradients), query);
+  return made;
 }
 
 }  // namespace
@@ -116,7 +119,9 @@ bool leave_digest(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
-    Owned digest = new_digest(size, facts.problem, facts.operand[0], facts.problem.grad);
+    const Problem& p = facts.problem;
+    const int64_t numbers = p.grad ? digest_numbers(p.Sq, p.Sk, true) : 0;  // nobody keeps it
+    Owned digest = new_digest(size, numbers, facts.operand[0]);
     if (torch_symbols().wrapped(digest.get())) return false;  // inside a transform the op would get another one
     std::swap(pointer_in(mask), pointer_in(digest.get()));
     kept = {digest.release(), mask, pointer_in(mask)};
@@ -146,14 +151,15 @@ void refuse_digest(AtenTensorHandle mask) {
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
                  Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
-  Masked given = masked(call, p, query, gradients);
+  const bool digest = arguments->takes("digest");
+  Masked given = masked(call, p, query, digest, gradients);
   arguments->tensor("mask", given.mask.get());
-  arguments->tensor("digest", given.digest.get(), true);
+  if (digest) arguments->tensor("digest", given.digest.get(), true);
   return given;
 }
 
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query) {
-  const Masked given = masked(call, p, query, false);
+  const Masked given = masked(call, p, query, true, true);
   OpCall op(kDigest);
   op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
   op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);

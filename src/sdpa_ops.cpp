@@ -179,6 +179,12 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 
 // ---- door 1: the aten carrier ----
 
+bool has_elements(AtenTensorHandle tensor) {
+  int64_t count = 0;
+  check_shim(aoti_torch_get_numel(tensor, &count), "get_numel");
+  return count > 0;
+}
+
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
@@ -191,7 +197,7 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
                           box::to_optional_double(stack[op["scale"]])},
                          effective_mode(),
                          wants_grad(q.get(), k.get(), v.get()),
-                         taken.get() != nullptr ? bias.get() : nullptr};
+                         taken.get() != nullptr && has_elements(bias.get()) ? bias.get() : nullptr};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");

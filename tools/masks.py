@@ -117,7 +117,7 @@ def suite_masks(bench: Bench) -> None:
             _measure(bench, name, case, pattern, what)
 
 
-def _wrong(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | None:
+def wrong_in(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | None:
     """What fp64 has against a result's first head."""
     group = case.Hq // case.Hkv
     few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
@@ -159,7 +159,7 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
         for peer, (attend, scope) in attends.items():
             try:
                 with scope():
-                    if bench.check and (error := _wrong(case, inputs, mask, attend().detach())):
+                    if bench.check and (error := wrong_in(case, inputs, mask, attend().detach())):
                         wrong[peer] = error
                     call_of(attend)()
             # What cannot run is noted, and the others are measured.

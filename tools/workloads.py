@@ -64,6 +64,26 @@ def masked_beside() -> list[Case]:
     ]
 
 
+def masked_decode() -> list[Case]:
+    """Caches from small ones to those that split among all SMs, grouped heads and others, one query and some; then a
+    few of head dims beside the grid's.
+    """
+    calls = (
+        *(((1, 32, 8), (1, keys)) for keys in (256, 4096, 32768)),
+        *(((8, 32, 8), (1, keys)) for keys in (256, 1024, 4096, 32768)),
+        *(((32, 16, 16), (1, keys)) for keys in (1024, 4096)),
+        *(((1, 32, 8), (rows, 8192)) for rows in (4, 16)),
+        *(((4, 16, 16), (rows, 1024)) for rows in (4, 17, 64)),
+        ((4, 16, 16), (64, 8192)),
+    )
+    all_calls = [(dim, *call) for dim in ((64, 64), (128, 128), (256, 256)) for call in calls]
+    all_calls += [(dim, *call) for dim in ((80, 80), (192, 128)) for call in calls[3:8:2]]
+    return [
+        _case(f"d{d}v{dv}_b{heads[0]}h{heads[1]}x{heads[2]}_q{seq[0]}k{seq[1]}", heads, seq, (d, dv))
+        for (d, dv), heads, seq in all_calls
+    ]
+
+
 def head_dims() -> list[Case]:
     """Head dims beside the grid's, at one middling size."""
     return [

@@ -64,6 +64,7 @@ DECODE = (
     _SCALE,
     _number("splits", "int32", "CTAs that share the keys of a tile of rows; at most one for each block of keys"),
     _number("cluster", "int32", "CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1"),
+    _MASK[0],
 )
 BACKWARD = (
     *_OPERANDS,

@@ -140,7 +140,7 @@ def fingerprint(spec: KernelSpec) -> str:
     """
     made_of = ELEMENTS[spec.dtype].operands
     rows = [(made_of, *(NUMBERS[name] for name in made_of))]
-    rows += [(x.tag, x.part, x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
+    rows += [(x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
     rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 
@@ -160,7 +160,8 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     from .kernels import BUILDERS
 
     module, _ = BUILDERS[spec.kind, spec.arch]
-    parts = [feature.part.rpartition(".")[0].split(".") for feature in features.of(spec.features) if feature.part]
+    names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
+    parts = [name.rpartition(".")[0].split(".") for name in names if name]
     found: set[Path] = set()
     waiting = [_PACKAGE / "kernels" / f"{module}.py"]
     waiting += [_PACKAGE.joinpath("kernels", "parts", *part).with_suffix(".py") for part in parts]

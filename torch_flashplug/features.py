@@ -20,9 +20,14 @@ class Feature:
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
     arguments: tuple[str, ...] = ()  # optional ones (arguments.py), which its kernels take
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
+    decode: str = ""  # the same of decode kernels, where these do it in another way
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
+
+    def part_of(self, kind: str) -> str:
+        """Of a kind of kernels (spec.KINDS)."""
+        return self.decode if kind == "decode" and self.decode else self.part
 
 
 FEATURES = (
@@ -34,7 +39,7 @@ FEATURES = (
     Feature(
         "mask", "mask", "masked",
         "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
-        arguments=("mask", "digest"), part="mask.Mask", always=True, lists=True,
+        arguments=("mask", "digest"), part="mask.Mask", decode="seen.MaskOfFew", always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
@@ -70,7 +75,7 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
-    Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd")}),
+    Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
 )
 
 

@@ -154,7 +154,9 @@ def _hints(sizes: tuple) -> tuple[int | None, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    """In bytes. The storages of tensors that are only traced will be aligned."""
+    """In bytes. Storages of tensors that are only traced will be aligned, those that torch.func wraps are not shown."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
     real = type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta
     (offset,) = _hints((tensor.storage_offset(),))
     return tensor.data_ptr() if real else offset * tensor.element_size()

@@ -15,6 +15,7 @@ namespace {
 // more, where that should take less time than the forward of `unpacked`, whose tiles they do not fill.
 int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
+  if (p.grad && (p.needs & kMask) != 0) return -1;  // gradients want a digest, which these kernels do without
   const int64_t wanted = mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
   if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;

@@ -41,7 +41,7 @@ SEED = 20261122
 CAPACITY = 1100  # keys of a cache
 FAMILIES = {90: "fa3", 80: "fa2"}  # by the architecture of their kernels
 BY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values())
-KERNELS = [spec for arch in FAMILIES for spec in configs.specs(arch, "decode")]
+KERNELS = [spec for arch in FAMILIES for spec in configs.specs(arch, "decode") if not spec.features]
 
 
 # ---- on both roads ----

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_flashplug import composite, ops, tracing
+from torch_flashplug import composite, explain, ops, tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -134,13 +134,13 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_func_grad(road: Road, compiled: bool) -> None:
-    q, k, v = road.qkv(grad=True)
+def test_func_grad(any_road: Road, compiled: bool) -> None:
+    q, k, v = any_road.qkv(grad=True)
     want = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    road.took()
+    any_road.took()
     function = torch.func.grad(loss, argnums=(0, 1, 2))
-    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*road.qkv())
-    assert road.took()["ours_fwd"] == 1
+    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*any_road.qkv())
+    assert any_road.took()["ours_fwd"] == 1
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
@@ -170,11 +170,11 @@ def test_vmap_twice(road: Road) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_vmap_of_grad(road: Road, compiled: bool) -> None:
-    inputs = three(road.qkv())
+def test_vmap_of_grad(any_road: Road, compiled: bool) -> None:
+    inputs = three(any_road.qkv())
     function = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))
     got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
-    assert road.took()["ours_fwd"] == 1
+    assert any_road.took()["ours_fwd"] == 1
     for index in range(3):
         leaves = [tensor[index].detach().requires_grad_() for tensor in inputs]
         for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves)):
@@ -199,3 +199,15 @@ def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
         assert road.took().get("ours_fwd", 0) == 0
         torch.testing.assert_close(got[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
         assert composite.installed()
+
+
+def test_explain_inside_a_transform(any_road: Road) -> None:
+    """Where tensors have no address."""
+    plans = []
+
+    def told(*inputs: Tensor) -> Tensor:
+        plans.append(explain(*inputs, is_causal=True, device="h100"))
+        return causal(*inputs)
+
+    torch.vmap(told)(*three(any_road.qkv()))
+    assert [plan.backend for plan in plans] == ["fa3"]

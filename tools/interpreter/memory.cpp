@@ -146,7 +146,10 @@ void add_space(Opcodes& to, const std::string& where) {
     add_access<space, uint8_t, uint16_t>(to, where, type);
     add_access<space, uint8_t, uint32_t>(to, where, type, " word");
   }
-  for (const auto* type : {"b16", "u16"}) add_access<space, uint16_t>(to, where, type);
+  for (const auto* type : {"b16", "u16"}) {
+    add_access<space, uint16_t>(to, where, type);
+    add_access<space, uint16_t, uint32_t>(to, where, type, " word");
+  }
   for (const auto* type : {"b32", "u32", "f32"}) add_access<space, uint32_t>(to, where, type);
   for (const auto* type : {"b64", "u64"}) add_access<space, uint64_t>(to, where, type);
   constexpr auto plus = [](auto a, auto b) { return a + b; };

@@ -30,11 +30,15 @@ const char* form_of(std::string_view name, const std::vector<std::string_view>& 
   if (name.starts_with("mov.") && parts[0][0] == '{') return " unpack";
   if (name.starts_with("mov.") && parts[1][0] == '{') return " pack";
   if (name.starts_with("wgmma.mma") && parts[1][0] == '{') return " registers";
-  // Registers may be wider than their numbers: 8 bits lie in 16 or in 32, and 32 in 64.
+  // Registers may be wider than their numbers: 8 bits lie in 16 or in 32, 16 in 32, and 32 in 64.
   if (name.starts_with("cvt.") && name.ends_with("32") && parts[1].starts_with("%rd")) return " wide";
   if (name.ends_with("8")) {
     if (name.starts_with("ld.") && is_word(parts[0])) return " word";
     if ((name.starts_with("cvt.") || name.starts_with("st.")) && is_word(parts[1])) return " word";
+  }
+  if (name.ends_with("16")) {
+    if (name.starts_with("ld.") && is_word(parts[0])) return " word";
+    if (name.starts_with("st.") && is_word(parts[1])) return " word";
   }
   if (name.starts_with("bar") && !name.starts_with("bar.warp") && parts.size() == 2) return " 2";
   return "";

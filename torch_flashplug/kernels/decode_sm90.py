@@ -146,12 +146,13 @@ class DecodeSm90(DecodeCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
-        shared = Shared(*(x.buffer(smem) for x in self.inputs))
         sizes = Sizes(outside.q.shape[2], tensors.k.shape[0])
         part = Part.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
-        work = Work(part, walk.at(part.sizes, self.tile_m, self.tile_n), ring_k, ring_v)
+        work = Work(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
+        shared = Shared(*(x.buffer(smem) for x in self.inputs))
         sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         follow()
+        work.walk.find(part)
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
             self.load(k, v, work, pieces)
@@ -189,7 +190,7 @@ class DecodeSm90(DecodeCall):
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Consumer warpgroup: its 64 packed rows against this split's keys."""
-        part = work.part
+        part, walk = work.part, work.walk
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -203,8 +204,9 @@ class DecodeSm90(DecodeCall):
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
         softmax = OnlineSoftmax.create(scale * fragments.LOG2_E)
-        here = chain.hold(self.tile_n).at(
-            Place(part.sizes, self.tile_n, Int32(0), lane % 4 * 2, part.tile.sequence, None)
+        first_head, _ = part.place(Int32(0))
+        here = chain.hold(self.tile_n).at(  # its row is the tile's first, packed
+            Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
         )
         first_row = part.first_row + wg * ROWS
 
@@ -212,15 +214,19 @@ class DecodeSm90(DecodeCall):
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
         sm90.join_warpgroup(Barrier.Q_THERE, wg)
         keys = work.keys()
+        block = keys.nth(keys.begin)
+        here.begin(block, masked=True)
         work.ring_k.wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
         work.ring_k.release(0)
-        self.weigh(scores.values, softmax, here, keys.nth(keys.begin), part.sizes, first=True)
+        self.weigh(scores.values, softmax, here, block, walk, first=True)
         P.take(acc_S)
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
             nth, before = j - keys.begin, j - keys.begin - 1
+            block = keys.nth(j)
+            here.begin(block, masked=True)
             work.ring_k.wait(nth)
             warpgroup.fence()
             scores.start(work.ring_k.slot(nth))
@@ -228,7 +234,7 @@ class DecodeSm90(DecodeCall):
             sums.add(work.ring_v.slot(before))
             warpgroup.wait_group(1)
             work.ring_k.release(nth)
-            self.weigh(scores.values, softmax, here, keys.nth(j), part.sizes, first=False)
+            self.weigh(scores.values, softmax, here, block, walk, first=False)
             warpgroup.wait_group(0)
             work.ring_v.release(before)
             P.take(acc_S)
@@ -299,15 +305,13 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, block: Int32, sizes: Sizes,
+        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, block: Int32, walk: BoundBand,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Scores into probabilities; every row sees a key of every block, so none is masked out whole, unless there is
-        no key.
-        """
-        if (block + 1) * self.tile_n > sizes.Sk:
+        """Scores into probabilities."""
+        if walk.masks(block):
             here.apply(S, block, masked=True)
-        softmax.step(S, first=first, masked=sizes.may_be_empty)
+        softmax.step(S, first=first, masked=walk.hides)
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: Part, first_row: Int32):

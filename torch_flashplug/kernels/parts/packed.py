@@ -51,10 +51,8 @@ class Part:
         return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
     def keys(self, walk: BoundBand) -> Split:
-        """This split's KV blocks; one behind the last where there are fewer blocks than splits."""
-        total = walk.all_keys()
-        mine = Split.create(total, self.split, self.splits)
-        return mine.or_block(total) if self.sizes.may_be_empty else mine
+        """This split's KV blocks."""
+        return walk.share(self.split, self.splits)
 
     def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V of its KV head."""

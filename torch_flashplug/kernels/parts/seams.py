@@ -32,7 +32,8 @@ class Seams:
     @staticmethod
     def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
         """transposed: the kernel's scores are (keys, queries)."""
-        parts = [part_of(feature) for feature in features.of(spec.features) if feature.part]
+        names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
+        parts = [part_named(name) for name in names if name]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
         return kind(ELEMENTS[spec.dtype], transposed)
 
@@ -53,7 +54,7 @@ class Seams:
         """What is launched ahead of the kernel."""
 
 
-def part_of(feature: features.Feature) -> type[Seams]:
+def part_named(part: str) -> type[Seams]:
     """Imported for kernels that have it alone: no other is made again when it changes (compile.sources_of)."""
-    module, _, name = feature.part.rpartition(".")
+    module, _, name = part.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

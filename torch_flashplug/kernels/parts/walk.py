@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import Int32
 
 if TYPE_CHECKING:
+    from .packed import Part
     from .pieces import Tile
 
 
@@ -126,6 +128,28 @@ class BoundBand:
     def all_keys(self) -> Int32:
         """KV blocks that some query sees."""
         return self.num_blocks(self.sizes.Sq)
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBand:
+        """decode: with room for what is found out."""
+        return self
+
+    def find(self, part: Part) -> None:
+        """decode: every thread, before roles part."""
+
+    def share(self, number: Int32, parts: Int32) -> Split:
+        """decode: a split's KV blocks; one behind the last where there are fewer blocks than splits."""
+        total = self.all_keys()
+        mine = Split.create(total, number, parts)
+        return mine.or_block(total) if self.sizes.may_be_empty else mine
+
+    def masks(self, block: Int32) -> cutlass.Boolean:
+        """decode: whether some row does not see all of that block."""
+        return (block + 1) * self.tile_n > self.sizes.Sk
+
+    @property
+    def hides(self) -> bool:
+        """decode: whether a row may see nothing of a block."""
+        return self.sizes.may_be_empty
 
     def queries(self, tile: Tile) -> Downward:
         """Query blocks that see a KV block. Keys beyond the last mask every step; else only the diagonal does."""

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, fake_vector
+from .operands import KernelCall, fake_mask, fake_vector
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class FewRows:
     scale: Float32
     splits: Int32
     cluster: Int32
+    mask: cute.Tensor | None
 
 
 class DecodeCall(KernelCall):
     """Of the kind decode."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        return super().fake_tensors() | {"partials": fake_vector(Float32, 16)}
+        return super().fake_tensors() | {"partials": fake_vector(Float32, 16), "mask": fake_mask()}
 
     @cute.jit
     def __call__(
@@ -44,6 +45,7 @@ class DecodeCall(KernelCall):
         scale: Float32,
         splits: Int32,
         cluster: Int32,
+        mask: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster), stream)
+        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask), stream)

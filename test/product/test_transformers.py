@@ -1,0 +1,104 @@
+"""integrations.transformers: an attention function without copies of K and V, for models that are not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import CUDA
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from torch_flashplug.integrations import transformers as integration
+
+LENGTH, HEADS, KV_HEADS = 40, 8, 2
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(integration, "DEVICES", {request.param})
+    integration.register()
+    yield request.param
+    integration.unregister()
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of query and key, of every call."""
+    seen, stock = [], F.scaled_dot_product_attention
+
+    def noting(query, key, value, **settings):
+        seen.append((query.shape[1], key.shape[1]))
+        return stock(query, key, value, **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    return seen
+
+
+def model_on(device: str) -> LlamaForCausalLM:
+    torch.manual_seed(20261124)
+    sizes = {"hidden_size": 64 * HEADS, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    config = LlamaConfig(
+        **sizes, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, attn_implementation="sdpa", pad_token_id=0
+    )
+    return LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+
+
+def padded_on(device: str) -> dict[str, torch.Tensor]:
+    """Two prompts, the second one shorter: padded on the left."""
+    tokens = torch.randint(1, 100, (2, LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones_like(tokens)
+    mask[1, :15] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_padded_batch(device: str, heads: list, training: bool) -> None:
+    model, batch = model_on(device), padded_on(device)
+    model.train(training)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        logits = model(**batch).logits[:, 15:].float()
+        logits.square().mean().backward()
+        return logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    want = run()
+    repeated, heads[:] = list(heads), []
+    model.set_attn_implementation(integration.NAME)
+    for ours, theirs in zip(run(), want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2 * float(theirs.abs().max()), rtol=2e-2)
+    assert (HEADS, KV_HEADS) not in repeated and set(heads) == {(HEADS, KV_HEADS)}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(device: str, heads: list, cache: str) -> None:
+    model, batch = model_on(device), padded_on(device)
+    settings = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    want = model.generate(**batch, **settings)
+    model.set_attn_implementation(integration.NAME)
+    heads.clear()
+    got = model.generate(**batch, **settings)
+    assert got.shape == want.shape and set(heads) == {(HEADS, KV_HEADS)}
+    if device == "cpu":  # two roundings may choose two tokens
+        assert torch.equal(got, want)
+
+
+def test_calls_without_a_mask_are_as_they_were(device: str, heads: list) -> None:
+    model, tokens = model_on(device), padded_on(device)["input_ids"]
+    want = model(tokens).logits
+    calls, heads[:] = list(heads), []
+    model.set_attn_implementation(integration.NAME)
+    assert torch.equal(model(tokens).logits, want) and heads == calls
+
+
+def test_undone(device: str) -> None:
+    assert integration.NAME in AttentionInterface().valid_keys()
+    integration.unregister()
+    assert integration.NAME not in AttentionInterface().valid_keys()
+    with pytest.raises(ValueError, match=integration.NAME):
+        model_on(device).set_attn_implementation(integration.NAME)
