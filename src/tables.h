@@ -102,12 +102,10 @@ enum CallFact : int64_t {  // FACTS of rescues.py
   kUnusualScale = 128,
   kRows = 256,  // the last dims are contiguous; else stock takes math
   kMasked = 512,
-  kManyRows = 1024,  // more than decode has, whose kernels take no mask
 };
 
-constexpr const char* kCallFactNames[] = {"odd_base",   "odd_ones", "broadcast_query", "mixed_dims",
-                                          "whole_dims", "one_row",  "one_key",         "unusual_scale",
-                                          "rows",       "mask",     "many_rows"};
+constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims", "whole_dims",
+                                          "one_row",  "one_key",  "unusual_scale",   "rows",       "mask"};
 
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {

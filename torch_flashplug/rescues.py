@@ -18,7 +18,6 @@ FACTS = (
     "unusual_scale",  # zero (subnormals of 32 bits count as that) or negative
     "rows",  # the last dims are contiguous: else stock takes math, which is right
     "mask",  # of bool
-    "many_rows",  # Sq > 64 (GATE.rows): kernels for fewer rows take no mask
 )
 
 
@@ -65,7 +64,7 @@ RESCUES: tuple[Rescue, ...] = (
         f"{_SEEN}: scales 0, -1/8, -1 and -8, lengths 129 to 333",
     ),
     Rescue(
-        ("mask", "many_rows", "rows", "whole_dims"),
+        ("mask", "rows", "whole_dims"),
         "give rows that see no key the attention of all keys (cuDNN), and with gradients NaN at some lengths",
         f"{_SEEN}: left-padded batches; dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
         features=("mask",),

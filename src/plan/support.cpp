@@ -122,7 +122,6 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kUnusualScale, is_unusual(p.scale)},
       {kRows, whole_rows(p)},
       {kMasked, (p.needs & kMask) != 0},
-      {kManyRows, p.Sq > tables.gate.rows},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

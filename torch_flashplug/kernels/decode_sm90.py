@@ -214,19 +214,17 @@ class DecodeSm90(DecodeCall):
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
         sm90.join_warpgroup(Barrier.Q_THERE, wg)
         keys = work.keys()
-        block = keys.nth(keys.begin)
-        here.begin(block, masked=True)
+        self.fetch_mask(here, walk, keys, keys.begin)
         work.ring_k.wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
         work.ring_k.release(0)
-        self.weigh(scores.values, softmax, here, block, walk, first=True)
+        self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
         P.take(acc_S)
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
             nth, before = j - keys.begin, j - keys.begin - 1
-            block = keys.nth(j)
-            here.begin(block, masked=True)
+            self.fetch_mask(here, walk, keys, j)
             work.ring_k.wait(nth)
             warpgroup.fence()
             scores.start(work.ring_k.slot(nth))
@@ -234,7 +232,7 @@ class DecodeSm90(DecodeCall):
             sums.add(work.ring_v.slot(before))
             warpgroup.wait_group(1)
             work.ring_k.release(nth)
-            self.weigh(scores.values, softmax, here, block, walk, first=False)
+            self.weigh(scores.values, softmax, here, walk, keys, j, first=False)
             warpgroup.wait_group(0)
             work.ring_v.release(before)
             P.take(acc_S)
@@ -304,13 +302,19 @@ class DecodeSm90(DecodeCall):
                 mLSE[part.batch, head, query] = share.lse()
 
     @cute.jit
+    def fetch_mask(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
+        """What stages need of a block, ahead of its scores."""
+        if walk.masks(keys, j):
+            here.begin(keys.nth(j), masked=True)
+
+    @cute.jit
     def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, block: Int32, walk: BoundBand,
+        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand, keys: Split, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Scores into probabilities."""
-        if walk.masks(block):
-            here.apply(S, block, masked=True)
+        if walk.masks(keys, j):
+            here.apply(S, keys.nth(j), masked=True)
         softmax.step(S, first=first, masked=walk.hides)
 
     @cute.jit

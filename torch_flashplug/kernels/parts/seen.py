@@ -21,8 +21,9 @@ from .scores.chain import Chain, Place, Stage
 from .seams import Seams
 from .walk import Sizes, Split, Walk
 
-GROUPS = 384  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): more would cost a CTA of two
-AT_ONCE = 8  # groups whose mask a warp has under way
+GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): more would cost a CTA of two
+AT_ONCE = 8  # rows of a block's mask that a warp has under way
+ROWS_AT_ONCE = 4  # the same where bits are read
 LOG_BLOCKS = 24  # blocks of a split are fewer than two to this
 
 
@@ -31,7 +32,8 @@ class MaskOfFew(Seams):
         return Seen(call.mask)
 
     def chain(self, call: object) -> Chain:
-        return Chain((*super().chain(call).stages, MaskBits(call.mask)))
+        group = call.q.shape[1] // call.k.shape[1]
+        return Chain((*super().chain(call).stages, MaskBits(call.mask, group)))
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,18 @@ class BoundSeen:
     sizes: Sizes
     tile_m: int
     tile_n: int
-    groups: cute.Tensor | None = None  # (GROUPS,) in shared memory: which are walked over
-    count: cute.Tensor | None = None  # (1,) in shared memory: how many
+    # In shared memory, of groups:
+    seen: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key,
+    hidden: cute.Tensor | None = None  # whether some row does not see one
+    groups: cute.Tensor | None = None  # (GROUPS,) those that are walked over, times two, plus one where one is hidden
+    count: cute.Tensor | None = None  # (1,) how many blocks these have
     hides = True
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundSeen:
+        seen, hidden = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        return replace(self, groups=smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2), count=count)
+        groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
+        return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
         """Of a split: split, split + splits, ...; at least one."""
@@ -104,66 +111,68 @@ class BoundSeen:
     @cute.jit
     def find(self, part: Part):
         """Every thread, before roles part."""
-        blocks = self.blocks(part.split, part.splits)
-        log = self.log_size(blocks)
-        groups = (blocks + (1 << log) - 1) >> log
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warps = cute.arch.block_dim()[0] // WARP
-        for first in cutlass.range(warp, groups, warps * AT_ONCE, unroll=1):
-            self.look(part, first, warps, groups, log)
+        blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
+        log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        by_head = self.mask.shape[1] > 1
+        begin = cutlass.select_(by_head, part.first_row, Int32(0))
+        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
+        lines = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
+        if thread < GROUPS // WARP:
+            self.seen[thread] = self.hidden[thread] = 0
+        cute.arch.sync_threads()
+        step = cute.arch.block_dim()[0] // WARP * AT_ONCE
+        for first in cutlass.range(warp * AT_ONCE, blocks * lines, step, unroll=1):
+            self.look(part, first, blocks, begin, lines, log)
         cute.arch.sync_threads()
         if warp == 0:
-            self.sort(groups, log)
+            self.sort((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def look(self, part: Part, first: Int32, warps: Int32, groups: Int32, log: Int32):
-        """A warp at some groups: whether a row sees one of their keys, in the list's place."""
+    def look(self, part: Part, first: Int32, blocks: Int32, begin: Int32, lines: Int32, log: Int32):
+        """A warp at some rows of some blocks, which are numbered by block and then by row."""
         lane, by_head = cute.arch.lane_idx(), self.mask.shape[1] > 1
-        found = cute.make_rmem_tensor((AT_ONCE,), Int32)
-        found.fill(0)
-        begin = cutlass.select_(by_head, part.first_row, Int32(0))
-        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
-        end = cutlass.select_(one_for_all(self.mask), Int32(1), end)
-        for row in cutlass.range(begin, end, unroll=1):
-            head, query = part.place(row)
-            line = Line.of(self.mask, part.batch, cutlass.select_(by_head, head, Int32(0)), query)
-            for nth in cutlass.range(1 << log, unroll=1):
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    block = (((first + i * warps) << log) + nth) * part.splits + part.split
-                    for word in cutlass.range_constexpr(self.tile_n // WARP):
-                        found[i] = found[i] | line.load(block * self.tile_n + word * WARP + lane)
+        some, every = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         for i in cutlass.range_constexpr(AT_ONCE):
-            some = cute.arch.vote_any_sync(found[i] != 0)
-            if first + i * warps < groups and lane == 0:
-                self.groups[first + i * warps] = Uint16(cutlass.select_(some, Int32(1), Int32(0)))
+            nth = (first + i) // lines
+            head, query = part.place(begin + (first + i) % lines)
+            line = Line.of(self.mask, part.batch, cutlass.select_(by_head, head, Int32(0)), query)
+            key = (nth * part.splits + part.split) * self.tile_n + lane
+            some[i], every[i] = Int32(0), Int32(1)
+            for word in cutlass.range_constexpr(self.tile_n // WARP):
+                byte = line.load(key + word * WARP)
+                some[i], every[i] = some[i] | byte, every[i] & byte
+        for i in cutlass.range_constexpr(AT_ONCE):
+            nth = (first + i) // lines
+            seen, hidden = cute.arch.vote_any_sync(some[i] != 0), cute.arch.vote_any_sync(every[i] == 0)
+            if lane == 0 and nth < blocks:
+                word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
+                if seen:
+                    cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
+                if hidden:
+                    cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
     def sort(self, groups: Int32, log: Int32):
-        """One warp: the numbers of groups where something is seen, in order; one where nothing is, whose bits hide all
-        of it.
-        """
+        """One warp: the groups where something is seen, in order; one where nothing is, whose bits hide all of it."""
         lane, taken = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, groups, WARP, unroll=1):
-            some = Int32(0)
-            if first + lane < groups:
-                some = self.groups[first + lane].to(Int32)
-            ballot = cute.arch.vote_ballot_sync(some != 0)  # all have read what is overwritten now
-            if some != 0:
-                before = cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
-                self.groups[taken + before] = Uint16(first + lane)
-            taken = taken + cute.arch.popc(ballot)
+            seen, hidden = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
+            if (seen >> lane & 1) != 0:
+                before = cute.arch.popc(seen & ((Int32(1) << lane) - 1))
+                self.groups[taken + before] = Uint16((first + lane) * 2 + hidden)
+            taken = taken + cute.arch.popc(seen)
         if lane == 0:
             if taken == 0:
-                self.groups[0] = Uint16(0)
+                self.groups[0] = Uint16(1)
             self.count[0] = cutlass.max(taken, 1) << log
 
     def share(self, number: Int32, parts: Int32) -> SeenKeys:
         log = self.log_size(self.blocks(number, parts))
         return SeenKeys(Int32(0), self.count[0], self.groups, log, number, parts)
 
-    def masks(self, block: Int32) -> Boolean:
-        return Boolean(True)
+    def masks(self, keys: SeenKeys, j: Int32) -> Boolean:
+        return keys.group(j) & 1 != 0
 
 
 @dataclass(frozen=True)
@@ -175,9 +184,13 @@ class SeenKeys(Split):
     split: Int32
     splits: Int32
 
+    def group(self, j: Int32) -> Int32:
+        """As it is in the list."""
+        return self.groups[j >> self.log].to(Int32)
+
     def nth(self, j: Int32) -> Int32:
-        group = self.groups[j >> self.log].to(Int32)
-        return ((group << self.log) + (j & ((1 << self.log) - 1))) * self.splits + self.split
+        nth = (self.group(j) >> 1 << self.log) + (j & ((1 << self.log) - 1))
+        return nth * self.splits + self.split
 
 
 # ---- which scores ----
@@ -188,6 +201,7 @@ class MaskBits(Stage):
     """Scores that the mask hides do not count. A warp reads the bytes of its rows side by side."""
 
     mask: cute.Tensor
+    group: Int32  # query heads of a KV head
     now: cute.Tensor | None = None  # (2, words of a block) registers: bits of this thread's two rows, by key
     place: Place | None = None
 
@@ -198,9 +212,9 @@ class MaskBits(Stage):
         """place: of the tile's first row; rows are packed, and the head is that of the first of all."""
         return replace(self, place=place)
 
-    def line(self, nth: Int32) -> Line:
-        """Of a row of the tile."""
-        row, Sq = self.place.row + nth, self.place.sizes.Sq
+    def line(self, row: Int32) -> Line:
+        """Of a packed row."""
+        Sq = self.place.sizes.Sq
         return Line.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
 
     @cute.jit
@@ -213,14 +227,26 @@ class MaskBits(Stage):
                 ballot = cute.arch.vote_ballot_sync(line.load(key + word * WARP) != 0)
                 self.now[0, word] = self.now[1, word] = ballot
         else:
-            first, mine = cute.arch.thread_idx()[0] // WARP * SLAB, lane // 4
+            self.now.fill(0)
+            first = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB
+            rows = cutlass.min(self.group * self.place.sizes.Sq - first, SLAB)  # those beyond the last go nowhere
+            for row in cutlass.range(0, rows, ROWS_AT_ONCE, unroll=1):
+                self.fetch(first, row, key)
+
+    @cute.jit
+    def fetch(self, first: Int32, row: Int32, key: Int32):
+        """Some of a warp's rows, from `row` on."""
+        words, mine = cute.size(self.now, mode=[1]), cute.arch.lane_idx() // 4
+        bytes_ = cute.make_rmem_tensor((ROWS_AT_ONCE, words), Int32)
+        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
+            line = self.line(first + row + i)
             for word in cutlass.range_constexpr(words):
-                bytes_ = cute.make_rmem_tensor((SLAB,), Int32)
-                for i in cutlass.range_constexpr(SLAB):
-                    bytes_[i] = self.line(first + i).load(key + word * WARP)
-                for i in cutlass.range_constexpr(SLAB):
-                    ballot = cute.arch.vote_ballot_sync(bytes_[i] != 0)
-                    self.now[i // 8, word] = cutlass.select_(mine == i % 8, ballot, self.now[i // 8, word])
+                bytes_[i, word] = line.load(key + word * WARP)
+        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
+            for word in cutlass.range_constexpr(words):
+                ballot = cute.arch.vote_ballot_sync(bytes_[i, word] != 0)
+                for r in cutlass.range_constexpr(2):
+                    self.now[r, word] = cutlass.select_(row + i == mine + 8 * r, ballot, self.now[r, word])
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):

@@ -142,9 +142,9 @@ class BoundBand:
         mine = Split.create(total, number, parts)
         return mine.or_block(total) if self.sizes.may_be_empty else mine
 
-    def masks(self, block: Int32) -> cutlass.Boolean:
-        """decode: whether some row does not see all of that block."""
-        return (block + 1) * self.tile_n > self.sizes.Sk
+    def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
+        """decode: whether some row does not see all of the block at a position."""
+        return (keys.nth(j) + 1) * self.tile_n > self.sizes.Sk
 
     @property
     def hides(self) -> bool:
