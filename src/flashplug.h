@@ -263,10 +263,10 @@ Backend process_backend();
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
 Standin standin();
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
-// Up-call: what Python says of a call whose operands (at::Tensor*, all of four dims) it dispatches. Null: not
-// installed.
+// Up-call: what Python says of a call whose operands (at::Tensor*, all of four dims) it dispatches, and of its mask,
+// which may be null. No callback: not installed.
 enum class Traced : int { kStocks = 0, kSized = 1, kSizesLater = 2 };  // kSized: twelve hints of sizes are filled in
-using TraceCallback = int (*)(const void* q, const void* k, const void* v, int64_t* sizes);
+using TraceCallback = int (*)(const void* q, const void* k, const void* v, const void* mask, int64_t* sizes);
 TraceCallback trace_callback();
 enum class Path : int {
   kOursForward,

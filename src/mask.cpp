@@ -69,6 +69,22 @@ bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t st
   return true;
 }
 
+bool has_mask_dims(AtenTensorHandle mask) {
+  int64_t dims = 0;
+  return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
+}
+
+bool dense_bool(AtenTensorHandle mask) {
+  int32_t layout = -1;
+  return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_digest(mask);
+}
+
+// And whose digest has no more numbers than kernels count.
+bool broadcasts(AtenTensorHandle mask, const Problem& p) {
+  int64_t size[4], stride[4];
+  return spread(mask, p, size, stride) && digest_numbers(p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
+}
+
 Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
@@ -103,16 +119,17 @@ Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& quer
 }  // namespace
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
-  int64_t size[4], stride[4];
-  int32_t layout = -1;
   const TorchSymbols& torch = torch_symbols();
   if (!on_this_stack(mask)) return false;                                // that is where the caller has it
   if (torch.python_dispatch(mask) || torch.wrapped(mask)) return false;  // no address, or not its own
-  if (aoti_torch_get_layout(mask, &layout) != 0 || layout != aoti_torch_layout_strided() || is_digest(mask))
-    return false;
-  const Problem& p = facts.problem;
-  return beside(mask, facts.operand[0]) && spread(mask, p, size, stride) &&
-         digest_numbers(p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();  // as kernels count them
+  return dense_bool(mask) && beside(mask, facts.operand[0]) && broadcasts(mask, facts.problem);
+}
+
+bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
+  Shape shape;
+  if (torch_symbols().nested(mask) || !dense_bool(mask) || !beside(mask, facts.operand[0])) return false;
+  const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
+  return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
 }
 
 bool leave_digest(AtenTensorHandle mask, const Facts& facts) {

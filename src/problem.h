@@ -123,6 +123,8 @@ bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
 // Whether a bool mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that
 // broadcast (mask.cpp).
 bool mask_fits(AtenTensorHandle mask, const Facts& facts);
+// The same of one that is only traced, as far as its sizes, or those of the operands, are known.
+bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
 
 // As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
 Scale scale_of(std::optional<double> scale);

@@ -37,7 +37,8 @@ enum class Whose { kStocks, kOurs, kMaths };
 struct Verdict {
   int exit;
   Whose whose = Whose::kStocks;
-  bool asked = false;  // the tensors were looked at
+  bool digest = false;  // is to be left in the mask's place
+  bool asked = false;   // the tensors were looked at
 };
 Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
 thread_local int last_exit = -1;
@@ -53,9 +54,9 @@ consteval int exit_named(std::string_view name) {
 // Where those depend on data the op decides at run time.
 bool python_agrees(const Call& call) {
   const TraceCallback ask = trace_callback();
-  if (ask == nullptr) return true;
+  if (ask == nullptr) return call.mask == nullptr;
   int64_t sizes[kNumOperands * 4];
-  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, sizes));
+  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, sizes));
   if (answer != Traced::kSized) return answer == Traced::kSizesLater;
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
   return shapes_fit(shapes, call.enable_gqa);
@@ -90,24 +91,27 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
   if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
-  // What is left in a mask's place is for our op alone.
+  // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
   const bool has_mask = (p.needs & kMask) != 0;
-  if (has_mask && (only_traced || wrapped(call) || torch.modes_set() || torch.jit_traced()))
+  if (has_mask && (wrapped(call) || torch.jit_traced() || (!only_traced && torch.modes_set())))
     return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
   if (!read_shapes(call, memory_of(only_traced), &facts)) {
-    // Traced with symbolic sizes: the op decides at run time, on concrete ones. Anything else without sizes is not
-    // ours.
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones; masked calls that kernels do not take
+    // it would leave to math, which stock does not. Anything else without sizes is not ours.
+    if (has_mask && (!forced || !traced_mask_fits(call.mask, facts))) return {exit_named("mask")};
     return {exit_named("no sizes"), ours_if(only_traced && (forced || class_may_serve(p, device, mode, tables())))};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
-  if (has_mask && !mask_fits(call.mask, facts)) return {exit_named("mask")};
+  if (has_mask && !(only_traced ? traced_mask_fits(call.mask, facts) : mask_fits(call.mask, facts)))
+    return {exit_named("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   // If a forced one is impossible, the op raises the reasons.
-  return {exit_named("planned"), ours_if(forced || (plan.ours() && !kernel_missing(plan.kernel_row, device)))};
+  const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
+  return {exit_named("planned"), ours_if(ours), has_mask && !only_traced};
 }
 
 // The switches first.
@@ -170,8 +174,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Verdict verdict = decide(call, effective_mode(), &facts);
   last_exit = verdict.exit;
   if (verdict.whose == Whose::kMaths) return kChoiceMath;
-  const bool has_mask = (facts.problem.needs & kMask) != 0;
-  const bool ours = verdict.whose == Whose::kOurs && (!has_mask || leave_digest(call.mask, facts));
+  const bool ours = verdict.whose == Whose::kOurs && (!verdict.digest || leave_digest(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));

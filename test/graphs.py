@@ -45,16 +45,29 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
     return found
 
 
+def masks(graph: torch.fx.Graph) -> list[torch.dtype | None]:
+    """What our ops are given as a mask, in graph order."""
+    calls = [(node, *OWN_OPS[node.target]) for node in graph.nodes if node.target in OWN_OPS]
+    given = [fields(*node.args).attn_bias for node, _, fields in calls]
+    return [None if mask is None else mask.meta["val"].dtype for mask in given]
+
+
+def has_floats_of_masks(graph: torch.fx.Graph) -> bool:
+    return any(node.target is torch.ops.aten.where.self for node in graph.nodes)
+
+
 class Recorder:
-    """A compiler for torch.compile that runs AOT graphs as they are and keeps their attention ops."""
+    """A compiler for torch.compile that runs AOT graphs as they are and keeps them and their attention ops."""
 
     def __init__(self) -> None:
+        self.graphs: list[torch.fx.Graph] = []
         self.forwards: list[list[tuple[str, int]]] = []
         self.backwards: list[list[tuple[str, int]]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         def keep(where: list) -> Callable:
             def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+                self.graphs.append(graph.graph)
                 where.append(attention_ops(graph.graph))
                 return make_boxed_func(graph.forward)
 

@@ -12,6 +12,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import native, problem
 from .ops import never_a_frame
@@ -71,7 +72,8 @@ def _sdpa(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool and torch.is_grad_enabled():
-        attn_mask = attn_mask.clone()  # stock keeps a copy of it: the caller may change it before the backward
+        # Stock keeps a copy of it: the caller may change it before the backward. Graphs keep values.
+        attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else attn_mask.clone()
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend
 
 from . import native, rows
@@ -33,13 +34,23 @@ def decides_itself(*tensors: Tensor) -> bool:
     )
 
 
-def sizes_of_traced(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int | None, ...], ...] | None:
+def sizes_of_traced(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[tuple[int | None, ...], ...] | None:
     """What the router asks about operands that Python dispatches, all of them 4-d: their sizes as far as they are
     known, None for one that depends on data. None for all: stock serves the call.
     """
-    if decides_itself(query, key, value):
+    if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_lost(query, attn_mask)):
         return None
     return tuple(_hints(tensor.shape) for tensor in (query, key, value))
+
+
+def _mask_is_lost(query: Tensor, attn_mask: Tensor) -> bool:
+    """It decides itself, or is one that a graph has as floats: what is not functionalized is recorded as it comes,
+    without tracing.py.
+    """
+    recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
+    return decides_itself(attn_mask) or (recorded and attn_mask.dtype == torch.bool)
 
 
 def takes_math(mode: int) -> bool:
@@ -77,7 +88,7 @@ def outside_dispatcher(
         return "query, key and value are on different devices; stock attention rejects the call"
     if any(tensor.is_nested for tensor in (query, key, value)):
         return "nested tensors are stock attention's"
-    if decides_itself(query, key, value):
+    if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
         return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
     sizes = [_hints(tensor.shape) for tensor in (query, key, value)]
     if any(None in size for size in sizes):

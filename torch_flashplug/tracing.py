@@ -8,6 +8,7 @@ compile caches apart. Decides nothing about backends.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 from torch._guards import CompileContext
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, _ProxyTensor, get_proxy_slot, set_proxy_slot
 
 from . import native, ops
 
@@ -105,9 +106,10 @@ def _trace_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
+    mask = _mask_behind(mode, attn_bias)
     with mode:
         out, lse, seed, offset = ops.namespace.sdpa_fwd(
-            query, key, value, attn_bias, dropout_p, int(is_causal), scale, traced_mode()
+            query, key, value, mask, dropout_p, int(is_causal), scale, traced_mode()
         )
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
 
@@ -117,24 +119,51 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     dropout_p, is_causal, seed, offset = args[12:]
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, _mode_of_forward(mode, offset), bias_grad)
+    mask = attn_bias if bias_grad else _mask_behind(mode, attn_bias)
     with mode:
-        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(
-            grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings
-        )
+        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
     return dq, dk, dv, dbias if bias_grad else None
 
 
 _PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
+def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor) -> torch.fx.Node | None:
+    """What gave the tensor in the graph that is being traced."""
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    node = None if slot is None else slot.proxy.node
+    while node is not None and node.target in _PASS_THROUGH:
+        node = node.args[0]
+    return node
+
+
+def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | None:
+    """The bool mask that F.sdpa made this bias of, where(mask, 0, -inf); the bias, where it is another. Nobody else
+    reads the floats then, and a graph has them not.
+    """
+    node = None if bias is None else _node_behind(mode, bias)
+    if node is None or node.target is not torch.ops.aten.where.self:
+        return bias
+    mask, shown, hidden = node.args
+    known = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
+    is_bool = isinstance(known, Tensor) and known.dtype == torch.bool
+    if not is_bool or not _is_number(shown, 0.0) or not _is_number(hidden, -math.inf):
+        return bias
+    found = known.detach()  # another one that this node gives: the graph's own are not kept
+    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(mask), None))
+    return found
+
+
+def _is_number(node: object, number: float) -> bool:
+    is_scalar = isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.scalar_tensor.default
+    return is_scalar and node.args[0] == number
+
+
 def _mode_of_forward(mode: ProxyTorchDispatchMode, offset: Tensor) -> int:
     """Mode word of the sdpa_fwd node that gave `offset`: the backward is traced when its block is long left. 0 if that
     node is in another graph.
     """
-    slot = get_proxy_slot(offset, mode.tracer, None)
-    node = None if slot is None else slot.proxy.node
-    while node is not None and node.target in _PASS_THROUGH:
-        node = node.args[0]
+    node = _node_behind(mode, offset)
     if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return 0
     forward = node.args[0]  # node is getitem(forward, 3)

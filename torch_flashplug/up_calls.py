@@ -15,7 +15,7 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
-_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3, ctypes.POINTER(ctypes.c_int64 * 12))
+_TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
 _keep: dict[str, object] = {}  # callbacks that C holds
@@ -50,19 +50,19 @@ def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
 _STOCKS, _SIZED, _SIZES_LATER = range(3)  # enum class Traced of src/flashplug.h
 
 
-def set_trace(sizes_of: Callable[[object, object, object], Sequence[Sequence[int | None]] | None]) -> None:
-    """The up-call for operands that Python dispatches: sizes_of(query, key, value) says their sizes, as far as they are
-    known, or None: stock serves the call, as where it raises. Without effect where this torch lacks the symbol that
-    finds the objects.
+def set_trace(sizes_of: Callable[[object, object, object, object], Sequence[Sequence[int | None]] | None]) -> None:
+    """The up-call for operands that Python dispatches: sizes_of(query, key, value, mask) says the sizes of the first
+    three, as far as they are known, or None: stock serves the call, as where it raises. Without effect where this torch
+    lacks the symbol that finds the objects.
     """
     address = lib().flashplug_wrap_function()
     if not address:
         return
     wrap = _WRAP_TYPE(address)
 
-    def up_call(q: int, k: int, v: int, out: ctypes._Pointer) -> int:
+    def up_call(q: int, k: int, v: int, mask: int | None, out: ctypes._Pointer) -> int:
         try:
-            sizes = sizes_of(wrap(q), wrap(k), wrap(v))
+            sizes = sizes_of(wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask))
         except Exception:
             return _STOCKS
         if sizes is None:

@@ -98,13 +98,14 @@ def masked(*sizes: int) -> Change:
     return lambda tensors: [*tensors, torch.ones(sizes, dtype=torch.bool)]
 
 
-def only_traced(rows: int | None) -> Change:
-    """None: as many as data will say."""
+def only_traced(rows: int | None, *mask: int) -> Change:
+    """None: as many as data will say. mask: its sizes, if there is to be one."""
 
     def change(tensors: list[Tensor]) -> list[Tensor]:
-        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
             known = mode.shape_env.create_unbacked_symint() if rows is None else rows
-            return [torch.empty(2, 4, known, 64, dtype=tensor.dtype) for tensor in tensors]
+            made = [torch.empty(2, 4, known, 64, dtype=tensor.dtype) for tensor in tensors]
+            return made + ([torch.empty(mask, dtype=torch.bool)] if mask else [])
 
     return change
 
@@ -150,6 +151,10 @@ EXITS = {
     "narrower_keys": Exit(SHAPES, each(lambda t: t[..., :32], "k")),
     "masked": Exit("", masked(128, 128), took=OURS, backend="fa3"),
     **{f"mask_of_{len(sizes)}_dims": Exit(MASKS, masked(*sizes)) for sizes in ((128,), (1, 1, 1, 128, 128))},
+    "traced_masked": Exit("", only_traced(128, 128, 128), took=TRACED, backend="fa3"),
+    "traced_mask_of_one_dim": Exit(MASKS, only_traced(128, 128), took=STOCK),
+    "traced_mask_of_other_rows": Exit(MASKS, only_traced(128, 3, 128), took=STOCK),
+    "subclass_of_mask": Exit("subclass", lambda tensors: [*tensors, subclass(torch.ones(128, 128, dtype=torch.bool))]),
     "mask_of_other_rows": Exit(MASKS, masked(3, 128), took=STOCK),
     "stock": Exit("stock is forced", scope=forced("stock")),
     "math": Exit("math is forced", list, forced("math"), NOTHING, "math"),

@@ -1,0 +1,353 @@
+"""Bool masks in graphs: our ops are given the mask itself; no floats that F.sdpa makes of it are left."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, attention_ops, has_floats_of_masks, masks, sdpa
+from standin import Road
+from test_mask_road import right
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from torch_flashplug import native, sdpa_backend
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BATCH, HEADS, ROWS = 2, 4, 128  # of Road.qkv
+SHAPES = [
+    *((ROWS, ROWS), (1, ROWS), (ROWS, 1), (HEADS, ROWS, ROWS), (BATCH, 1, 1, ROWS), (1, 1, ROWS, ROWS)),
+    *((BATCH, 1, ROWS, ROWS), (1, HEADS, ROWS, ROWS), (BATCH, HEADS, ROWS, ROWS), (BATCH, HEADS, 1, ROWS)),
+]
+
+
+def mask_of(road: Road, *sizes: int, seed: int = 0) -> Tensor:
+    """Half of it; a row in eight sees nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(sizes, generator=generator) < 0.5
+    if sizes[-2] > 1:
+        mask[..., ::8, :] = False
+    return mask.to(road.device)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(q * 2, k, v, mask) + 1
+
+
+def check(road: Road, function: Callable, compiled: Callable, *rest: Tensor, grad: bool = True, **sizes: int) -> dict:
+    """Compiled against eager, gradients too; the paths that the compiled one took."""
+    results = []
+    for run in (function, compiled):
+        inputs = road.qkv(grad=grad, **sizes)
+        road.took()
+        out = run(*inputs, *rest)
+        grads = torch.autograd.grad(out.float().square().sum(), inputs) if grad else ()
+        results.append((out, *grads))
+    took = road.took()
+    for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
+        torch.testing.assert_close(got, want, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"{name}: {text}")
+        assert got.stride() == want.stride(), name
+    return took
+
+
+def check_recorded(road: Road, function: Callable, *rest: Tensor, modes: tuple[int, ...] = (AUTO,), **options) -> None:
+    """In both directions all calls are ours, of these modes, and read bool masks."""
+    grad = options.get("grad", True)
+    recorder = Recorder()
+    compiled = torch.compile(function, fullgraph=True, backend=recorder, dynamic=options.pop("dynamic", None))
+    took = check(road, function, compiled, *rest, **options)
+    assert took["ours_fwd"] == len(modes) and recorder.forwards == [[("fwd", mode) for mode in modes]]
+    assert [sorted(ops) for ops in recorder.backwards] == [sorted(("bwd", mode) for mode in modes)] * grad
+    for graph in recorder.graphs:
+        assert masks(graph) == [torch.bool] * len(modes) and not has_floats_of_masks(graph), graph
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_masks_of_all_shapes(road: Road, sizes: tuple[int, ...], grad: bool) -> None:
+    check_recorded(road, masked, mask_of(road, *sizes), grad=grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_both_hooks(any_road: Road, grad: bool) -> None:
+    check_recorded(any_road, masked, mask_of(any_road, ROWS, ROWS), grad=grad)
+
+
+def test_masks_that_are_views(road: Road) -> None:
+    columns = mask_of(road, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
+    for mask in (columns, mask_of(road, ROWS, ROWS).mT, mask_of(road, ROWS, 2 * ROWS)[:, ::2]):
+        torch._dynamo.reset()
+        check_recorded(road, masked, mask)
+
+
+def test_a_mask_that_the_graph_makes(road: Road) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        rows, keys = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+        padding = keys < lengths[:, None, None, None]
+        return sdpa(q, k, v, (rows[:, None] >= keys) & padding)
+
+    check_recorded(road, function, torch.tensor([ROWS, 40], device=road.device))
+
+
+def test_a_mask_that_the_graph_holds(road: Road) -> None:
+    """Of a closure, and of a module."""
+    mask = mask_of(road, ROWS, ROWS)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, mask)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", mask)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(q, k, v, self.mask)
+
+    for holder in (function, Model()):
+        torch._dynamo.reset()
+        check_recorded(road, holder)
+
+
+def test_gqa(road: Road) -> None:
+    grouped = functools.partial(sdpa, enable_gqa=True)
+    check_recorded(road, grouped, mask_of(road, 1, HEADS, ROWS, ROWS), kv_heads=2)
+
+
+def test_blocks_inside(road: Road) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        with sdpa_backend("fa3"):
+            first = sdpa(q, k, v, mask)
+            with sdpa_backend("auto"):
+                second = sdpa(q * 2, k, v, mask)
+            third = sdpa(q * 3, k, v, ~mask)
+        return first + second + third + sdpa(q * 4, k, v, mask)
+
+    check_recorded(road, function, mask_of(road, ROWS, ROWS), modes=tuple(NESTED_MODES))
+
+
+@pytest.mark.parametrize("backend", ["stock", "math"])
+def test_blocks_of_others(road: Road, backend: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        with sdpa_backend(backend):
+            first = sdpa(q, k, v, mask)
+        return first + sdpa(q, k, v, mask)
+
+    recorder = Recorder()
+    took = check(road, function, torch.compile(function, fullgraph=True, backend=recorder), mask_of(road, ROWS, ROWS))
+    assert took["ours_fwd"] == 1 and [name for name, _ in recorder.forwards[0]].count("fwd") == 1
+
+
+def test_two_masks(road: Road) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return sdpa(q, k, v, one) + sdpa(k, q, v, other) + sdpa(q, k, v)
+
+    recorder = Recorder()
+    given = mask_of(road, ROWS, ROWS, seed=1), mask_of(road, BATCH, 1, 1, ROWS, seed=2)
+    check(road, function, torch.compile(function, fullgraph=True, backend=recorder), *given)
+    for graph in recorder.graphs:
+        assert sorted(masks(graph), key=str) == [None, torch.bool, torch.bool]
+        read = {node.args[3 if "fwd" in str(node.target) else 4] for node in graph.nodes if "sdpa_" in str(node.target)}
+        assert len(read) == 3
+
+
+def test_a_graph_reads_the_mask_that_it_is_given(road: Road) -> None:
+    recorder = Recorder()
+    compiled = torch.compile(masked, fullgraph=True, backend=recorder)
+    kept = mask_of(road, ROWS, ROWS)
+    for seed in range(3):
+        kept.copy_(mask_of(road, ROWS, ROWS, seed=seed))
+        check(road, masked, compiled, kept)
+    assert len(recorder.forwards) == 1
+    q, k, v = road.qkv()
+    torch.testing.assert_close(compiled(q, k, v, kept).double(), right(q * 2, k, v, kept) + 1, atol=2e-2, rtol=2e-2)
+
+
+def test_a_mask_that_the_graph_changes(road: Road) -> None:
+    """Each call has it as it was then, and its backward too."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.clone()
+        first = sdpa(q, k, v, mask)
+        mask.logical_not_()
+        return first + 2 * sdpa(q, k, v, mask)
+
+    check_recorded(road, function, mask_of(road, ROWS, ROWS), modes=(AUTO, AUTO))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("forced", ["auto", "fa3"])
+def test_backends(road: Road, backend: str, forced: str) -> None:
+    compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, backend=backend)
+    assert check(road, masked, compiled, mask_of(road, BATCH, 1, 1, ROWS))["ours_fwd"] == 1
+
+
+def test_autocast(road: Road) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast(road.device, torch.bfloat16):
+            return sdpa(q.float(), k.float(), v.float(), mask)
+
+    check_recorded(road, function, mask_of(road, ROWS, ROWS))
+
+
+def test_checkpoint_inside(road: Road) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return checkpoint(masked, q, k, v, mask, use_reentrant=False)
+
+    recorder = Recorder()
+    compiled = torch.compile(function, fullgraph=True, backend=recorder)
+    check(road, function, compiled, mask_of(road, ROWS, ROWS))
+    assert recorder.forwards == [[("fwd", AUTO)]] and ("bwd", AUTO) in recorder.backwards[0]
+    assert not any(has_floats_of_masks(graph) for graph in recorder.graphs)
+
+
+@pytest.mark.parametrize("forced", ["auto", "fa3"])
+def test_symbolic_sizes(road: Road, forced: str) -> None:
+    """One graph for all lengths. In auto the call stays with stock: a kernel may not take every one of them."""
+    recorder = Recorder()
+    compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, dynamic=True, backend=recorder)
+    for rows in (128, 72, 200):
+        took = check(road, masked, compiled, mask_of(road, BATCH, 1, rows, rows), rows=rows)
+        assert took.get("ours_fwd", 0) == (forced == "fa3")
+    if forced == "fa3":
+        assert recorder.forwards == [[("fwd", FA3)]]
+        assert not any(has_floats_of_masks(graph) for graph in recorder.graphs)
+
+
+# ---- floats that are no mask ----
+
+OTHER_FLOATS = {
+    "smallest": lambda mask: torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min),
+    "reversed": lambda mask: torch.where(mask, -torch.inf, 0.0),
+    "shown": lambda mask: torch.where(mask, 1.0, -torch.inf),
+    "infinite": lambda mask: torch.where(mask, 0.0, torch.inf),
+    "not_a_number": lambda mask: torch.where(mask, 0.0, torch.nan),
+    "of_a_bias": lambda mask: torch.where(mask, torch.ones(ROWS, ROWS, device=mask.device), -torch.inf),
+    "spread": lambda mask: torch.where(mask[:1], torch.zeros(ROWS, 1, device=mask.device), -torch.inf),
+    "added": lambda mask: torch.where(mask, 0.0, -torch.inf) + 1,
+    "filled": lambda mask: torch.zeros(ROWS, ROWS, device=mask.device).masked_fill(mask, -torch.inf),
+}
+
+
+def graph_of_floats(road: Road, floats: Callable, *rest: Tensor, grad: bool = False) -> torch.fx.Graph:
+    """Forced, since all others stay with stock; kernels take none."""
+    recorder = Recorder()
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        with sdpa_backend("fa3"):
+            return sdpa(q, k, v, floats(*rest))
+
+    try:
+        torch.compile(function, fullgraph=True, backend=recorder)(*road.qkv(grad=grad), *rest)
+    except RuntimeError as error:
+        assert "attn_mask is of floats" in str(error)
+    return recorder.graphs[0]
+
+
+@pytest.mark.parametrize("name", OTHER_FLOATS)
+def test_other_floats_are_not_mistaken(road: Road, name: str) -> None:
+    graph = graph_of_floats(road, OTHER_FLOATS[name], mask_of(road, ROWS, ROWS))
+    assert masks(graph) == [torch.float32]
+
+
+def test_floats_of_exactly_a_mask_are_one(road: Road) -> None:
+    graph = graph_of_floats(road, lambda mask: torch.where(mask, 0.0, -torch.inf), mask_of(road, ROWS, ROWS))
+    assert masks(graph) == [torch.bool] and not has_floats_of_masks(graph)
+
+
+def test_floats_that_want_gradients_are_not_mistaken(road: Road) -> None:
+    mask, bias = mask_of(road, ROWS, ROWS), torch.zeros((), device=road.device, requires_grad=True)
+    floats = functools.partial(torch.where, mask)
+    assert masks(graph_of_floats(road, lambda x: torch.where(mask, x, -torch.inf), bias)) == [torch.float32]
+    assert masks(graph_of_floats(road, lambda x: floats(0.0, x), bias - torch.inf, grad=True)) == [torch.float32]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return sdpa(q, k, v, torch.where(mask, bias, -torch.inf).to(q.dtype))
+
+    grads = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        rows = torch.zeros(ROWS, 1, device=road.device, requires_grad=True)
+        grads.append(torch.autograd.grad(run(*road.qkv(), rows).float().square().sum(), rows)[0])
+    torch.testing.assert_close(*grads, atol=6e-2, rtol=6e-2)
+
+
+# ---- other tracers ----
+
+
+class Masked(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        with sdpa_backend("fa3"):
+            first = masked(q, k, v, mask)
+        return first + masked(q, k, v, ~mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(road: Road, strict: bool) -> None:
+    inputs = *road.qkv(), mask_of(road, ROWS, ROWS)
+    program = torch.export.export(Masked(), inputs, strict=strict)
+    lowered = program.run_decompositions()
+    assert attention_ops(lowered.graph) == [("fwd", FA3), ("fwd", AUTO)]
+    assert masks(lowered.graph) == [torch.bool] * 2 and not has_floats_of_masks(lowered.graph)
+    for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5)):
+        want = Masked()(*inputs[:3], mask)
+        for form in (lowered, program):
+            road.took()
+            torch.testing.assert_close(form.module()(*inputs[:3], mask), want, **TOLERANCE)
+            assert road.took()["ours_fwd"] == 2
+
+
+def test_lowered_program_can_be_differentiated(road: Road) -> None:
+    mask = mask_of(road, ROWS, ROWS)
+    lowered = torch.export.export(Masked(), (*road.qkv(grad=True), mask)).run_decompositions().module()
+    check(road, Masked(), lowered, mask)
+
+
+@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+def test_make_fx_keeps_masks_with_stock(road: Road, tracing: str) -> None:
+    """Without functionalization the aten op is recorded as it comes, floats and all."""
+    inputs = *road.qkv(), mask_of(road, ROWS, ROWS)
+    graph = make_fx(masked, tracing_mode=tracing)(*inputs)
+    assert native.take_last_exit() in {"mask", "subclass"}
+    road.took()
+    for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5)):
+        torch.testing.assert_close(graph(*inputs[:3], mask), masked(*inputs[:3], mask), **TOLERANCE)
+    assert road.took()["ours_fwd"] == 2  # eager's
+
+
+def test_vmap_keeps_masks_with_stock(road: Road) -> None:
+    inputs = [torch.stack([tensor, -tensor]) for tensor in road.qkv()]
+    mask = mask_of(road, ROWS, ROWS)
+    compiled = torch.compile(torch.vmap(masked, (0, 0, 0, None)), fullgraph=True, backend="aot_eager")
+    road.took()
+    got = compiled(*inputs, mask)
+    assert road.took().get("ours_fwd", 0) == 0
+    for index in range(2):
+        torch.testing.assert_close(got[index], masked(*(tensor[index] for tensor in inputs), mask), **TOLERANCE)
+
+
+# ---- by our kernels ----
+
+
+@pytest.mark.parametrize("sizes", [(72, 136), (2, 1, 1, 136), (1, 4, 72, 136)])
+def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
+    road = Road(kernels_on)
+    mask = mask_of(road, *sizes)
+    recorder = Recorder()
+    compiled = torch.compile(sdpa_backend("fa3")(sdpa), fullgraph=True, backend=recorder)
+    for given in (mask, ~mask):
+        q, k, v = road.qkv(rows=72, keys=136, grad=True)
+        native.counters(reset=True)
+        out = compiled(q, k, v, given)
+        grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        took = road.took()
+        assert took["ours_fwd"] == took["ours_bwd"] == 1
+        exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exact = right(*exact_inputs, given)
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+        for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
+            torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
+    assert recorder.forwards == [[("fwd", FA3)]] and not any(has_floats_of_masks(graph) for graph in recorder.graphs)
