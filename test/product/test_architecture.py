@@ -48,7 +48,7 @@ CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 # Parts that others are made of.
 BELOW = {
-    *("arguments.operands", "digest", "element", "fragments", "listed", "pieces", "scheduler"),
+    *("arguments.operands", "digest", "element", "fragments", "listed", "packed", "pieces", "scheduler"),
     *("scores", "scratch", "sm80", "sm90", "walk"),
 }
 

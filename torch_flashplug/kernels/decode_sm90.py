@@ -214,7 +214,7 @@ class DecodeSm90(DecodeCall):
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
         sm90.join_warpgroup(Barrier.Q_THERE, wg)
         keys = work.keys()
-        self.fetch_mask(here, walk, keys, keys.begin)
+        self.prepare(here, walk, keys, keys.begin)
         work.ring_k.wait(0)
         warpgroup.fence()
         scores.start(0)
@@ -224,7 +224,7 @@ class DecodeSm90(DecodeCall):
         P.take(acc_S)
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
             nth, before = j - keys.begin, j - keys.begin - 1
-            self.fetch_mask(here, walk, keys, j)
+            self.prepare(here, walk, keys, j)
             work.ring_k.wait(nth)
             warpgroup.fence()
             scores.start(work.ring_k.slot(nth))
@@ -302,7 +302,7 @@ class DecodeSm90(DecodeCall):
                 mLSE[part.batch, head, query] = share.lse()
 
     @cute.jit
-    def fetch_mask(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
+    def prepare(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
         """What stages need of a block, ahead of its scores."""
         if walk.masks(keys, j):
             here.begin(keys.nth(j), masked=True)

@@ -8,6 +8,7 @@ n-th block each, so that all have work where a cache is filled in part.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -16,10 +17,12 @@ from cutlass import Boolean, Float32, Int32, Uint16
 
 from ...spec import SLAB, WARP
 from .fragments import column_of
-from .packed import Part
 from .scores.chain import Chain, Place, Stage
 from .seams import Seams
 from .walk import Sizes, Split, Walk
+
+if TYPE_CHECKING:
+    from .packed import Part
 
 GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): more would cost a CTA of two
 AT_ONCE = 8  # rows of a block's mask that a warp has under way
