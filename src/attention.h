@@ -91,6 +91,7 @@ Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& q
                  Arguments* arguments);
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
 int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
+bool can_be_digested(const Problem& p);                          // not more of them than kernels count
 
 // ---- backward.cpp: our gradients ----
 

@@ -28,6 +28,7 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
   if (standin() == Standin::kMath || call.wanted[3]) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
   const ForwardCall& forward = call.forward;
   Problem problem = p;
   problem.grad = true;

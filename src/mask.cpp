@@ -79,10 +79,9 @@ bool dense_bool(AtenTensorHandle mask) {
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_digest(mask);
 }
 
-// And whose digest has no more numbers than kernels count.
 bool broadcasts(AtenTensorHandle mask, const Problem& p) {
   int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && digest_numbers(p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
+  return spread(mask, p, size, stride) && can_be_digested(p);
 }
 
 Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
@@ -191,6 +190,10 @@ int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients) {
                 columns = ceil_div(Sk, kTile);
   const int64_t forward = M * N + 2 * (M + M * N) + rows * (columns + 1) * kWords;
   return gradients ? forward + 2 * (N + M * N) + columns * (rows + 1) * kWords : forward;
+}
+
+bool can_be_digested(const Problem& p) {
+  return digest_numbers(p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
 }
 
 }  // namespace flashplug

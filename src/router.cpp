@@ -50,16 +50,31 @@ consteval int exit_named(std::string_view name) {
   return place;
 }
 
+using Sizes = int64_t[kNumOperands][4];
+
 // Python knows what C++ cannot ask of its subclasses: whether they are only traced, and hints of their symbolic sizes.
-// Where those depend on data the op decides at run time.
-bool python_agrees(const Call& call) {
+// Where those depend on data (left as they are) the op decides at run time.
+bool python_agrees(const Call& call, Sizes* hints) {
   const TraceCallback ask = trace_callback();
   if (ask == nullptr) return call.mask == nullptr;
-  int64_t sizes[kNumOperands * 4];
-  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, sizes));
+  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, **hints));
   if (answer != Traced::kSized) return answer == Traced::kSizesLater;
-  const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
+  const Shape shapes[kNumOperands] = {{(*hints)[0]}, {(*hints)[1]}, {(*hints)[2]}};
   return shapes_fit(shapes, call.enable_gqa);
+}
+
+// Whether auto takes a call of these sizes, dense in memory.
+bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mode mode) {
+  int64_t strides[kNumOperands][4];
+  Shape shapes[kNumOperands];
+  for (int i = 0; i < kNumOperands; ++i) {
+    pack_strides(hints[i], strides[i]);
+    shapes[i] = {hints[i], strides[i]};
+    p.layout[i] = layout_of(shapes[i], 0, facts_of(p.dtype[i]).bytes);
+  }
+  fill_shapes(shapes, &p);
+  const Plan& plan = remembered_plan(p, device, mode, tables());
+  return plan.ours() && !kernel_missing(plan.kernel_row, device);
 }
 
 bool traced(const Call& call) {
@@ -90,7 +105,8 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
-  if (only_traced && !python_agrees(call)) return {exit_named("subclass")};
+  Sizes hints = {};
+  if (only_traced && !python_agrees(call, &hints)) return {exit_named("subclass")};
   // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
   const bool has_mask = (p.needs & kMask) != 0;
   if (has_mask && (wrapped(call) || torch.jit_traced() || (!only_traced && torch.modes_set())))
@@ -99,10 +115,12 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
   if (!read_shapes(call, memory_of(only_traced), &facts)) {
-    // Traced with symbolic sizes: the op decides at run time, on concrete ones; masked calls that kernels do not take
-    // it would leave to math, which stock does not. Anything else without sizes is not ours.
-    if (has_mask && (!forced || !traced_mask_fits(call.mask, facts))) return {exit_named("mask")};
-    return {exit_named("no sizes"), ours_if(only_traced && (forced || class_may_serve(p, device, mode, tables())))};
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones. With a mask it has none of stock's
+    // kernels then, so hints have to say that ours are as fast. Anything else without sizes is not ours.
+    if (has_mask && !traced_mask_fits(call.mask, facts)) return {exit_named("mask")};
+    const bool served =
+        forced || (has_mask ? serves_hinted(p, hints, device, mode) : class_may_serve(p, device, mode, tables()));
+    return {exit_named("no sizes"), ours_if(only_traced && served)};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
   if (has_mask && !(only_traced ? traced_mask_fits(call.mask, facts) : mask_fits(call.mask, facts)))

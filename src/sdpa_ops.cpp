@@ -52,6 +52,7 @@ Facts read_facts(const ForwardCall& call) {
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
   const TensorClass& query = facts.operand[0];
+  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     if (call.digest != nullptr) digest_in_torch(call, p, query);
@@ -110,16 +111,19 @@ ForwardResult counted_math(const ForwardCall& call) {
 ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
   const Problem& p = facts.problem;
   ForwardResult result;
+  const auto by_ours = [&] {
+    const Plan plan = plan_in_op(p, device, tables());
+    return plan.ours() && our_forward(call, facts, plan, &result);
+  };
   if (standin() == Standin::kOff && p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive) {
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
-    if (choice == kChoiceFlash || !efficient_can_run(p)) {
-      const Plan plan = plan_in_op(p, device, tables());
-      if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
-    }
+    if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
+  // None of stock's that can be called from here takes a mask.
+  if ((p.needs & kMask) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 

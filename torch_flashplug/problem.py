@@ -94,7 +94,7 @@ def outside_dispatcher(
     if any(None in size for size in sizes):
         return (
             "sizes depend on data: in a traced graph the op decides when it runs, where kernels take such calls at "
-            "all; else stock attention serves this call"
+            "all (with a bool attn_mask only if forced); else stock attention serves this call"
         )
     if not native.shapes_fit(sizes, enable_gqa):
         return (

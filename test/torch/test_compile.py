@@ -186,16 +186,16 @@ def test_disabled_while_tracing(road: Road) -> None:
     assert ("fwd", AUTO) not in recorder.forwards[0] and recorder.forwards[0]
 
 
-def test_mask_goes_to_stock_and_gqa_is_served(road: Road) -> None:
+def test_floats_go_to_stock_and_gqa_is_served(road: Road) -> None:
     recorder = Recorder()
     q, k, v = road.qkv(heads=4, kv_heads=2)
-    mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
+    bias = torch.linspace(-1, 1, 128, dtype=q.dtype, device=road.device).expand(128, 128)
 
-    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return sdpa(q, k, v, enable_gqa=True) + sdpa(q, k[:, :1].expand_as(q), v[:, :1].expand_as(q), mask)
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return sdpa(q, k, v, enable_gqa=True) + sdpa(q, k[:, :1].expand_as(q), v[:, :1].expand_as(q), bias)
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=recorder)
-    torch.testing.assert_close(compiled(q, k, v, mask), function(q, k, v, mask), **TOLERANCE)
+    torch.testing.assert_close(compiled(q, k, v, bias), function(q, k, v, bias), **TOLERANCE)
     assert [name for name, _ in recorder.forwards[0]].count("fwd") == 1 and len(recorder.forwards[0]) >= 2
 
 

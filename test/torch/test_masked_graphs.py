@@ -206,16 +206,36 @@ def test_checkpoint_inside(road: Road) -> None:
 
 
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
-def test_symbolic_sizes(road: Road, forced: str) -> None:
-    """One graph for all lengths. In auto the call stays with stock: a kernel may not take every one of them."""
+def test_symbolic_sizes(any_road: Road, forced: str) -> None:
+    """One graph for all lengths."""
     recorder = Recorder()
     compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, dynamic=True, backend=recorder)
     for rows in (128, 72, 200):
-        took = check(road, masked, compiled, mask_of(road, BATCH, 1, rows, rows), rows=rows)
-        assert took.get("ours_fwd", 0) == (forced == "fa3")
-    if forced == "fa3":
-        assert recorder.forwards == [[("fwd", FA3)]]
-        assert not any(has_floats_of_masks(graph) for graph in recorder.graphs)
+        took = check(any_road, masked, compiled, mask_of(any_road, BATCH, 1, rows, rows), rows=rows)
+        assert took["ours_fwd"] == 1
+    assert recorder.forwards == [[("fwd", FA3 if forced == "fa3" else AUTO)]]
+    for graph in recorder.graphs:
+        assert masks(graph) == [torch.bool] and not has_floats_of_masks(graph)
+
+
+def test_a_mask_alone_of_symbolic_sizes(road: Road) -> None:
+    """As torch.compile makes them where one dim of a mask was another before."""
+    recorder = Recorder()
+    compiled = torch.compile(masked, fullgraph=True, backend=recorder)
+    for batch in (1, BATCH):
+        assert check(road, masked, compiled, mask_of(road, batch, 1, ROWS, ROWS))["ours_fwd"] == 1
+    for graph in recorder.graphs:
+        assert masks(graph) == [torch.bool]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("sizes", [(3, ROWS), (ROWS,)])
+def test_a_mask_that_fits_none(road: Road, sizes: tuple[int, ...], dynamic: bool) -> None:
+    """Stock refuses it; a graph of symbolic sizes when it runs."""
+    compiled = torch.compile(masked, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with pytest.raises((RuntimeError, IndexError), match=r"(?i)size|broadcast|dim"):
+        compiled(*road.qkv(), torch.ones(sizes, dtype=torch.bool, device=road.device))
+    assert road.took().get("ours_fwd", 0) == 0
 
 
 # ---- floats that are no mask ----
@@ -351,3 +371,23 @@ def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
         for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
             torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
     assert recorder.forwards == [[("fwd", FA3)]] and not any(has_floats_of_masks(graph) for graph in recorder.graphs)
+
+
+@pytest.mark.parametrize("first", [200, 40])
+def test_few_rows_of_a_graph_of_many(kernels_on: str, first: int) -> None:
+    """Auto leaves them to stock. A graph that was traced with more rows has them by ours, which have not all scores in
+    memory; one that was traced with few has stock's for all.
+    """
+    road = Road(kernels_on)
+    recorder = Recorder()
+    compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend=recorder)
+    for rows in (first, 40, 200):
+        mask = mask_of(road, 1, 1, rows, 136)
+        q, k, v = road.qkv(rows=rows, keys=136, grad=True)
+        native.counters(reset=True)
+        out = compiled(q, k, v, mask)
+        torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        took = road.took()
+        assert took.get("ours_fwd", 0) == took.get("ours_bwd", 0) == (first == 200)
+        torch.testing.assert_close(out.double(), right(q, k, v, mask), atol=2e-2, rtol=2e-2)
+    assert len(recorder.forwards) == 1
