@@ -40,17 +40,18 @@ def sizes_of_traced(
     """What the router asks about operands that Python dispatches, all of them 4-d: their sizes as far as they are
     known, None for one that depends on data. None for all: stock serves the call.
     """
-    if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_lost(query, attn_mask)):
+    if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_stocks(query, key, attn_mask)):
         return None
     return tuple(_hints(tensor.shape) for tensor in (query, key, value))
 
 
-def _mask_is_lost(query: Tensor, attn_mask: Tensor) -> bool:
-    """It decides itself, or is one that a graph has as floats: what is not functionalized is recorded as it comes,
-    without tracing.py.
+def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
+    """It decides itself, or is of bool and stock's to refuse, or one that a graph has as floats: what is not
+    functionalized is recorded as it comes, without tracing.py.
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
-    return decides_itself(attn_mask) or (recorded and attn_mask.dtype == torch.bool)
+    lost = recorded or not _mask_fits(query, key, attn_mask)
+    return decides_itself(attn_mask) or (lost and attn_mask.dtype == torch.bool)
 
 
 def takes_math(mode: int) -> bool:
@@ -68,9 +69,9 @@ def _kernels_allowed() -> bool:
 
 
 def _mask_fits(query: Tensor, key: Tensor, mask: Tensor) -> bool:
-    """mask_fits of src/mask.cpp."""
+    """mask_fits of src/mask.cpp; sizes that depend on data may fit."""
     wanted = _hints((*query.shape[:3], key.shape[2]))[-mask.dim() :]
-    fits = all(have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
+    fits = all(None in {have, want} or have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
     return 2 <= mask.dim() <= 4 and fits and mask.device == query.device
 
 

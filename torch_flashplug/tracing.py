@@ -1,8 +1,8 @@
 """How attention calls survive tracing: torch.compile, torch.export.
 
 Owns the trace carrier (while a graph is traced, the aten pair that F.sdpa reaches becomes torch_flashplug::sdpa_fwd and
-sdpa_bwd with the mode word baked in), the op `force` (sdpa_backend inside a compiled region) and the tag that keeps
-compile caches apart. Decides nothing about backends.
+sdpa_bwd with the mode word baked in, and bool masks as they came), the op `force` (sdpa_backend inside a compiled
+region) and the tag that keeps compile caches apart. Decides nothing about backends.
 """
 
 from __future__ import annotations

@@ -167,6 +167,15 @@ def test_a_graph_reads_the_mask_that_it_is_given(road: Road) -> None:
     torch.testing.assert_close(compiled(q, k, v, kept).double(), right(q * 2, k, v, kept) + 1, atol=2e-2, rtol=2e-2)
 
 
+def test_a_mask_changed_before_the_backward(road: Road) -> None:
+    """No gradients of another mask: torch says so."""
+    mask = mask_of(road, ROWS, ROWS)
+    out = torch.compile(masked, fullgraph=True, backend="aot_eager")(*road.qkv(grad=True), mask)
+    mask.logical_not_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
 def test_a_mask_that_the_graph_changes(road: Road) -> None:
     """Each call has it as it was then, and its backward too."""
 
@@ -214,8 +223,7 @@ def test_symbolic_sizes(any_road: Road, forced: str) -> None:
         took = check(any_road, masked, compiled, mask_of(any_road, BATCH, 1, rows, rows), rows=rows)
         assert took["ours_fwd"] == 1
     assert recorder.forwards == [[("fwd", FA3 if forced == "fa3" else AUTO)]]
-    for graph in recorder.graphs:
-        assert masks(graph) == [torch.bool] and not has_floats_of_masks(graph)
+    assert all(masks(graph) == [torch.bool] and not has_floats_of_masks(graph) for graph in recorder.graphs)
 
 
 def test_a_mask_alone_of_symbolic_sizes(road: Road) -> None:
@@ -224,18 +232,17 @@ def test_a_mask_alone_of_symbolic_sizes(road: Road) -> None:
     compiled = torch.compile(masked, fullgraph=True, backend=recorder)
     for batch in (1, BATCH):
         assert check(road, masked, compiled, mask_of(road, batch, 1, ROWS, ROWS))["ours_fwd"] == 1
-    for graph in recorder.graphs:
-        assert masks(graph) == [torch.bool]
+    assert all(masks(graph) == [torch.bool] for graph in recorder.graphs)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("sizes", [(3, ROWS), (ROWS,)])
 def test_a_mask_that_fits_none(road: Road, sizes: tuple[int, ...], dynamic: bool) -> None:
-    """Stock refuses it; a graph of symbolic sizes when it runs."""
+    """Stock refuses it."""
     compiled = torch.compile(masked, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with pytest.raises((RuntimeError, IndexError), match=r"(?i)size|broadcast|dim"):
         compiled(*road.qkv(), torch.ones(sizes, dtype=torch.bool, device=road.device))
-    assert road.took().get("ours_fwd", 0) == 0
+    assert road.took().get("routed_ours", 0) == 0
 
 
 # ---- floats that are no mask ----
@@ -328,7 +335,7 @@ def test_lowered_program_can_be_differentiated(road: Road) -> None:
 
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
 def test_make_fx_keeps_masks_with_stock(road: Road, tracing: str) -> None:
-    """Without functionalization the aten op is recorded as it comes, floats and all."""
+    """Without functionalization the aten op is recorded as it comes."""
     inputs = *road.qkv(), mask_of(road, ROWS, ROWS)
     graph = make_fx(masked, tracing_mode=tracing)(*inputs)
     assert native.take_last_exit() in {"mask", "subclass"}
