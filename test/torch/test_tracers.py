@@ -68,6 +68,34 @@ def test_make_fx_keeps_the_aten_op(road: Road) -> None:
     assert road.took()["ours_fwd"] == 2
 
 
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return sdpa(q, k, v, mask)
+
+
+region = torch.compiler.nested_compile_region(masked)
+
+
+def in_branches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.cond(q.sum() > 0, masked, lambda q, k, v, mask: masked(q, k, v, ~mask), (q, k, v, mask))
+
+
+def in_regions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return region(q, k, v, mask) + region(k, q, v, ~mask)
+
+
+@pytest.mark.parametrize("function, ours", [(in_branches, True), (in_regions, False)])
+def test_masks_in_graphs_of_a_graph(road: Road, function: Callable, ours: bool) -> None:
+    """Regions are traced without functionalization first, where masks are stock's."""
+    q, k, v = road.qkv(grad=not ours)
+    mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for sign in (1, -1):
+        road.took()
+        got = compiled(q * sign, k, v, mask)
+        assert road.took().get("ours_fwd", 0) == ours
+        torch.testing.assert_close(got, function(q * sign, k, v, mask), **TOLERANCE)
+
+
 # ---- autocast, checkpoint, FLOPs ----
 
 
