@@ -70,7 +70,7 @@ def masked_decode() -> list[Case]:
     """
     calls = (
         *(((1, 32, 8), (1, keys)) for keys in (256, 4096, 32768)),
-        *(((8, 32, 8), (1, keys)) for keys in (256, 1024, 4096, 32768)),
+        *(((8, 32, 8), (1, keys)) for keys in (256, 1024, 4096, 4099, 32768)),
         *(((32, 16, 16), (1, keys)) for keys in (1024, 4096)),
         *(((1, 32, 8), (rows, 8192)) for rows in (4, 16)),
         *(((4, 16, 16), (rows, 1024)) for rows in (4, 17, 64)),

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Uint16
+from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
 from ...spec import SLAB, WARP
+from .digest import BYTES, bits_of_bytes
 from .fragments import column_of
 from .scores.chain import Chain, Place, Stage
 from .seams import Seams
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from .packed import Part
 
 GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): more would cost a CTA of two
-AT_ONCE = 8  # rows of a block's mask that a warp has under way
-ROWS_AT_ONCE = 4  # the same where bits are read
+LANES = 4  # of a warp, at the keys of a block: those of a quad hold the same rows of scores
+BLOCKS = WARP // LANES
+AT_ONCE = 4  # looks at the mask that a warp has under way
 LOG_BLOCKS = 24  # blocks of a split are fewer than two to this
 
 
@@ -35,8 +37,7 @@ class MaskOfFew(Seams):
         return Seen(call.mask)
 
     def chain(self, call: object) -> Chain:
-        group = call.q.shape[1] // call.k.shape[1]
-        return Chain((*super().chain(call).stages, MaskBits(call.mask, group)))
+        return Chain((*super().chain(call).stages, MaskBits(call.mask)))
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,20 @@ class Line:
         batch = cutlass.select_(batches > 1, batch, Int32(0))
         return cls(mask, batch, cutlass.min(head, heads - 1), query)
 
-    def load(self, key: Int32) -> Int32:
-        """0 where the row does not see a key, or there is none."""
-        keys = self.mask.shape[3]
-        byte = self.mask[self.batch, self.head, self.query, cutlass.min(key, keys - 1)].to(Int32)
-        return cutlass.select_(key < keys, byte, Int32(0))
+    @cute.jit
+    def bits(self, key: Int32):
+        """Of 16 keys: 0 where the row does not see one, or there is none. By a vector where it can be."""
+        keys, found = self.mask.shape[3], Int32(0)
+        place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
+        address = self.mask.iterator.toint() + sum(Int64(i) * by for i, by in zip(place, self.mask.stride, strict=True))
+        if (self.mask.stride[3] == 1) & (address % BYTES == 0) & (key + BYTES <= keys):
+            found = bits_of_bytes(self.mask, place)
+        else:
+            for i in cutlass.range_constexpr(BYTES):
+                byte = self.mask[self.batch, self.head, self.query, cutlass.min(key + i, keys - 1)].to(Int32)
+                bit = cutlass.select_(byte != 0, Int32(1 << i), Int32(0))
+                found = found | cutlass.select_(key + i < keys, bit, Int32(0))
+        return found
 
 
 def one_for_all(mask: cute.Tensor) -> Boolean:
@@ -123,36 +133,40 @@ class BoundSeen:
         if thread < GROUPS // WARP:
             self.seen[thread] = self.hidden[thread] = 0
         cute.arch.sync_threads()
-        step = cute.arch.block_dim()[0] // WARP * AT_ONCE
-        for first in cutlass.range(warp * AT_ONCE, blocks * lines, step, unroll=1):
-            self.look(part, first, blocks, begin, lines, log)
+        looks, warps = cute.ceil_div(blocks, BLOCKS) * lines, cute.arch.block_dim()[0] // WARP
+        for first in cutlass.range(warp, looks, warps * AT_ONCE, unroll=1):
+            self.look(part, first, warps, blocks, begin, lines, log)
         cute.arch.sync_threads()
         if warp == 0:
             self.sort((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def look(self, part: Part, first: Int32, blocks: Int32, begin: Int32, lines: Int32, log: Int32):
-        """A warp at some rows of some blocks, which are numbered by block and then by row."""
+    def look(
+        self, part: Part, first: Int32, warps: Int32, blocks: Int32, begin: Int32, lines: Int32, log: Int32
+    ):  # fmt: skip
+        """A warp at rows of the mask, at some blocks of one each; LANES lanes at a block."""
         lane, by_head = cute.arch.lane_idx(), self.mask.shape[1] > 1
-        some, every = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
+        steps, every = self.tile_n // (LANES * BYTES), (1 << BYTES) - 1
+        found = cute.make_rmem_tensor((AT_ONCE, steps), Int32)
         for i in cutlass.range_constexpr(AT_ONCE):
-            nth = (first + i) // lines
-            head, query = part.place(begin + (first + i) % lines)
+            number = first + i * warps
+            head, query = part.place(begin + number % lines)
             line = Line.of(self.mask, part.batch, cutlass.select_(by_head, head, Int32(0)), query)
-            key = (nth * part.splits + part.split) * self.tile_n + lane
-            some[i], every[i] = Int32(0), Int32(1)
-            for word in cutlass.range_constexpr(self.tile_n // WARP):
-                byte = line.load(key + word * WARP)
-                some[i], every[i] = some[i] | byte, every[i] & byte
+            block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
+            for step in cutlass.range_constexpr(steps):
+                found[i, step] = line.bits(block * self.tile_n + (step * LANES + lane % LANES) * BYTES)
         for i in cutlass.range_constexpr(AT_ONCE):
-            nth = (first + i) // lines
-            seen, hidden = cute.arch.vote_any_sync(some[i] != 0), cute.arch.vote_any_sync(every[i] == 0)
-            if lane == 0 and nth < blocks:
+            some, all_ = Int32(0), Int32(every)
+            for step in cutlass.range_constexpr(steps):
+                some, all_ = some | found[i, step], all_ & found[i, step]
+            seen, hidden = (cute.arch.vote_ballot_sync(one) for one in (some != 0, all_ != every))
+            nth, quad = (first + i * warps) // lines * BLOCKS + lane // LANES, (1 << LANES) - 1
+            if lane % LANES == 0 and nth < blocks:
                 word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
-                if seen:
+                if (seen >> lane & quad) != 0:
                     cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
-                if hidden:
+                if (hidden >> lane & quad) != 0:
                     cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
@@ -201,10 +215,9 @@ class SeenKeys(Split):
 
 @dataclass(frozen=True)
 class MaskBits(Stage):
-    """Scores that the mask hides do not count. A warp reads the bytes of its rows side by side."""
+    """Scores that the mask hides do not count. The threads of a quad bring 16 keys each of their rows."""
 
     mask: cute.Tensor
-    group: Int32  # query heads of a KV head
     now: cute.Tensor | None = None  # (2, words of a block) registers: bits of this thread's two rows, by key
     place: Place | None = None
 
@@ -216,40 +229,32 @@ class MaskBits(Stage):
         return replace(self, place=place)
 
     def line(self, row: Int32) -> Line:
-        """Of a packed row."""
+        """Of a packed row; those beyond the last go nowhere."""
         Sq = self.place.sizes.Sq
         return Line.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
-        words, lane = cute.size(self.now, mode=[1]), cute.arch.lane_idx()
-        key = block * self.place.block + lane
-        if one_for_all(self.mask):
-            line = Line.of(self.mask, self.place.batch, Int32(0), Int32(0))
-            for word in cutlass.range_constexpr(words):
-                ballot = cute.arch.vote_ballot_sync(line.load(key + word * WARP) != 0)
-                self.now[0, word] = self.now[1, word] = ballot
-        else:
-            self.now.fill(0)
-            first = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB
-            rows = cutlass.min(self.group * self.place.sizes.Sq - first, SLAB)  # those beyond the last go nowhere
-            for row in cutlass.range(0, rows, ROWS_AT_ONCE, unroll=1):
-                self.fetch(first, row, key)
+        lane = cute.arch.lane_idx()
+        row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
+        for first in cutlass.range_constexpr(0, cute.size(self.now, mode=[1]), 2):
+            key = block * self.place.block + first * WARP + lane % LANES * BYTES
+            self.fetch(0, first, self.line(row).bits(key))
+            if one_for_all(self.mask):
+                self.now[1, first], self.now[1, first + 1] = self.now[0, first], self.now[0, first + 1]
+            else:
+                self.fetch(1, first, self.line(row + SLAB // 2).bits(key))
 
     @cute.jit
-    def fetch(self, first: Int32, row: Int32, key: Int32):
-        """Some of a warp's rows, from `row` on."""
-        words, mine = cute.size(self.now, mode=[1]), cute.arch.lane_idx() // 4
-        bytes_ = cute.make_rmem_tensor((ROWS_AT_ONCE, words), Int32)
-        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-            line = self.line(first + row + i)
-            for word in cutlass.range_constexpr(words):
-                bytes_[i, word] = line.load(key + word * WARP)
-        for i in cutlass.range_constexpr(ROWS_AT_ONCE):
-            for word in cutlass.range_constexpr(words):
-                ballot = cute.arch.vote_ballot_sync(bytes_[i, word] != 0)
-                for r in cutlass.range_constexpr(2):
-                    self.now[r, word] = cutlass.select_(row + i == mine + 8 * r, ballot, self.now[r, word])
+    def fetch(self, r: int, first: int, bits: Int32):
+        """Two words of a row from the four parts that a quad has of them."""
+        lane = cute.arch.lane_idx()
+        other = cute.arch.shuffle_sync_bfly(bits, offset=1)
+        low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, other), (other, bits)))
+        mine = low | high << BYTES
+        other = cute.arch.shuffle_sync_bfly(mine, offset=2)
+        for word, (a, b) in enumerate(((mine, other), (other, mine))):
+            self.now[r, first + word] = cutlass.select_(lane % LANES < 2, a, b)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
