@@ -247,7 +247,11 @@ class Digest:
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
     """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
     offset = sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
-    four = vector_at(mask.iterator + offset, Int32, BYTES // 4).load()
+    return bits_of_words(vector_at(mask.iterator + offset, Int32, BYTES // 4).load())
+
+
+def bits_of_words(four: cute.TensorSSA | list[Int32]) -> Int32:
+    """Of 16 bytes in four words."""
     found = Int32(0)
     for i in range(BYTES // 4):
         low = (four[i] & 0x7F7F7F7F) + 0x7F7F7F7F  # carries into the topmost bit of each byte

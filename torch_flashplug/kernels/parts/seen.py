@@ -16,9 +16,10 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64, Uint16
 
 from ...spec import SLAB, WARP
-from .digest import BYTES, bits_of_bytes
+from .digest import BYTES, bits_of_words
 from .fragments import column_of
 from .scores.chain import Chain, Place, Stage
+from .scratch import vector_at
 from .seams import Seams
 from .walk import Sizes, Split, Walk
 
@@ -29,12 +30,13 @@ GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): 
 LANES = 4  # of a warp, at the keys of a block: those of a quad hold the same rows of scores
 BLOCKS = WARP // LANES
 AT_ONCE = 4  # looks at the mask that a warp has under way
+SHORT_D = 64  # up to here K's and V's blocks are short in memory (D 64: 0.90 of the unmasked speed in turns of one)
 LOG_BLOCKS = 24  # blocks of a split are fewer than two to this
 
 
 class MaskOfFew(Seams):
     def walk(self, call: object) -> Seen:
-        return Seen(call.mask)
+        return Seen(call.mask, Order.of(call.k.shape[3]))
 
     def chain(self, call: object) -> Chain:
         return Chain((*super().chain(call).stages, MaskBits(call.mask)))
@@ -57,19 +59,19 @@ class Line:
         return cls(mask, batch, cutlass.min(head, heads - 1), query)
 
     @cute.jit
-    def bits(self, key: Int32):
-        """Of 16 keys: 0 where the row does not see one, or there is none. By a vector where it can be."""
-        keys, found = self.mask.shape[3], Int32(0)
+    def load(self, key: Int32, bytes_: cute.Tensor):
+        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. By a vector where it can be."""
+        keys = self.mask.shape[3]
         place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
-        address = self.mask.iterator.toint() + sum(Int64(i) * by for i, by in zip(place, self.mask.stride, strict=True))
-        if (self.mask.stride[3] == 1) & (address % BYTES == 0) & (key + BYTES <= keys):
-            found = bits_of_bytes(self.mask, place)
+        start = self.mask.iterator + sum(Int64(i) * by for i, by in zip(place, self.mask.stride, strict=True))
+        if (self.mask.stride[3] == 1) & (start.toint() % BYTES == 0) & (key + BYTES <= keys):
+            cute.autovec_copy(vector_at(start, Int32, cute.size(bytes_)), bytes_)
         else:
+            bytes_.fill(0)
             for i in cutlass.range_constexpr(BYTES):
                 byte = self.mask[self.batch, self.head, self.query, cutlass.min(key + i, keys - 1)].to(Int32)
-                bit = cutlass.select_(byte != 0, Int32(1 << i), Int32(0))
-                found = found | cutlass.select_(key + i < keys, bit, Int32(0))
-        return found
+                byte = cutlass.select_(key + i < keys, byte, Int32(0))
+                bytes_[i // 4] = bytes_[i // 4] | byte << i % 4 * 8
 
 
 def one_for_all(mask: cute.Tensor) -> Boolean:
@@ -82,11 +84,33 @@ def one_for_all(mask: cute.Tensor) -> Boolean:
 
 
 @dataclass(frozen=True)
+class Order:
+    """Splits take turns at runs of two to the power of `log` blocks: where rows of K are short, one block is too little
+    to be read from memory at its speed.
+    """
+
+    log: Int32
+
+    @classmethod
+    def of(cls, D: Int32) -> Order:
+        return cls(cutlass.select_(D <= SHORT_D, Int32(1), Int32(0)))
+
+    def count(self, total: Int32, split: Int32, splits: Int32) -> Int32:
+        """Blocks of a split, some perhaps behind the last one; 0 or less: none."""
+        runs = (total + (1 << self.log) - 1) >> self.log
+        return cute.ceil_div(runs - split, splits) << self.log
+
+    def block(self, nth: Int32, split: Int32, splits: Int32) -> Int32:
+        return (((nth >> self.log) * splits + split) << self.log) + (nth & ((1 << self.log) - 1))
+
+
+@dataclass(frozen=True)
 class Seen(Walk):
     mask: cute.Tensor
+    order: Order
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundSeen:
-        return BoundSeen(self.mask, sizes, tile_m, tile_n)
+        return BoundSeen(self.mask, self.order, sizes, tile_m, tile_n)
 
 
 @dataclass(frozen=True)
@@ -94,6 +118,7 @@ class BoundSeen:
     """The blocks of one sequence."""
 
     mask: cute.Tensor
+    order: Order
     sizes: Sizes
     tile_m: int
     tile_n: int
@@ -111,8 +136,7 @@ class BoundSeen:
         return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
-        """Of a split: split, split + splits, ...; at least one."""
-        return cute.ceil_div(cute.ceil_div(self.sizes.Sk, self.tile_n) - split, splits)
+        return self.order.count(cute.ceil_div(self.sizes.Sk, self.tile_n), split, splits)
 
     def log_size(self, blocks: Int32) -> Int32:
         """Of a group."""
@@ -148,18 +172,19 @@ class BoundSeen:
         """A warp at rows of the mask, at some blocks of one each; LANES lanes at a block."""
         lane, by_head = cute.arch.lane_idx(), self.mask.shape[1] > 1
         steps, every = self.tile_n // (LANES * BYTES), (1 << BYTES) - 1
-        found = cute.make_rmem_tensor((AT_ONCE, steps), Int32)
+        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
         for i in cutlass.range_constexpr(AT_ONCE):
             number = first + i * warps
             head, query = part.place(begin + number % lines)
             line = Line.of(self.mask, part.batch, cutlass.select_(by_head, head, Int32(0)), query)
-            block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
+            block = self.order.block(number // lines * BLOCKS + lane // LANES, part.split, part.splits)
             for step in cutlass.range_constexpr(steps):
-                found[i, step] = line.bits(block * self.tile_n + (step * LANES + lane % LANES) * BYTES)
+                line.load(block * self.tile_n + (step * LANES + lane % LANES) * BYTES, found[None, i, step])
         for i in cutlass.range_constexpr(AT_ONCE):
             some, all_ = Int32(0), Int32(every)
             for step in cutlass.range_constexpr(steps):
-                some, all_ = some | found[i, step], all_ & found[i, step]
+                bits = bits_of_words([found[word, i, step] for word in range(BYTES // 4)])
+                some, all_ = some | bits, all_ & bits
             seen, hidden = (cute.arch.vote_ballot_sync(one) for one in (some != 0, all_ != every))
             nth, quad = (first + i * warps) // lines * BLOCKS + lane // LANES, (1 << LANES) - 1
             if lane % LANES == 0 and nth < blocks:
@@ -186,7 +211,7 @@ class BoundSeen:
 
     def share(self, number: Int32, parts: Int32) -> SeenKeys:
         log = self.log_size(self.blocks(number, parts))
-        return SeenKeys(Int32(0), self.count[0], self.groups, log, number, parts)
+        return SeenKeys(Int32(0), self.count[0], self.groups, self.order, log, number, parts)
 
     def masks(self, keys: SeenKeys, j: Int32) -> Boolean:
         return keys.group(j) & 1 != 0
@@ -197,6 +222,7 @@ class SeenKeys(Split):
     """Of a split's blocks those in the list; some of the last group may be behind the last key."""
 
     groups: cute.Tensor
+    order: Order
     log: Int32
     split: Int32
     splits: Int32
@@ -207,7 +233,7 @@ class SeenKeys(Split):
 
     def nth(self, j: Int32) -> Int32:
         nth = (self.group(j) >> 1 << self.log) + (j & ((1 << self.log) - 1))
-        return nth * self.splits + self.split
+        return self.order.block(nth, self.split, self.splits)
 
 
 # ---- which scores ----
@@ -218,11 +244,11 @@ class MaskBits(Stage):
     """Scores that the mask hides do not count. The threads of a quad bring 16 keys each of their rows."""
 
     mask: cute.Tensor
-    now: cute.Tensor | None = None  # (2, words of a block) registers: bits of this thread's two rows, by key
+    now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: bytes of this thread's two rows
     place: Place | None = None
 
     def hold(self, columns: int) -> Stage:
-        return replace(self, now=cute.make_rmem_tensor((2, columns // WARP), Int32))
+        return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
     def at(self, place: Place) -> Stage:
         """place: of the tile's first row; rows are packed, and the head is that of the first of all."""
@@ -235,32 +261,38 @@ class MaskBits(Stage):
 
     @cute.jit
     def begin(self, block: Int32):
+        """Its bytes are on their way; who uses them waits."""
         lane = cute.arch.lane_idx()
         row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
-        for first in cutlass.range_constexpr(0, cute.size(self.now, mode=[1]), 2):
-            key = block * self.place.block + first * WARP + lane % LANES * BYTES
-            self.fetch(0, first, self.line(row).bits(key))
-            if one_for_all(self.mask):
-                self.now[1, first], self.now[1, first + 1] = self.now[0, first], self.now[0, first + 1]
-            else:
-                self.fetch(1, first, self.line(row + SLAB // 2).bits(key))
+        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
+            key = block * self.place.block + part * 2 * WARP + lane % LANES * BYTES
+            self.line(row).load(key, self.now[None, 0, part])
+            if not one_for_all(self.mask):
+                self.line(row + SLAB // 2).load(key, self.now[None, 1, part])
 
     @cute.jit
-    def fetch(self, r: int, first: int, bits: Int32):
-        """Two words of a row from the four parts that a quad has of them."""
-        lane = cute.arch.lane_idx()
+    def words(self, r: int, part: int) -> tuple[Int32, Int32]:
+        """Bits of 64 keys of a row, from the four parts that a quad has of them."""
+        lane, bytes_ = cute.arch.lane_idx(), [self.now[word, r, part] for word in range(BYTES // 4)]
+        bits = bits_of_words(bytes_)
         other = cute.arch.shuffle_sync_bfly(bits, offset=1)
         low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, other), (other, bits)))
         mine = low | high << BYTES
         other = cute.arch.shuffle_sync_bfly(mine, offset=2)
-        for word, (a, b) in enumerate(((mine, other), (other, mine))):
-            self.now[r, first + word] = cutlass.select_(lane % LANES < 2, a, b)
+        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((mine, other), (other, mine)))
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            for word in cutlass.range_constexpr(cute.size(self.now, mode=[1])):
-                bits = self.now[r, word] >> self.place.column
-                for c in cutlass.range_constexpr(word * (WARP // 4), (word + 1) * (WARP // 4)):
+        columns = WARP // 4  # of a thread, for each word
+        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
+            of_rows = cute.make_rmem_tensor((2, 2), Int32)
+            of_rows[0, 0], of_rows[0, 1] = self.words(0, part)
+            if one_for_all(self.mask):
+                of_rows[1, 0], of_rows[1, 1] = of_rows[0, 0], of_rows[0, 1]
+            else:
+                of_rows[1, 0], of_rows[1, 1] = self.words(1, part)
+            for r, word in [(r, word) for r in range(2) for word in range(2)]:
+                bits = of_rows[r, word] >> self.place.column
+                for c in cutlass.range_constexpr((2 * part + word) * columns, (2 * part + word + 1) * columns):
                     bit = column_of(c) % WARP
                     S[r, c] = cutlass.select_((bits & Int32(1 << bit)) != 0, S[r, c], -Float32.inf)
