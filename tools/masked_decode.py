@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 import workloads
-from decode import ROUND_MS, copies_of, in_turn, kv_bytes
+from decode import ROUND_MS, copies_of, in_turn
 from harness import Bench, facts_of, graphed, row_of
 from masks import SEED, SEEN, wrong_in
 from torch import Tensor
@@ -96,4 +96,4 @@ def _measure(bench: Bench, name: str, case: Case, pattern: str) -> None:
     timings = {peer: Timing(tuple(ms / copies for ms in t.rounds)) for peer, t in timings.items()}
     unmasked = timings.pop("unmasked", None)
     row = row_of(name, timings, **facts_of(case) | {"mask": pattern}, wrong=wrong, refused=refused)
-    bench.add(row | {"kv_bytes": kv_bytes(case), "unmasked_ms": unmasked.ms if unmasked else None})
+    bench.add(row | {"unmasked_ms": unmasked.ms if unmasked else None})

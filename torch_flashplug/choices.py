@@ -117,6 +117,7 @@ _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LO
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
+_CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
 # ratio is the lowest that the suite saw in the class (642 shapes in all without gradients).
@@ -251,8 +252,13 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
-    # Bool masks (410 cells), of more rows than decode has, whose kernels take none. Where the ratio is below 1 stock is
-    # wrong all the same for rows that see no key (rescues.py).
+    # Bool masks (410 cells of more rows than decode has, 216 of decode). Where the ratio is below 1 stock is wrong all
+    # the same for rows that see no key (rescues.py). Of decode the lowest are random bits by head; caches filled in
+    # part have 1.3 to 39, whole ones 0.78 (D 80), 0.89 (D 64) and more.
+    ChoiceRow("decode", "square", 90, False, "mask", 1, 64, 1, ANY, 1, ANY, 0, 0.51, _CACHES),
+    ChoiceRow("decode", "square", 90, False, "mask", 65, 128, 1, ANY, 1, ANY, 0, 0.65, _CACHES),
+    ChoiceRow("decode", "square", 90, False, "mask", 129, 256, 1, ANY, 1, ANY, 0, 1.16, _CACHES),
+    ChoiceRow("decode", "mixed", 90, False, "mask", 129, 192, 1, ANY, 1, ANY, 0, 0.99, _CACHES),
     ChoiceRow("fwd", "square", 90, False, "mask", 1, 64, 65, 128, 1025, ANY, 0, 0.84, _MASKS),
     ChoiceRow("fwd", "square", 90, False, "mask", 1, 64, 65, ANY, 1, ANY, 0, 1.04, _MASKS),
     ChoiceRow("fwd", "square", 90, False, "mask", 65, 128, 65, ANY, 1, ANY, 0, 1.16, _MASKS),

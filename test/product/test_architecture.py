@@ -52,7 +52,8 @@ BELOW = {
     *("scores", "scratch", "sm80", "sm90", "walk"),
 }
 
-PARTS_OF_FEATURES = {part.rpartition(".")[0] for one in features.FEATURES for part in (one.part, one.decode)}  # which seams import
+# Which seams import.
+PARTS_OF_FEATURES = {part.rpartition(".")[0] for one in features.FEATURES for part in (one.part, one.decode)}
 
 MAX_LINES, MAX_KERNEL_LINES = 400, 700
 MAX_FUNCTION, MAX_KERNEL_FUNCTION = 120, 90

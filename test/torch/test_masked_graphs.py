@@ -382,7 +382,7 @@ def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("first", [200, 40])
 def test_few_rows_of_a_graph_of_many(kernels_on: str, first: int) -> None:
-    """One graph; kernels that digest the mask take many rows, those that read it where it lies few without gradients."""
+    """One graph, whose kernels digest the mask; decode's would read it where it lies."""
     road = Road(kernels_on)
     recorder = Recorder()
     compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend=recorder)
