@@ -229,9 +229,10 @@ def trial(spec: KernelSpec, *stages: str):
         @cute.jit
         def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-            partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32, extra: Extra, stream: cuda.CUstream,
+            partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32,
+            mask: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, extra), stream)
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask, extra), stream)
 
     class Backward(base):
         fake_arguments = Forward.fake_arguments

@@ -16,7 +16,13 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 from torch._guards import CompileContext
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, _ProxyTensor, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    _ProxyTensor,
+    get_proxy_slot,
+    proxy_call,
+    set_proxy_slot,
+)
 
 from . import native, ops
 
@@ -117,8 +123,11 @@ def _trace_forward(
 def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = None) -> tuple:
     grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
     dropout_p, is_causal, seed, offset = args[12:]
+    forward = _forward_of(mode, offset)
+    if forward is None:  # compiled autograd: an eager one's, whose mode lies in max_q and whose mask may be a digest
+        return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
     bias_grad = attn_bias is not None and grad_input_mask[3]
-    settings = (dropout_p, int(is_causal), scale, _mode_of_forward(mode, offset), bias_grad)
+    settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
     mask = attn_bias if bias_grad else _mask_behind(mode, attn_bias)
     with mode:
         dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
@@ -128,9 +137,9 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
 _PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor) -> torch.fx.Node | None:
+def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.fx.Node | None:
     """What gave the tensor in the graph that is being traced."""
-    slot = get_proxy_slot(tensor, mode.tracer, None)
+    slot = None if tensor is None else get_proxy_slot(tensor, mode.tracer, None)
     node = None if slot is None else slot.proxy.node
     while node is not None and node.target in _PASS_THROUGH:
         node = node.args[0]
@@ -141,7 +150,7 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
     """The bool mask that F.sdpa made this bias of, where(mask, 0, -inf); the bias, where it is another. Nobody else
     reads the floats then, and a graph has them not.
     """
-    node = None if bias is None else _node_behind(mode, bias)
+    node = _node_behind(mode, bias)
     if node is None or node.target is not torch.ops.aten.where.self:
         return bias
     mask, shown, hidden = node.args
@@ -159,15 +168,15 @@ def _is_number(node: object, number: float) -> bool:
     return is_scalar and node.args[0] == number
 
 
-def _mode_of_forward(mode: ProxyTorchDispatchMode, offset: Tensor) -> int:
-    """Mode word of the sdpa_fwd node that gave `offset`: the backward is traced when its block is long left. 0 if that
-    node is in another graph.
+def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> ops.ForwardArgs | None:
+    """Of the sdpa_fwd node that gave `offset`, among others its mode: the backward is traced when its block is long
+    left. None: it is in no graph, or in another one.
     """
     node = _node_behind(mode, offset)
     if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
-        return 0
+        return None
     forward = node.args[0]  # node is getitem(forward, 3)
-    return ops.ForwardArgs(*forward.args).mode if forward.target is ops.namespace.sdpa_fwd.default else 0
+    return ops.ForwardArgs(*forward.args) if forward.target is ops.namespace.sdpa_fwd.default else None
 
 
 def _backward_meta(*args, scale: float | None = None) -> tuple:

@@ -28,13 +28,17 @@ def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
         part.compile(backend="inductor" if road.device == "cuda" else "aot_eager")
 
 
-def train(road: Road, compiled: str = "nothing") -> Tensor:
-    """Losses (STEPS,) of a new model that sees one batch of text again and again."""
+def model_and_text(road: Road, compiled: str) -> tuple[nn.Module, Tensor]:
     model = new_llama(road, layers=LAYERS, hidden_size=512, use_cache=False)
     length = LENGTH[road.device]
     compile_parts(road, model, compiled)
+    return model, as_tokens(repeated(read_text(None)[0], BATCH * length)).view(BATCH, length).to(road.device)
+
+
+def train(road: Road, compiled: str = "nothing") -> Tensor:
+    """Losses (STEPS,) of a new model that sees one batch of text again and again."""
+    model, text = model_and_text(road, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    text = as_tokens(repeated(read_text(None)[0], BATCH * length)).view(BATCH, length).to(road.device)
     losses = []
     for _ in range(STEPS):
         loss = model(input_ids=text, labels=text).loss
@@ -57,11 +61,13 @@ def other_backends(road: Road, compiled: str) -> tuple[SDPBackend, SDPBackend]:
 
 @functools.cache
 def spread_of_stock(road: Road, compiled: str) -> float:
-    """How far runs of stock are apart, its own backends' and one repeated: roundings differ, a compiled model adds up
-    embeddings' gradients in any order, and training makes differences grow.
+    """How far runs of stock are apart, its own backends', one repeated and one of another graph: roundings differ, a
+    compiled model adds up embeddings' gradients in any order, and training makes differences grow.
     """
     with road.off():
         default, others = train(road, compiled), [train(road, compiled)]
+        if compiled == "model":
+            others.append(train(road))
         for backend in other_backends(road, compiled):
             with sdpa_kernel(backend):
                 others.append(train(road, compiled))
@@ -70,17 +76,34 @@ def spread_of_stock(road: Road, compiled: str) -> float:
 
 @pytest.mark.parametrize("compiled", ["nothing", "layers", "model"])
 def test_llama_trains_alike(road: Road, compiled: str) -> None:
-    """Every attention is ours, forward and backward. Not so where the whole model is compiled: there transformers
-    gives F.sdpa a mask instead of is_causal (torch before 2.14), which is stock's.
+    """Every attention is ours, forward and backward; where the whole model is compiled transformers gives F.sdpa a mask
+    instead of is_causal (torch before 2.14).
     """
     ours = train(road, compiled)
     took = road.took()
     with road.off():
         stock = train(road, compiled)
     assert road.took() == {}
-    if compiled != "model":
-        backward = "ours_bwd" if road.device == "cuda" else "math_bwd"  # the stand-in has no kernel
-        ran = {path: count for path, count in took.items() if path.endswith(("_fwd", "_bwd"))}
-        assert ran == dict.fromkeys(("ours_fwd", backward), STEPS * LAYERS)
+    backward = "ours_bwd" if road.device == "cuda" else "math_bwd"  # the stand-in has no kernel
+    ran = {path: count for path, count in took.items() if path.endswith(("_fwd", "_bwd"))}
+    assert ran == dict.fromkeys(("ours_fwd", backward), STEPS * LAYERS)
     assert ours.isfinite().all() and ours[-1] < 0.6 * ours[0]
     assert rms(ours - stock) <= SPREAD_FACTOR * spread_of_stock(road, compiled)
+
+
+def first_gradients(road: Road, compiled: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    model, text = model_and_text(road, compiled)
+    model.to(dtype)(input_ids=text, labels=text).loss.backward()
+    return [parameter.grad.double() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("compiled", ["nothing", "layers", "model"])
+def test_gradients_are_as_exact_as_stocks(road: Road, compiled: str) -> None:
+    """Of every parameter, ahead of what steps make of a difference."""
+    ours = first_gradients(road, compiled)
+    with road.off():
+        stock = first_gradients(road, compiled)
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = first_gradients(road, "nothing", torch.float64)
+    for mine, theirs, want in zip(ours, stock, exact, strict=True):
+        assert (mine - want).norm() <= 1.2 * (theirs - want).norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_flashplug import composite, explain, ops, tracing
+from torch_flashplug import composite, explain, ops, sdpa_backend, tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -214,6 +215,33 @@ def test_jacrev(road: Road) -> None:
     jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)
     want = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
     torch.testing.assert_close(jacobian[1], want, atol=6e-2, rtol=6e-2)
+
+
+# ---- compiled autograd ----
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("forced", ["auto", "fa3"])
+def test_an_eager_forward_and_a_traced_backward(any_road: Road, masked: bool, forced: str) -> None:
+    """Its mode and what it kept of the mask are the eager op's."""
+    mask = torch.rand(128, 128, generator=torch.Generator().manual_seed(1)).to(any_road.device) < 0.5
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule) -> Callable:
+        graphs.append(graph)
+        return torch.compile(graph, backend="aot_eager")
+
+    grads = []
+    for context in (contextlib.nullcontext(), torch._dynamo.compiled_autograd._enable(compiler)):
+        inputs = any_road.qkv(grad=True)
+        with context:
+            with sdpa_backend(forced):
+                out = sdpa(*inputs, mask if masked else None)
+            out.float().square().sum().backward()
+        grads.append([tensor.grad for tensor in inputs])
+    assert graphs and any_road.took()["ours_fwd"] == 2
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, atol=6e-2, rtol=6e-2)
 
 
 # ---- Plan B's known limits, kept honest ----

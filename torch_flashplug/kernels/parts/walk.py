@@ -17,7 +17,6 @@ import cutlass.memory
 from cutlass import Int32
 
 if TYPE_CHECKING:
-    from .packed import Part
     from .pieces import Tile
 
 
@@ -133,8 +132,8 @@ class BoundBand:
         """decode: with room for what is found out."""
         return self
 
-    def find(self, part: Part) -> None:
-        """decode: every thread, before roles part."""
+    def find(self, part: object) -> None:
+        """decode: every thread, before roles part; of a packed.Part."""
 
     def share(self, number: Int32, parts: Int32) -> Split:
         """decode: a split's KV blocks; one behind the last where there are fewer blocks than splits."""
