@@ -74,9 +74,14 @@ bool has_mask_dims(AtenTensorHandle mask) {
   return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
 }
 
+bool has_memory(AtenTensorHandle mask) {
+  const void* data = nullptr;
+  return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
+}
+
 bool dense_bool(AtenTensorHandle mask) {
   int32_t layout = -1;
-  return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_digest(mask);
+  return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
 bool broadcasts(AtenTensorHandle mask, const Problem& p) {
@@ -87,6 +92,15 @@ bool broadcasts(AtenTensorHandle mask, const Problem& p) {
 Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
+}
+
+// The mask's bytes, once for planes that are the same.
+Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
+  int64_t packed[4];
+  pack_strides(size, packed);
+  Owned copy = empty_strided(4, size, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
+  check_shim(aoti_torch_copy_(copy.get(), view(mask, 4, size, stride).get(), 0), "copy_");
+  return copy;
 }
 
 // What a forward of ours had autograd keep.
@@ -119,8 +133,8 @@ Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& quer
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  if (!on_this_stack(mask)) return false;                                // that is where the caller has it
-  if (torch.python_dispatch(mask) || torch.wrapped(mask)) return false;  // no address, or not its own
+  if (!on_this_stack(mask)) return false;  // that is where the caller has it
+  if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
   return dense_bool(mask) && beside(mask, facts.operand[0]) && broadcasts(mask, facts.problem);
 }
 
@@ -137,7 +151,9 @@ bool leave_digest(AtenTensorHandle mask, const Facts& facts) {
     spread(mask, facts.problem, size, stride);
     const Problem& p = facts.problem;
     const int64_t numbers = p.grad ? digest_numbers(p.Sq, p.Sk, true) : 0;  // nobody keeps it
-    Owned digest = new_digest(size, numbers, facts.operand[0]);
+    // Hooks of saved tensors may copy what is left here, which they are given before the op fills it in.
+    Owned digest = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                           : new_digest(size, numbers, facts.operand[0]);
     if (torch_symbols().wrapped(digest.get())) return false;  // inside a transform the op would get another one
     std::swap(pointer_in(mask), pointer_in(digest.get()));
     kept = {digest.release(), mask, pointer_in(mask)};
@@ -160,8 +176,9 @@ Owned take_mask(AtenTensorHandle digest) {
 }
 
 void refuse_digest(AtenTensorHandle mask) {
-  if (mask != nullptr && is_digest(mask))
-    throw std::runtime_error("torch_flashplug: attn_mask is int32; use bool, float32 or the query's dtype");
+  if (mask != nullptr && is_kept(mask))
+    throw std::runtime_error(std::string("torch_flashplug: attn_mask is ") + (is_digest(mask) ? "int32" : "uint8") +
+                             "; use bool, float32 or the query's dtype");
 }
 
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,

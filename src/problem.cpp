@@ -40,7 +40,9 @@ bool is_there(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
 
-bool is_mask(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_bool()) || is_digest(tensor); }
+bool is_mask(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_bool()) || is_kept(tensor); }
+
+bool is_kept(AtenTensorHandle tensor) { return is_digest(tensor) || is_of(tensor, aoti_torch_dtype_uint8()); }
 
 bool is_digest(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_int32()); }
 

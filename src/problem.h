@@ -22,8 +22,10 @@ struct Attention {
   std::optional<double> scale = {};
 };
 bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
-// Whether it is bool, or what kernels read instead (mask.cpp), which nobody else makes of this dtype; or that alone.
+// Whether it is bool, or what autograd keeps instead (mask.cpp), which nobody else makes of these dtypes; or that
+// alone, a digest or a copy of the mask's bytes.
 bool is_mask(AtenTensorHandle tensor);
+bool is_kept(AtenTensorHandle tensor);
 bool is_digest(AtenTensorHandle tensor);
 
 // What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its

@@ -197,11 +197,12 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
   refuse_digest(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{{q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
-                          box::to_optional_double(stack[op["scale"]])},
-                         effective_mode(),
-                         wants_grad(q.get(), k.get(), v.get()),
-                         taken.get() != nullptr && has_elements(bias.get()) ? bias.get() : nullptr};
+  const ForwardCall call{
+      {q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
+       box::to_optional_double(stack[op["scale"]])},
+      effective_mode(),
+      wants_grad(q.get(), k.get(), v.get()),
+      taken.get() != nullptr && is_digest(bias.get()) && has_elements(bias.get()) ? bias.get() : nullptr};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <stack>
 #include <stdexcept>
 #include <utility>
 
@@ -38,6 +39,7 @@ constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
 constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
 constexpr const char* kModesSet = "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb";
 constexpr const char* kTracingState = "_ZN5torch3jit6tracer15getTracingStateEv";
+constexpr const char* kSavedHooks = "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv";
 constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
 constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
@@ -52,6 +54,7 @@ struct Found {
   bool (*python_dispatch)(const void* tensor) = nullptr;
   bool (*modes_set)(bool skip_infra_modes) = nullptr;
   const std::shared_ptr<void>& (*tracing_state)() = nullptr;
+  const std::stack<int>& (*saved_hooks)() = nullptr;  // its state begins with a stack, of whatever
   const void* nested_type = nullptr;
   const void* plain_type = nullptr;
   int* log_level = nullptr;
@@ -82,6 +85,7 @@ TorchSymbols look_up() {
   f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
   f.modes_set = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
   f.tracing_state = reinterpret_cast<const std::shared_ptr<void>& (*)()>(dlsym(cpu, kTracingState));
+  f.saved_hooks = reinterpret_cast<const std::stack<int>& (*)()>(dlsym(cpu, kSavedHooks));
   f.nested_type = dlsym(cpu, kNestedType);
   f.plain_type = dlsym(c10, kPlainType);
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
@@ -204,6 +208,8 @@ bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found
 bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || found().modes_set(false); }
 
 bool TorchSymbols::jit_traced() const { return found().tracing_state != nullptr && found().tracing_state() != nullptr; }
+
+bool TorchSymbols::saved_hooks() const { return found().saved_hooks == nullptr || !found().saved_hooks().empty(); }
 
 const char* TorchSymbols::lacking() const {
   const Found& f = found();

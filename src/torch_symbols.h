@@ -25,6 +25,7 @@ struct TorchSymbols {
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
   bool modes_set() const;       // TorchDispatchModes: what is called next may be another op; true where nobody can tell
   bool jit_traced() const;      // torch.jit.trace writes down what this thread calls
+  bool saved_hooks() const;     // this thread hands what autograd saves to somebody: save_on_cpu, checkpoint, ...
   const char* lacking() const;  // the first symbol that the hook needs and this torch does not have; null: none
 };
 const TorchSymbols& torch_symbols();

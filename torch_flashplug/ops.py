@@ -55,7 +55,7 @@ class ForwardArgs(NamedTuple):
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (B, Hkv, Sk, D)
     value: Tensor  # (B, Hkv, Sk, Dv)
-    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or a digest
+    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or what is kept
     dropout_p: float
     causal_mode: int
     scale: float | None  # None: 1 / sqrt(D)
@@ -218,6 +218,8 @@ def _scores(a: ForwardArgs) -> _Scores:
     bias = a.attn_bias
     if bias is not None and bias.dtype == torch.int32:
         bias = digested.seen(bias, *scores.shape[-2:])
+    elif bias is not None and bias.dtype == torch.uint8:
+        bias = bias.bool()
     if bias is not None and bias.dtype == torch.bool:
         scores = scores.masked_fill(~bias, -math.inf)
     elif bias is not None:

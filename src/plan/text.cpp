@@ -89,9 +89,10 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
-         (!gate.closed  ? "open"
-          : plan.ours() ? "closed, but asked for"
-                        : "stock");
+         (!gate.closed           ? "open"
+          : plan.rescue_row >= 0 ? "closed, but stock is not right here"
+          : plan.ours()          ? "closed, but asked for"
+                                 : "stock");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {

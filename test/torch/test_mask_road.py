@@ -4,8 +4,11 @@ else sees it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from cpp import TORCH
 from standin import Road
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
 from torch_flashplug import native
@@ -261,3 +265,53 @@ def test_own_op_takes_one_of_mask_and_causal_mode(road: Road) -> None:
         own(q, k, v, None, 0.0, 7, None, 0)
     with pytest.raises(RuntimeError, match="attn_mask is int32"):
         own(q, k, v, mask_on(road).int(), 0.0, 0, None, 0)
+
+
+# ---- what autograd keeps, and who is handed it before the op has run ----
+
+
+def kept_on_cpu() -> object:
+    return torch.autograd.graph.save_on_cpu()
+
+
+def kept_as_copies() -> object:
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, kept_on_cpu, kept_as_copies])
+@pytest.mark.parametrize("forced", ["auto", "fa3"])
+def test_hooks_of_saved_tensors(kernels_on: str, hooks: Callable, rows: int, forced: str) -> None:
+    """They copy what is there before a digest is filled in; they get the mask's bytes."""
+    mask = CAUSAL[-rows:].to(kernels_on)
+    made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(3, 1, 2, 128, 64).unbind()]
+    made[0] = made[0][:, :, -rows:]
+    leaves = [tensor.detach().requires_grad_() for tensor in made]
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend(forced), hooks():
+        out = F.scaled_dot_product_attention(*leaves, mask)
+    got = torch.autograd.grad(out.double().square().sum(), leaves)
+    assert native.counters()["ours_fwd"] == native.counters()["ours_bwd"] == 1
+    exact = [tensor.double().requires_grad_() for tensor in made]
+    for mine, want in zip(got, torch.autograd.grad(right(*exact, mask).square().sum(), exact)):
+        torch.testing.assert_close(mine.double(), want, atol=0.1, rtol=0.1)
+
+
+def test_a_checkpoint_without_reentry(any_road: Road) -> None:
+    """Its hooks hold places; the forward runs again in the backward."""
+    mask, grads = mask_on(any_road), []
+    for run in (F.scaled_dot_product_attention, functools.partial(checkpoint, F.scaled_dot_product_attention)):
+        options = {"use_reentrant": False} if isinstance(run, functools.partial) else {}
+        inputs = any_road.qkv(grad=True)
+        run(*inputs, mask, **options).float().square().sum().backward()
+        grads.append([tensor.grad for tensor in inputs])
+    assert any_road.took()["ours_fwd"] == 3
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_mask_without_memory_is_stocks(road: Road) -> None:
+    q, k, v = road.qkv()
+    nothing = torch._efficientzerotensor((128, 128), dtype=torch.bool, device=road.device)
+    F.scaled_dot_product_attention(q, k, v, nothing)
+    assert road.took() == {"routed_stock": 1} and native.take_last_exit() == "mask"
