@@ -2,7 +2,7 @@
 against fp64 math.
 
 Also what must hold of a kernel beside its numbers: output layout, no read or write outside its tensors, determinism,
-no races, graph replay, memory, more than 2^31 elements. The first tests need no GPU: they hold table and cases together.
+no races, graph replay, memory, over 2^31 elements. The first tests need no GPU: they hold table and cases together.
 """
 
 from __future__ import annotations
