@@ -55,7 +55,7 @@ class ForwardArgs(NamedTuple):
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (B, Hkv, Sk, D)
     value: Tensor  # (B, Hkv, Sk, Dv)
-    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or what is kept
+    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or as kept
     dropout_p: float
     causal_mode: int
     scale: float | None  # None: 1 / sqrt(D)
