@@ -73,14 +73,17 @@ void give_sign(AtenTensorHandle grad_q, const Problem& p);
 
 // ---- mask.cpp: bool masks, and what kernels read instead ----
 
-// Router: leaves an empty digest in the place of the caller's mask, where F.sdpa would find a bool one and make floats
-// of it, for the op that this thread calls next. False where there is no memory for it.
-bool leave_digest(AtenTensorHandle mask, const Facts& facts);
+// Router: leaves what autograd is to keep in the place of the caller's mask, where F.sdpa would find a bool one and
+// make floats of it, for the op that this thread calls next: an empty digest or, for hooks of saved tensors, a copy of
+// the mask's bytes. False where there is no memory for it.
+bool leave_kept(AtenTensorHandle mask, const Facts& facts);
 void forget_mask();
-// Op: the mask in whose place this digest was left, which goes back there; undefined if it is none of this thread's.
-Owned take_mask(AtenTensorHandle digest);
+// Op: the mask in whose place this was left, which goes back there; undefined if it is none of this thread's.
+Owned take_mask(AtenTensorHandle left);
+// The digest that the op has to fill in: what was left, or null where nobody keeps it or it is a copy.
+AtenTensorHandle digest_of(AtenTensorHandle left);
 // Throws where a caller gives one as a mask.
-void refuse_digest(AtenTensorHandle mask);
+void refuse_kept(AtenTensorHandle mask);
 // What kernels take: a mask to be digested and where to, or nothing and what was digested before.
 struct Masked {
   Owned mask;    // (B or 1, Hq or 1, Sq, Sk), strides 0 where it is broadcast; or without elements

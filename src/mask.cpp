@@ -27,7 +27,7 @@ void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(te
 struct Kept {
   AtenTensorHandle mask = nullptr;
   AtenTensorHandle place = nullptr;  // where the caller had it
-  void* digest = nullptr;            // what is there now
+  void* left = nullptr;              // what is there now
 };
 thread_local Kept kept;
 
@@ -145,18 +145,18 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
   return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
 }
 
-bool leave_digest(AtenTensorHandle mask, const Facts& facts) {
+bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
     const Problem& p = facts.problem;
     const int64_t numbers = p.grad ? digest_numbers(p.Sq, p.Sk, true) : 0;  // nobody keeps it
     // Hooks of saved tensors may copy what is left here, which they are given before the op fills it in.
-    Owned digest = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
-                                                           : new_digest(size, numbers, facts.operand[0]);
-    if (torch_symbols().wrapped(digest.get())) return false;  // inside a transform the op would get another one
-    std::swap(pointer_in(mask), pointer_in(digest.get()));
-    kept = {digest.release(), mask, pointer_in(mask)};
+    Owned left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                         : new_digest(size, numbers, facts.operand[0]);
+    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get another one
+    std::swap(pointer_in(mask), pointer_in(left.get()));
+    kept = {left.release(), mask, pointer_in(mask)};
     return true;
   } catch (const std::exception&) {
     return false;
@@ -167,15 +167,21 @@ void forget_mask() {
   if (kept.mask != nullptr) Owned{std::exchange(kept.mask, nullptr)};
 }
 
-Owned take_mask(AtenTensorHandle digest) {
+Owned take_mask(AtenTensorHandle left) {
   Owned there(std::exchange(kept.mask, nullptr));
-  if (there.get() == nullptr || pointer_in(digest) != kept.digest || pointer_in(kept.place) != kept.digest) return {};
+  if (there.get() == nullptr || pointer_in(left) != kept.left || pointer_in(kept.place) != kept.left) return {};
   Owned mask = Owned::share(there.get());
   std::swap(pointer_in(there.get()), pointer_in(kept.place));
   return mask;
 }
 
-void refuse_digest(AtenTensorHandle mask) {
+AtenTensorHandle digest_of(AtenTensorHandle left) {
+  int64_t numbers = 0;
+  check_shim(aoti_torch_get_numel(left, &numbers), "get_numel");
+  return is_digest(left) && numbers > 0 ? left : nullptr;
+}
+
+void refuse_kept(AtenTensorHandle mask) {
   if (mask != nullptr && is_kept(mask))
     throw std::runtime_error(std::string("torch_flashplug: attn_mask is ") + (is_digest(mask) ? "int32" : "uint8") +
                              "; use bool, float32 or the query's dtype");
@@ -192,7 +198,7 @@ Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& q
 }
 
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query) {
-  const Masked given = masked(call, p, query, true, true);
+  const Masked given = masked(call, p, query, false, false);
   OpCall op(kDigest);
   op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
   op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);

@@ -37,7 +37,7 @@ enum class Whose { kStocks, kOurs, kMaths };
 struct Verdict {
   int exit;
   Whose whose = Whose::kStocks;
-  bool digest = false;  // is to be left in the mask's place
+  bool leaves = false;  // something in the mask's place
   bool asked = false;   // the tensors were looked at
 };
 Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
@@ -192,7 +192,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Verdict verdict = decide(call, effective_mode(), &facts);
   last_exit = verdict.exit;
   if (verdict.whose == Whose::kMaths) return kChoiceMath;
-  const bool ours = verdict.whose == Whose::kOurs && (!verdict.digest || leave_digest(call.mask, facts));
+  const bool ours = verdict.whose == Whose::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));

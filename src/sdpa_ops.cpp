@@ -183,26 +183,19 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 
 // ---- door 1: the aten carrier ----
 
-bool has_elements(AtenTensorHandle tensor) {
-  int64_t count = 0;
-  check_shim(aoti_torch_get_numel(tensor, &count), "get_numel");
-  return count > 0;
-}
-
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
   const Owned taken = bias.defined() ? take_mask(bias.get()) : Owned();
   const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
-  refuse_digest(mask);
+  refuse_kept(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{
-      {q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
-       box::to_optional_double(stack[op["scale"]])},
-      effective_mode(),
-      wants_grad(q.get(), k.get(), v.get()),
-      taken.get() != nullptr && is_digest(bias.get()) && has_elements(bias.get()) ? bias.get() : nullptr};
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         effective_mode(),
+                         wants_grad(q.get(), k.get(), v.get()),
+                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -258,7 +251,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
-  refuse_digest(mask.get());
+  refuse_kept(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
@@ -281,7 +274,7 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
               lse = box::to_tensor(stack[op["lse"]]);
   const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
-  refuse_digest(mask.get());
+  refuse_kept(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},

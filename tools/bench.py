@@ -207,7 +207,7 @@ def _host_rows(bench: Bench) -> None:
             if name in bench.providers and not (extra and name == "ours_fa3")
         }
         timings = time_host(candidates, rounds=max(15, bench.rounds), device=bench.device)
-        plan = "stock" if extra else auto_plan_of(inputs, case)
+        plan = str(who.torch_flashplug.explain(*inputs, **kwargs).backend)
         bench.add(row_of(f"host_{mode}", timings, **facts_of(case), kind="host", auto_plan=plan))
 
 

@@ -109,6 +109,11 @@ def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[s
     return {"max": errors.max, "rms": errors.rms}
 
 
+def refusal(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
+
+
 def try_each(
     bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable
 ) -> tuple[dict, dict, dict]:
@@ -127,7 +132,7 @@ def try_each(
             candidates[name] = Candidate(call, provider.scope)
         # Every peer refuses a call in its own way: what one raises is noted, and the others are still measured.
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
-            refused[name] = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
+            refused[name] = refusal(error)
             if "CUDA error" in refused[name]:  # the context is gone: nothing measured after it would mean anything
                 raise SystemExit(f"{case.name}: {name}: {error}") from error
             if provider.ours:

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 import workloads
 from decode import ROUND_MS, copies_of, in_turn
-from harness import Bench, facts_of, graphed, row_of
+from harness import Bench, facts_of, graphed, refusal, row_of
 from masks import SEED, SEEN, wrong_in
 from torch import Tensor
 
-from torch_flashplug.testing import Candidate, Case, Timing, make_inputs, time_interleaved
+from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 MASKED = ("ours_fa3", "ours_auto", "stock", "efficient")
 UNMASKED = "ours_fa3"
@@ -70,11 +70,11 @@ def _measure(bench: Bench, name: str, case: Case, pattern: str) -> None:
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     mask = PATTERNS[pattern](case, torch.arange(case.Sk, device=bench.device), bench.device)
 
+    def attend(mask: Tensor | None, one: Inputs) -> Tensor:
+        return F.scaled_dot_product_attention(*one, mask, enable_gqa=case.gqa)
+
     def candidate(peer: str, mask: Tensor | None) -> Candidate:
-        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=case.gqa)
-        each = [functools.partial(attend, *one) for one in inputs]
-        with bench.providers[peer].scope():
-            each[0]()  # whoever cannot says so before it is captured
+        each = [functools.partial(attend, mask, one) for one in inputs]
         return graphed(Candidate(in_turn(each), bench.providers[peer].scope), 1)
 
     candidates, wrong, refused = {}, {}, {}
@@ -82,12 +82,12 @@ def _measure(bench: Bench, name: str, case: Case, pattern: str) -> None:
         for peer in (peer for peer in MASKED if peer in bench.providers):
             try:
                 with bench.providers[peer].scope():
-                    out = F.scaled_dot_product_attention(*inputs[0], mask, enable_gqa=case.gqa)
+                    out = attend(mask, inputs[0])  # whoever cannot says so before it is captured
                 if bench.check and (error := wrong_in(case, inputs[0], mask, out)):
                     wrong[peer] = error
                 candidates[peer] = candidate(peer, mask)
             except RuntimeError as error:
-                refused[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                refused[peer] = refusal(error)
         if any(peer.startswith("ours") for peer in wrong):
             raise SystemExit(f"{name}: wrong, nothing is timed: {wrong}")
         if UNMASKED in bench.providers:

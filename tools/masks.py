@@ -13,7 +13,7 @@ import providers as who
 import torch
 import torch.nn.functional as F
 import workloads
-from harness import Bench, facts_of, row_of
+from harness import Bench, facts_of, refusal, row_of
 from records import GRADIENT_FLOP
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -164,7 +164,7 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
                     call_of(attend)()
             # What cannot run is noted, and the others are measured.
             except (RuntimeError, NotImplementedError) as error:
-                refused[peer] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                refused[peer] = refusal(error)
                 continue
             candidates[peer] = Candidate(call_of(attend), scope)
         if wrong.keys() & who.OURS.keys():

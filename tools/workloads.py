@@ -39,6 +39,11 @@ def masked() -> list[Case]:
     return [case for case in grid("masked") if not case.causal]
 
 
+def _named_by_shape(heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int]) -> Case:
+    (B, Hq, Hkv), (Sq, Sk), (D, Dv) = heads, seq, dims
+    return _case(f"d{D}v{Dv}_b{B}h{Hq}x{Hkv}_q{Sq}k{Sk}", heads, seq, dims)
+
+
 def masked_beside() -> list[Case]:
     """Beside those: few tiles, few rows, other lengths and heads, head dims that kernels fill up."""
     calls = (
@@ -57,11 +62,7 @@ def masked_beside() -> list[Case]:
         ((1, 8, 8), (512, 32768)),
     )
     dims = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))
-    return [
-        _case(f"d{d}v{dv}_b{heads[0]}h{heads[1]}x{heads[2]}_q{seq[0]}k{seq[1]}", heads, seq, (d, dv))
-        for d, dv in dims
-        for heads, seq in calls
-    ]
+    return [_named_by_shape(heads, seq, dim) for dim in dims for heads, seq in calls]
 
 
 def masked_decode() -> list[Case]:
@@ -76,12 +77,9 @@ def masked_decode() -> list[Case]:
         *(((4, 16, 16), (rows, 1024)) for rows in (4, 17, 64)),
         ((4, 16, 16), (64, 8192)),
     )
-    all_calls = [(dim, *call) for dim in ((64, 64), (128, 128), (256, 256)) for call in calls]
-    all_calls += [(dim, *call) for dim in ((80, 80), (192, 128)) for call in calls[3:8:2]]
-    return [
-        _case(f"d{d}v{dv}_b{heads[0]}h{heads[1]}x{heads[2]}_q{seq[0]}k{seq[1]}", heads, seq, (d, dv))
-        for (d, dv), heads, seq in all_calls
-    ]
+    grid = [(*call, dim) for dim in ((64, 64), (128, 128), (256, 256)) for call in calls]
+    beside = [(*call, dim) for dim in ((80, 80), (192, 128)) for call in calls[3:8:2]]
+    return [_named_by_shape(*call) for call in grid + beside]
 
 
 def head_dims() -> list[Case]:

@@ -4,6 +4,7 @@ caches filled in part, whose hidden keys nobody reads; a graph whose mask change
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from splits import MOST, forced, planned
+from test_masks import drawn as drawn_by_share
+from test_masks import on
 from torch import Tensor
 
 from torch_flashplug import configs, native, sdpa_backend
@@ -22,9 +25,10 @@ from torch_flashplug.testing import (
     Masking,
     assert_lse,
     assert_within_budget,
-    attention_math,
     make_inputs,
     new_case,
+    oracle,
+    plain,
 )
 
 SEED = 20261124
@@ -34,8 +38,7 @@ KEYS = 333
 GROUPS = 352  # of a CTA's list (kernels/parts/seen.py); machines with a GPU may have no DSL
 
 
-def drawn(*sizes: int, share: float = 0.3) -> Tensor:
-    return torch.rand(sizes, generator=torch.Generator().manual_seed(SEED)) < share
+drawn = functools.partial(drawn_by_share, share=0.3)
 
 
 def blind(mask: Tensor) -> Tensor:
@@ -63,25 +66,21 @@ MASKS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def on(device: str, mask: Tensor) -> Tensor:
-    """Laid out as it is."""
-    memory = torch.empty(0, dtype=torch.bool).set_(mask.untyped_storage()).to(device)
-    return memory.as_strided(mask.size(), mask.stride(), mask.storage_offset())
+def yardsticks(case: Case, inputs: Inputs, mask: Tensor) -> tuple:
+    """fp64's answer and plain torch's. What is NaN is not to be read."""
+    clean, rule = [tensor.nan_to_num() for tensor in inputs], Masking(bias=mask)
+    return oracle(case, clean, rule), plain(case, clean, rule)
 
 
 def check(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0) -> None:
-    """Out and LSE of the own op. What is NaN is not to be read."""
-    facts = {"mask": 1}
-    assert planned(case, num_splits, **facts)["kernel"].startswith("decode_")
+    """Out and LSE of the own op."""
+    assert planned(case, num_splits, mask=1)["kernel"].startswith("decode_")
     native.counters(reset=True)
     operands = (*inputs, mask, 0.0, 0, case.scale, forced(num_splits))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
     assert native.counters()["ours_fwd"] == 1
-    clean = [tensor.nan_to_num() for tensor in inputs]
     seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk)
-    exact, low = (
-        attention_math(*clean, mask=Masking(bias=seen), dtype=dtype) for dtype in (torch.float64, case.torch_dtype)
-    )
+    exact, low = yardsticks(case, inputs, seen)
     name = f"{case.name} in {num_splits} splits"
     assert_within_budget(name, out, exact.out, low.out, seed=SEED)
     assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
@@ -115,11 +114,8 @@ def test_through_f_sdpa(kernels_on: str, mask: str) -> None:
         out = F.scaled_dot_product_attention(*inputs, attn_mask=given, enable_gqa=True)
     assert native.counters()["ours_fwd"] == 1
     assert given.dtype == torch.bool and torch.equal(given, before)
-    exact, low = (
-        attention_math(*inputs, mask=Masking(bias=given), dtype=dtype).out
-        for dtype in (torch.float64, case.torch_dtype)
-    )
-    assert_within_budget(mask, out, exact, low, seed=SEED)
+    exact, low = yardsticks(case, inputs, given)
+    assert_within_budget(mask, out, exact.out, low.out, seed=SEED)
 
 
 def test_the_list_is_as_long() -> None:
@@ -184,8 +180,5 @@ def test_a_graph_follows_its_mask(num_splits: int) -> None:
     for filled in (10, 1000, 0, 4096, 65):
         mask.copy_((torch.arange(4096, device="cuda") < filled).expand_as(mask))
         graph.replay()
-        exact, low = (
-            attention_math(*inputs, mask=Masking(bias=mask), dtype=dtype).out
-            for dtype in (torch.float64, case.torch_dtype)
-        )
-        assert_within_budget(f"{filled} keys", out, exact, low, seed=SEED)
+        exact, low = yardsticks(case, inputs, mask)
+        assert_within_budget(f"{filled} keys", out, exact.out, low.out, seed=SEED)

@@ -30,13 +30,12 @@ GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): 
 LANES = 4  # of a warp, at the keys of a block: those of a quad hold the same rows of scores
 BLOCKS = WARP // LANES
 AT_ONCE = 4  # looks at the mask that a warp has under way
-SHORT_D = 64  # up to here K's and V's blocks are short in memory (D 64: 0.90 of the unmasked speed in turns of one)
-LOG_BLOCKS = 24  # blocks of a split are fewer than two to this
+INT_BITS = 32
 
 
 class MaskOfFew(Seams):
     def walk(self, call: object) -> Seen:
-        return Seen(call.mask, Order.of(call.k.shape[3]))
+        return Seen(call.mask)
 
     def chain(self, call: object) -> Chain:
         return Chain((*super().chain(call).stages, MaskBits(call.mask)))
@@ -53,7 +52,7 @@ class Line:
 
     @classmethod
     def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> Line:
-        """Heads beyond the last have the last one's."""
+        """A head beyond the last has the last one's, any head the only one's."""
         batches, heads, _, _ = mask.shape
         batch = cutlass.select_(batches > 1, batch, Int32(0))
         return cls(mask, batch, cutlass.min(head, heads - 1), query)
@@ -84,33 +83,11 @@ def one_for_all(mask: cute.Tensor) -> Boolean:
 
 
 @dataclass(frozen=True)
-class Order:
-    """Splits take turns at runs of two to the power of `log` blocks: where rows of K are short, one block is too little
-    to be read from memory at its speed.
-    """
-
-    log: Int32
-
-    @classmethod
-    def of(cls, D: Int32) -> Order:
-        return cls(cutlass.select_(D <= SHORT_D, Int32(1), Int32(0)))
-
-    def count(self, total: Int32, split: Int32, splits: Int32) -> Int32:
-        """Blocks of a split, some perhaps behind the last one; 0 or less: none."""
-        runs = (total + (1 << self.log) - 1) >> self.log
-        return cute.ceil_div(runs - split, splits) << self.log
-
-    def block(self, nth: Int32, split: Int32, splits: Int32) -> Int32:
-        return (((nth >> self.log) * splits + split) << self.log) + (nth & ((1 << self.log) - 1))
-
-
-@dataclass(frozen=True)
 class Seen(Walk):
     mask: cute.Tensor
-    order: Order
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundSeen:
-        return BoundSeen(self.mask, self.order, sizes, tile_m, tile_n)
+        return BoundSeen(self.mask, sizes, tile_m, tile_n)
 
 
 @dataclass(frozen=True)
@@ -118,7 +95,6 @@ class BoundSeen:
     """The blocks of one sequence."""
 
     mask: cute.Tensor
-    order: Order
     sizes: Sizes
     tile_m: int
     tile_n: int
@@ -136,14 +112,12 @@ class BoundSeen:
         return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
-        return self.order.count(cute.ceil_div(self.sizes.Sk, self.tile_n), split, splits)
+        """Of a split: split, split + splits, ...; at least one."""
+        return cute.ceil_div(cute.ceil_div(self.sizes.Sk, self.tile_n) - split, splits)
 
     def log_size(self, blocks: Int32) -> Int32:
-        """Of a group."""
-        too_many, log = (blocks - 1) // GROUPS, Int32(0)
-        for bit in range(LOG_BLOCKS):
-            log = log + cutlass.select_(too_many >= 1 << bit, Int32(1), Int32(0))
-        return log
+        """Of a group: the least for which a list has room."""
+        return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
     def find(self, part: Part):
@@ -170,14 +144,14 @@ class BoundSeen:
         self, part: Part, first: Int32, warps: Int32, blocks: Int32, begin: Int32, lines: Int32, log: Int32
     ):  # fmt: skip
         """A warp at rows of the mask, at some blocks of one each; LANES lanes at a block."""
-        lane, by_head = cute.arch.lane_idx(), self.mask.shape[1] > 1
+        lane = cute.arch.lane_idx()
         steps, every = self.tile_n // (LANES * BYTES), (1 << BYTES) - 1
         found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
         for i in cutlass.range_constexpr(AT_ONCE):
             number = first + i * warps
             head, query = part.place(begin + number % lines)
-            line = Line.of(self.mask, part.batch, cutlass.select_(by_head, head, Int32(0)), query)
-            block = self.order.block(number // lines * BLOCKS + lane // LANES, part.split, part.splits)
+            line = Line.of(self.mask, part.batch, head, query)
+            block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
             for step in cutlass.range_constexpr(steps):
                 line.load(block * self.tile_n + (step * LANES + lane % LANES) * BYTES, found[None, i, step])
         for i in cutlass.range_constexpr(AT_ONCE):
@@ -211,7 +185,7 @@ class BoundSeen:
 
     def share(self, number: Int32, parts: Int32) -> SeenKeys:
         log = self.log_size(self.blocks(number, parts))
-        return SeenKeys(Int32(0), self.count[0], self.groups, self.order, log, number, parts)
+        return SeenKeys(Int32(0), self.count[0], self.groups, log, number, parts)
 
     def masks(self, keys: SeenKeys, j: Int32) -> Boolean:
         return keys.group(j) & 1 != 0
@@ -222,7 +196,6 @@ class SeenKeys(Split):
     """Of a split's blocks those in the list; some of the last group may be behind the last key."""
 
     groups: cute.Tensor
-    order: Order
     log: Int32
     split: Int32
     splits: Int32
@@ -233,7 +206,7 @@ class SeenKeys(Split):
 
     def nth(self, j: Int32) -> Int32:
         nth = (self.group(j) >> 1 << self.log) + (j & ((1 << self.log) - 1))
-        return self.order.block(nth, self.split, self.splits)
+        return nth * self.splits + self.split
 
 
 # ---- which scores ----
