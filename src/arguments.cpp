@@ -49,6 +49,8 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLFloat, 32, 1};
     case NumberType::kInt32:
       return {kDLInt, 32, 1};
+    case NumberType::kInt64:
+      return {kDLInt, 64, 1};
     case NumberType::kBool:
       return {kDLUInt, 8, 1};
     default: {

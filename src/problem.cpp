@@ -46,6 +46,11 @@ bool is_kept(AtenTensorHandle tensor) { return is_digest(tensor) || is_of(tensor
 
 bool is_digest(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_int32()); }
 
+bool is_wide_bias(const Attention& call) {
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  return is_of(call.mask, fp32) && !is_of(call.q, fp32);
+}
+
 int64_t needs_of(const Attention& call) {
   int64_t needs = 0, bit = 1;
   for (const Feature& feature : kFeatures) {

@@ -28,6 +28,9 @@ bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
 bool is_digest(AtenTensorHandle tensor);
 
+// Whether a mask is of floats wider than the query's, fp32 (stock takes those of the query's own dtype, too).
+bool is_wide_bias(const Attention& call);
+
 // What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its
 // place, in the order of features.py.
 struct Feature {
@@ -39,7 +42,8 @@ struct Feature {
 inline constexpr Feature kFeatures[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
     {"mask", [](const Attention& call) { return is_there(call.mask) && is_mask(call.mask); }},
-    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask); }},
+    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
+    {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
     {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
 };

@@ -115,9 +115,10 @@ struct FeatureRow {
 
 // What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
 // kernels takes: arguments.py.
-constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
-                                      "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
-                                      "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "digest"};
+constexpr const char* kSlotNames[] = {"q",          "k",     "v",       "o",        "do",      "lse",
+                                      "dq",         "dk",    "dv",      "rows",     "scratch", "partials",
+                                      "scale_log2", "scale", "counter", "num_ctas", "splits",  "cluster",
+                                      "wanted",     "mask",  "digest",  "bias",     "bias32",  "seed"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {
@@ -131,8 +132,17 @@ class Slot {
  private:
   int number_ = 0;
 };
-enum class NumberType : int32_t { kQuery, kKey, kValue, kOutput, kFp32, kInt32, kBool };  // DTYPES of arguments.py
-constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "bool"};
+enum class NumberType : int32_t {
+  kQuery,
+  kKey,
+  kValue,
+  kOutput,
+  kFp32,
+  kInt32,
+  kInt64,
+  kBool
+};  // DTYPES of arguments.py
+constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames, or a fact
   int64_t features;  // that bring it: None to kernels that have none of them; 0: all take it

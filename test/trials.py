@@ -218,10 +218,11 @@ def trial(spec: KernelSpec, *stages: str):
         def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
-            mask: cute.Tensor | None, digest: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
+            mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
+            seed: cute.Tensor | None, dropout_p: Float32 | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             scales = Scales(scale_log2, scale)
-            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, extra), stream)
+            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, None, None, extra), stream)
 
     class Decode(base):
         fake_arguments = Forward.fake_arguments
@@ -230,9 +231,10 @@ def trial(spec: KernelSpec, *stages: str):
         def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32,
-            mask: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
+            mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None, extra: Extra,
+            stream: cuda.CUstream,
         ):  # fmt: skip
-            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask, extra), stream)
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask, None, extra), stream)
 
     class Backward(base):
         fake_arguments = Forward.fake_arguments
@@ -242,11 +244,13 @@ def trial(spec: KernelSpec, *stages: str):
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
             dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, rows: cute.Tensor, scratch: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,
-            mask: cute.Tensor | None, digest: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
+            mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
+            seed: cute.Tensor | None, dropout_p: Float32 | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = Scales(scale_log2, scale)
-            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, mask, digest, extra), stream)
+            given = (mask, digest, None, None)
+            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *given, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
     for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):

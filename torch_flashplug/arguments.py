@@ -23,7 +23,7 @@ class Argument:
             raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
 
 
-DTYPES = ("query", "key", "value", "output", "fp32", "int32", "bool")
+DTYPES = ("query", "key", "value", "output", "fp32", "int32", "int64", "bool")
 
 
 def _tensor(name: str, rank: int, dtype: str, what: str, *, optional: bool = False) -> Argument:
@@ -54,8 +54,18 @@ _MASK = (
     _tensor("mask", 4, "bool", "(B or 1, Hq or 1, Sq, Sk), stride 0 where broadcast; empty: digested", optional=True),
     _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
+_WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, else of whole 16 bytes; the last one 1"
+_BIAS = (
+    _tensor("bias", 4, "query", _WHERE, optional=True),
+    _tensor("bias32", 4, "fp32", f"{_WHERE}; in the place of the other", optional=True),
+)
+_DROPOUT = (
+    _tensor("seed", 1, "int64", "(1,), what bits are drawn from", optional=True),
+    _number("dropout_p", "fp32", "probability with which a score is dropped", optional=True),
+)
+_FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_MASK)
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,
@@ -65,6 +75,7 @@ DECODE = (
     _number("splits", "int32", "CTAs that share the keys of a tile of rows; at most one for each block of keys"),
     _number("cluster", "int32", "CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1"),
     _MASK[0],
+    *_BIAS,
 )
 BACKWARD = (
     *_OPERANDS,
@@ -79,7 +90,7 @@ BACKWARD = (
     *_SCALES,
     *_DRAWN,
     _number("wanted", "int32", "a sum of 1 (dQ) and 2 (dK and dV); one of them: only to kernels in parts"),
-    *_MASK,
+    *_FEATURES,
 )
 # Which of them a kind of kernel (spec.KINDS) takes.
 OF_KIND = {"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD}

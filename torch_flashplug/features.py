@@ -44,13 +44,21 @@ FEATURES = (
     Feature(
         "bias", "bias", "with a bias",
         "attn_mask is of floats, kernels take bool; pass a bool mask if it holds 0 and -inf alone",
-        score_bytes=2,
+        arguments=("bias",), score_bytes=2,
+    ),
+    Feature(
+        "bias32", "bias32", "with a bias of fp32",
+        "attn_mask is of fp32, kernels take bool; pass a bool mask if it holds 0 and -inf alone",
+        arguments=("bias32",), score_bytes=4,
     ),
     Feature(
         "bottom_right", "bottom_right", "causal to the bottom right",
         "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
     ),
-    Feature("dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0"),
+    Feature(
+        "dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0",
+        arguments=("seed", "dropout_p"),
+    ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
 NONE = "full"  # the tag of kernels without any

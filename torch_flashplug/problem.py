@@ -132,7 +132,8 @@ def describe(
     problem: dict[str, float] = {
         "causal": is_causal,
         "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
-        "bias": attn_mask is not None and attn_mask.dtype != torch.bool,
+        "bias": attn_mask is not None and attn_mask.dtype != torch.bool and not _is_wide(attn_mask, query),
+        "bias32": attn_mask is not None and _is_wide(attn_mask, query),
         "dropout_p": dropout_p,
         "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,
@@ -148,6 +149,11 @@ def describe(
         [_address(tensor) for tensor in operands],
         [tensor.element_size() for tensor in operands],
     )
+
+
+def _is_wide(mask: Tensor, query: Tensor) -> bool:
+    """is_wide_bias of src/problem.h."""
+    return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
 def is_asked(mode: int) -> bool:

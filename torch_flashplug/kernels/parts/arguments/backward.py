@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_counter, fake_digest, fake_mask, fake_vector
+from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_vector, given_bias
 
 WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
@@ -34,6 +34,8 @@ class Gradients:
     wanted: Int32
     mask: cute.Tensor | None
     digest: cute.Tensor | None
+    bias: cute.Tensor | None  # of either dtype
+    drawn: Drawn | None
 
 
 class BackwardCall(KernelCall):
@@ -46,8 +48,8 @@ class BackwardCall(KernelCall):
         strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
         size = (*tensors["lse"].shape[:2], 2, cute.sym_int())
         rows = cute.runtime.make_fake_tensor(Float32, size, strides, assumed_align=16)
-        masked = {"mask": fake_mask(), "digest": fake_digest()}
-        return tensors | {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()} | masked
+        own = {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
+        return tensors | own | fake_features(self.element.dtype)
 
     @cute.jit
     def __call__(
@@ -70,8 +72,13 @@ class BackwardCall(KernelCall):
         wanted: Int32,
         mask: cute.Tensor | None,
         digest: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        bias32: cute.Tensor | None,
+        seed: cute.Tensor | None,
+        dropout_p: Float32 | None,
         stream: cuda.CUstream,
     ):
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
-        scales = Scales(scale_log2, scale)
-        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, mask, digest), stream)
+        scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
+        bias = given_bias(bias, bias32)
+        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, mask, digest, bias, drawn), stream)

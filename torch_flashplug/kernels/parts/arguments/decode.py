@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, fake_mask, fake_vector
+from .operands import KernelCall, fake_bias, fake_mask, fake_vector, given_bias
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,15 @@ class FewRows:
     splits: Int32
     cluster: Int32
     mask: cute.Tensor | None
+    bias: cute.Tensor | None  # of either dtype
 
 
 class DecodeCall(KernelCall):
     """Of the kind decode."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        return super().fake_tensors() | {"partials": fake_vector(Float32, 16), "mask": fake_mask()}
+        own = {"partials": fake_vector(Float32, 16), "mask": fake_mask()}
+        return super().fake_tensors() | own | fake_bias(self.element.dtype)
 
     @cute.jit
     def __call__(
@@ -46,6 +48,9 @@ class DecodeCall(KernelCall):
         splits: Int32,
         cluster: Int32,
         mask: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        bias32: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask), stream)
+        bias = given_bias(bias, bias32)
+        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask, bias), stream)

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_counter, fake_digest, fake_mask
+from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, given_bias
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class Call:
     num_ctas: Int32
     mask: cute.Tensor | None
     digest: cute.Tensor | None
+    bias: cute.Tensor | None  # of either dtype
+    drawn: Drawn | None
 
 
 class ForwardCall(KernelCall):
     """Of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        masked = {"mask": fake_mask(), "digest": fake_digest()}
-        return super().fake_tensors() | masked | {"counter": fake_counter()}
+        return super().fake_tensors() | fake_features(self.element.dtype) | {"counter": fake_counter()}
 
     @cute.jit
     def __call__(
@@ -48,6 +49,12 @@ class ForwardCall(KernelCall):
         num_ctas: Int32,
         mask: cute.Tensor | None,
         digest: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        bias32: cute.Tensor | None,
+        seed: cute.Tensor | None,
+        dropout_p: Float32 | None,
         stream: cuda.CUstream,
     ):
-        self.launch(Call(q, k, v, o, lse, Scales(scale_log2, scale), counter, num_ctas, mask, digest), stream)
+        scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
+        bias = given_bias(bias, bias32)
+        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, bias, drawn), stream)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8
+from cutlass import Float32, Int32, Int64, Uint8
 
 from .... import features
 from ....arguments import OF_KIND
@@ -24,6 +24,23 @@ class Scales:
 
     log2: Float32  # times log2(e)
     natural: Float32
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What is dropped of a call."""
+
+    seed: cute.Tensor  # (1,) Int64
+    p: Float32  # probability with which a score is dropped
+
+    @staticmethod
+    def of(seed: cute.Tensor | None, p: Float32 | None) -> Drawn | None:
+        return None if seed is None else Drawn(seed, p)
+
+
+def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:
+    """The one of them that the kernel takes, if any."""
+    return bias32 if bias is None else bias
 
 
 def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False) -> cute.Tensor:
@@ -56,6 +73,22 @@ def fake_digest() -> cute.Tensor:
     """Three dims on end."""
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in strides), strides, assumed_align=16)
+
+
+def fake_bias(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
+    """As TMA reads it."""
+
+    def of(number: type[cutlass.Numeric]) -> cute.Tensor:
+        sizes = tuple(cute.sym_int() for _ in range(4))
+        strides = (*(cute.sym_int64(divisibility=128 // number.width) for _ in range(3)), 1)
+        return cute.runtime.make_fake_tensor(number, sizes, strides, assumed_align=16)
+
+    return {"bias": of(dtype), "bias32": of(Float32)}
+
+
+def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
+    """What features bring to kernels of long calls. dtype: of the query."""
+    return {"mask": fake_mask(), "digest": fake_digest(), "seed": fake_vector(Int64, 8, size=1)} | fake_bias(dtype)
 
 
 class KernelCall:
