@@ -1,7 +1,9 @@
-"""An additive bias in 16 bits, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020).
+"""An additive bias, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020), made of what
+the operands are made of, or of fp32.
 
-TMA brings a warpgroup's part of a block into a ring of its own; ldmatrix hands a thread just the pairs that it holds of
-the scores (fragments.py), from the tile as it is or, for scores as the backward has them, from its transpose.
+TMA brings a warpgroup's part of a block into a ring of its own; a thread reads just what it holds of the scores
+(fragments.py), 16 bits by ldmatrix, 32 as they lie, from the tile as it is or, for scores as the backward has them, from
+its transpose.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
@@ -25,6 +27,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
+from ..element import Element
 from ..fragments import LOG2_E, rows_and_columns
 from ..pieces import Tile
 from .chain import Form, Place, SlabForm, Stage
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
 ROWS = sm90.ROWS_PER_WARPGROUP
 
 
+class Fp32:
+    """What sm90.Input asks of an Element."""
+
+    dtype, bytes = Float32, 4
+
+
 @dataclass(frozen=True)
 class Bias(Stage):
     """Of a call."""
@@ -43,7 +52,8 @@ class Bias(Stage):
     scale: Float32  # of the scores
 
     def tma(self, form: Form) -> Stage:
-        return MovedBias(*tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
+        moved = MovedBias if self.bias.element_type.width == 16 else MovedBias32
+        return moved(*moved.tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: SlabForm) -> Stage:
         """Where there is no TMA."""
@@ -58,10 +68,28 @@ class MovedBias(Stage):
     m: cute.Tensor
     scale: Float32
 
+    @classmethod
+    def tiles(cls, form: Form) -> sm90.Input:
+        """How TMA brings them: rows of queries."""
+        shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
+        return sm90.Input.create(cls.made_of(form), *shape, form.warpgroups)
+
+    @staticmethod
+    def made_of(form: Form) -> Element | Fp32:
+        return form.element
+
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
-        ring = tiles(form).ring(smem)
-        operand = sm90.Operand(self.atom, self.m, tiles(form).buffer(smem))
+        moved = self.tiles(form)
+        operand, ring = sm90.Operand(self.atom, self.m, moved.buffer(smem)), moved.ring(smem)
         return BiasTiles(form, operand, ring, self.scale)
+
+
+class MovedBias32(MovedBias):
+    """The same of one of fp32, whatever the operands are."""
+
+    @staticmethod
+    def made_of(form: Form) -> Element | Fp32:
+        return Fp32()
 
 
 @dataclass(frozen=True)
@@ -124,7 +152,10 @@ class BiasTiles(Stage):
         """The first `columns` of a slot's tile, as a thread holds scores of them: (2, columns / 4)."""
         tile = sm90.transposed(self.tiles.s) if self.form.transposed else self.tiles.s
         tile = cute.local_tile(tile[None, None, slot], (ROWS, columns), (0, 0))
-        copy, values = matrices(self.form, columns, cute.arch.thread_idx()[0] % sm90.WARPGROUP)
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        if tile.element_type.width == 32:
+            return rows_and_columns(words(self.form, columns, thread, tile))
+        copy, values = matrices(self.form, columns, thread)
         cute.copy(copy, copy.partition_S(tile), copy.retile(values))
         return rows_and_columns(values)
 
@@ -221,10 +252,12 @@ def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
             S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)
 
 
-def tiles(form: Form) -> sm90.Input:
-    """How TMA brings them: rows of queries."""
-    shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
-    return sm90.Input.create(form.element, *shape, form.warpgroups)
+def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:
+    """What a thread holds of (64, columns) biases of fp32, in an accumulator's order."""
+    mine = sm90.make_mma(form.element.dtype, columns, "rows", "rows").get_slice(thread).partition_C(tile)
+    values = cute.make_rmem_tensor(mine.shape, Float32)
+    cute.autovec_copy(mine, values)
+    return values
 
 
 def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:
