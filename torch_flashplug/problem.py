@@ -46,12 +46,12 @@ def sizes_of_traced(
 
 
 def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
-    """It decides itself, or is of bool and stock's to refuse, or one that a graph has as floats: what is not
+    """It decides itself, or is stock's to refuse, or of bool and one that a graph has as floats: what is not
     functionalized is recorded as it comes, without tracing.py.
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
-    lost = recorded or not _mask_fits(query, key, attn_mask)
-    return decides_itself(attn_mask) or (lost and attn_mask.dtype == torch.bool)
+    lost = recorded and attn_mask.dtype == torch.bool
+    return decides_itself(attn_mask) or lost or not _mask_fits(query, key, attn_mask)
 
 
 def takes_math(mode: int) -> bool:
@@ -102,7 +102,7 @@ def outside_dispatcher(
             "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
             "stock attention decides"
         )
-    if attn_mask is not None and attn_mask.dtype == torch.bool and not _mask_fits(query, key, attn_mask):
+    if attn_mask is not None and not _mask_fits(query, key, attn_mask):
         return (
             f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
             "is on another device; stock attention takes or rejects it"
@@ -128,7 +128,7 @@ def describe(
 ) -> dict[str, float]:
     """Of native.problem_facts(), for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
     operands = (query, key, value)
-    grad = wants_grad(*operands)
+    grad = wants_grad(*operands, *([] if attn_mask is None else [attn_mask]))
     problem: dict[str, float] = {
         "causal": is_causal,
         "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
