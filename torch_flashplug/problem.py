@@ -6,6 +6,8 @@ Mirrors the first questions of src/router.cpp. Reads hints of symbolic sizes, so
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -154,6 +156,21 @@ def describe(
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
     """is_wide_bias of src/problem.h."""
     return mask.dtype == torch.float32 and query.dtype != torch.float32
+
+
+def bias_in_words(query: Tensor, key: Tensor, mask: Tensor) -> str:
+    """How kernels read a float mask that fits (src/bias.cpp)."""
+    sizes = (*_hints(query.shape[:3]), *_hints(key.shape[2:3]))
+    missing, unit = 4 - mask.dim(), 16 // mask.element_size()
+    given = [(1, 0)] * missing + list(zip(_hints(mask.shape), _hints(mask.stride())))
+    strides = [0 if have == 1 else stride for have, stride in given]
+    aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
+    said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
+    if aligned and (strides[3] == 1 or sizes[3] == 1):
+        return f"{said}read where it lies"
+    rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
+    copied = rows * -(-sizes[3] // unit) * 16
+    return f"{said}strides {list(mask.stride())}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:

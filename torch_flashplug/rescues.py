@@ -79,8 +79,8 @@ RESCUES: tuple[Rescue, ...] = (
     ),
     Rescue(
         ("bias", "rows", "whole_dims"),
-        "give 0 for rows that finfo.min hides (cuDNN, efficient), whose keys count alike, and with gradients NaN at some "
-        "lengths",
+        "give 0 for rows that finfo.min hides (cuDNN, efficient), whose keys count alike, and with gradients NaN at "
+        "some lengths",
         f"{_SEEN}: dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
         features=("bias",),
     ),

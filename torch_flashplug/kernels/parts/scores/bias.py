@@ -2,8 +2,8 @@
 the operands are made of, or of fp32.
 
 TMA brings a warpgroup's part of a block into a ring of its own; a thread reads just what it holds of the scores
-(fragments.py), 16 bits by ldmatrix, 32 as they lie, from the tile as it is or, for scores as the backward has them, from
-its transpose.
+(fragments.py), 16 bits by ldmatrix, 32 as they lie, from the tile as it is or, for scores as the backward has them,
+from its transpose.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
