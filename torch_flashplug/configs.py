@@ -147,7 +147,6 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 128, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK, 64, 64, 3, 1250),
-    KernelRow("decode", 90, 256, 256, BIASES, 64, 64, 2, 1250),
     KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
