@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import planned
+from splits import MOST, forced, planned
 from torch import Tensor
 
 import torch_flashplug
@@ -20,11 +20,14 @@ from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
+    assert_lse,
     assert_within_budget,
     attention_math,
     make_inputs,
     new_case,
+    oracle,
     oracle_grads,
+    plain,
     plain_grads,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
@@ -156,6 +159,54 @@ def test_bits_and_floats_say_the_same(kernels_on: str) -> None:
             for mask in (seen, torch.zeros_like(seen, dtype=case.torch_dtype).masked_fill(~seen, -math.inf))
         )
     assert_within_budget("same", biased, masked.double(), masked, seed=SEED)
+
+
+# The same in the place of (2, 4, Sq, 333).
+FEW: dict[str, Callable[[int], Tensor]] = {
+    "for_all": lambda Sq: drawn(Sq, 333),
+    "by_head": lambda Sq: drawn(4, Sq, 333),
+    "by_both": lambda Sq: drawn(2, 4, Sq, 333),
+    "keys": lambda Sq: drawn(2, 1, 1, 333),
+    "keys_expanded": lambda Sq: drawn(1, 1, 1, 333).expand(2, 4, Sq, 333),
+    "rows": lambda Sq: drawn(2, 1, Sq, 1),
+    "filled": lambda Sq: torch.zeros(333).masked_fill(torch.arange(333) > 100, -math.inf).expand(2, 1, Sq, 333),
+    "nothing": lambda Sq: torch.full((2, 1, Sq, 333), -math.inf),
+    "heads_innermost": lambda Sq: drawn(Sq, 333, 4).permute(2, 0, 1)[None],
+    "odd_offset": lambda Sq: drawn(Sq, 340)[:, 7:],
+}
+
+
+def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0) -> None:
+    """Out and LSE of the own op, by a kernel that splits keys."""
+    fact = "bias32" if bias.dtype == torch.float32 else "bias"
+    assert planned(case, num_splits, **{fact: 1})["kernel"].startswith("decode_")
+    inputs = make_inputs(case, device, SEED)
+    native.counters(reset=True)
+    operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits))
+    out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
+    assert native.counters()["ours_fwd"] == 1
+    exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle, plain))
+    name = f"{case.name} in {num_splits} splits"
+    assert_within_budget(name, out, exact.out, low.out, seed=SEED)
+    assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.is_decode], ids=KernelSpec.name)
+def test_every_decode(kernels_on: str, spec: KernelSpec) -> None:
+    wide = "bias32" in spec.features
+    for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
+        case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
+        assert planned(case, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
+        check_few(case, drawn(2, 1, Sq, keys).to(kernels_on, dtype_of(case, wide)), kernels_on)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
+@pytest.mark.parametrize("bias", FEW)
+@pytest.mark.parametrize("Sq", [1, 7, 32])
+def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
+    wide = (len(bias) + Sq) % 2 == 0
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=DTYPES[Sq % 2])
+    check_few(case, laid_out(FEW[bias](Sq), kernels_on, dtype_of(case, wide)), kernels_on, num_splits)
 
 
 def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False) -> None:
