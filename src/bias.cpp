@@ -28,6 +28,8 @@ Owned in_units(const ForwardCall& call, const Problem& p, const TensorClass& que
   const AtenTensorHandle bias = call.mask;
   const int64_t whole[4] = {p.B, p.Hq, p.Sq, p.Sk}, unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
+  if (!right_dtype(bias, p))
+    throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype");
   if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(bias, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");

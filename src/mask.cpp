@@ -129,17 +129,26 @@ bool beside(AtenTensorHandle mask, const TensorClass& query) {
          of_mask.device_index == query.device_index;
 }
 
+bool right_dtype(AtenTensorHandle mask, const Problem& p) {
+  TensorClass of_mask;
+  if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
+  return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
+}
+
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
   const bool left = (facts.problem.needs & kMask) != 0;  // something in its place
   if (left && !on_this_stack(mask)) return false;        // that is where the caller has it
   if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
-  return dense(mask) && beside(mask, facts.operand[0]) && broadcasts(mask, facts.problem);
+  return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
+         broadcasts(mask, facts.problem);
 }
 
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
   Shape shape;
-  if (torch_symbols().nested(mask) || !dense(mask) || !beside(mask, facts.operand[0])) return false;
+  if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
+      !beside(mask, facts.operand[0]))
+    return false;
   const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
   return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
 }

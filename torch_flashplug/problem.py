@@ -72,6 +72,8 @@ def _kernels_allowed() -> bool:
 
 def _mask_fits(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """mask_fits of src/mask.cpp; sizes that depend on data may fit."""
+    if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
+        return False
     wanted = _hints((*query.shape[:3], key.shape[2]))[-mask.dim() :]
     fits = all(None in {have, want} or have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
     return 2 <= mask.dim() <= 4 and fits and mask.device == query.device
@@ -106,8 +108,8 @@ def outside_dispatcher(
         )
     if attn_mask is not None and not _mask_fits(query, key, attn_mask):
         return (
-            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
-            "is on another device; stock attention takes or rejects it"
+            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or is "
+            "on another device, or not of bool, fp32 or the query's dtype; stock attention takes or rejects it"
         )
     if not _kernels_allowed():
         return (
