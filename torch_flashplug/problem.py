@@ -108,8 +108,8 @@ def outside_dispatcher(
         )
     if attn_mask is not None and not _mask_fits(query, key, attn_mask):
         return (
-            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or is "
-            "on another device, or not of bool, fp32 or the query's dtype; stock attention takes or rejects it"
+            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
+            "lies on another device, or is not of bool, fp32 or the query's dtype; stock attention takes or rejects it"
         )
     if not _kernels_allowed():
         return (
