@@ -104,7 +104,8 @@ bool can_be_digested(const Problem& p);                          // not more of 
 // ---- bias.cpp: masks of floats ----
 
 // To a kernel that takes one of them, whichever it is; undefined for others. It has to live until it is launched.
-Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments);
+Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
+                Arguments* arguments);
 
 // ---- backward.cpp: our gradients ----
 

@@ -93,7 +93,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
     arguments.one_number("partials", mutable_data(result->lse.get()));
   const Masked mask = give_mask(call, p, query, false, &arguments);
-  const Owned bias = give_bias(call, p, query, &arguments);
+  const Owned bias = give_bias(call, p, query, row, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);

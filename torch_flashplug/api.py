@@ -233,7 +233,8 @@ def explain(
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
-        fields["mask"] = problem.bias_in_words(query, key, attn_mask)
+        few = made["kernel"].startswith("decode")
+        fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     mended = problem.is_asked(mode) and made["backend"] == "stock" and not impossible

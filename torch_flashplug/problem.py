@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from . import native, rows
 from .elements import NUMBERS
+from .spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -160,19 +161,21 @@ def _is_wide(mask: Tensor, query: Tensor) -> bool:
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
-def bias_in_words(query: Tensor, key: Tensor, mask: Tensor) -> str:
-    """How kernels read a float mask that fits (src/bias.cpp)."""
+def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
+    """How kernels read a float mask that fits (src/bias.cpp). few: those of decode."""
     sizes = (*_hints(query.shape[:3]), *_hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
     given = [(1, 0)] * missing + list(zip(_hints(mask.shape), _hints(mask.stride())))
     strides = [0 if have == 1 else stride for have, stride in given]
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
+    shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
     said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
-    if aligned and (strides[3] == 1 or sizes[3] == 1):
+    if aligned and not shared and (strides[3] == 1 or sizes[3] == 1):
         return f"{said}read where it lies"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
-    copied = rows * -(-sizes[3] // unit) * 16
-    return f"{said}strides {list(mask.stride())}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
+    copied = rows * (ROWS_PER_WARPGROUP if shared else 1) * -(-sizes[3] // unit) * 16
+    why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it" if shared else f"strides {list(mask.stride())}"
+    return f"{said}{why}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:

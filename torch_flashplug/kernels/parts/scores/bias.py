@@ -9,7 +9,8 @@ Scores leave in natural units, so that any scale is right, and the softmax goes 
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
 
 Of a bias (B, Hq, Sq, Sk) the last stride is 1, the others are multiples of 16 bytes, as its address is, or 0 where it
-is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk).
+is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk). One that all queries share
+comes as 64 rows of it, which are read for each block of them: 64 times the same row from L2 takes TMA twice as long.
 
 A warpgroup has one slot: it is free as soon as its pairs are in registers, a whole step before the next block's are
 asked for, and another would take Q's room.
@@ -126,7 +127,8 @@ class BiasTiles(Stage):
         form = self.form
         shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
         tXsX, tXgX = self.tiles.head(head, tile.sequence).tiles(shape, (None, None))
-        return Bringing(self, tile.block * form.warpgroups, tXsX, tXgX)
+        last_rows = cute.ceil_div(self.tiles.m.shape[0], shape[0]) - 1
+        return Bringing(self, tile.block * form.warpgroups, last_rows, tXsX, tXgX)
 
     def hold(self, columns: int) -> Stage:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
@@ -166,6 +168,7 @@ class Bringing(Stage):
 
     of: BiasTiles
     first: Int32  # of the tile's parts, 64 rows each
+    last_rows: Int32  # block of queries that the bias has
     shared_tiles: cute.Tensor
     global_tiles: cute.Tensor
 
@@ -174,7 +177,8 @@ class Bringing(Stage):
         of = self.of
         for w in cutlass.range_constexpr(of.form.warpgroups):
             ring = of.ring_of(w)
-            place = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            rows, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            place = (cutlass.min(rows, self.last_rows), keys)
             ring.acquire(count)
             slot = self.shared_tiles[None, w * of.slots + ring.slot(count)]
             cute.copy(of.tiles.atom, self.global_tiles[(None, *place)], slot, tma_bar_ptr=ring.arrival(count))
