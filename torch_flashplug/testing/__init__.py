@@ -12,7 +12,7 @@ from .timing import Candidate, Timing, captured, event_time, paired_ratio, time_
 
 __all__ = [
     "CASES", "Candidate", "Case", "DirectForward", "ErrorReport", "Inputs", "Masking", "ODD_CASES", "Timing",
-    "assert_bitwise_equal", "assert_lse", "assert_within_budget", "attention_math", "bias_grad_math", "captured", "case_named",
-    "event_time", "grads_math", "load_pack", "make_inputs", "make_lookup", "measure_error", "new_case", "oracle",
-    "oracle_grads", "paired_ratio", "plain", "plain_grads", "time_host", "time_interleaved",
+    "assert_bitwise_equal", "assert_lse", "assert_within_budget", "attention_math", "bias_grad_math", "captured",
+    "case_named", "event_time", "grads_math", "load_pack", "make_inputs", "make_lookup", "measure_error", "new_case",
+    "oracle", "oracle_grads", "paired_ratio", "plain", "plain_grads", "time_host", "time_interleaved",
 ]  # fmt: skip
