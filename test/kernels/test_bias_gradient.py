@@ -283,7 +283,7 @@ def largest_allocation(work: Callable[[], object]) -> int:
     return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-@pytest.mark.parametrize("bias", ["for_all", "keys", "heads_innermost"])
+@pytest.mark.parametrize("bias", ["for_all", "keys_of_all", "heads_innermost"])
 def test_memory_is_of_the_size_of_the_bias(kernels_on: str, bias: str) -> None:
     """Of broadcast ones nothing has a place for every score."""
     case = new_case("memory", (8, 4, 4), (300, 333), (64, 64))
