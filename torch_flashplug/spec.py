@@ -113,11 +113,6 @@ class KernelSpec:
         return self.kind == "partbwd"
 
     @property
-    def of_bias(self) -> bool:
-        """The gradient of a bias alone."""
-        return self.kind == "dbias"
-
-    @property
     def in_order(self) -> bool:
         """A backward in which all key blocks that add to a query do so in the same order in every run."""
         return self.kind == "detbwd"
@@ -240,7 +235,7 @@ class HopperSpec(KernelSpec):
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
         to scratch and from there to global memory. dbias: pairs of Q and K, or of dO and V. What stages hold. Barriers.
         """
-        if self.of_bias:
+        if self.kind == "dbias":
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
             return pairs + self._stage_bytes(self.tile_m, self.tile_n) + 2 * BARRIER_BYTES
         if self.in_parts:
@@ -285,7 +280,7 @@ class HopperSpec(KernelSpec):
         in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V. dbias: scores, their gradient
         and its sum in fp32.
         """
-        if self.of_bias:
+        if self.kind == "dbias":
             return 3 * self.tile_n // 2
         if self.in_parts:
             weights = self.tile_m // 4
@@ -300,7 +295,7 @@ class HopperSpec(KernelSpec):
         return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
     def illegal_shape(self) -> str | None:
-        tiles = BIAS_TILES if self.of_bias else (PARTS_TILE if self.in_parts else BACKWARD_TILE,)
+        tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,)}.get(self.kind, (BACKWARD_TILE,))
         if self.elementwise:
             return "TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
@@ -315,9 +310,9 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
-        if self.of_bias and (self.d != self.dv or self.stages == 1):
+        if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal ones, and 2 or more"
-        if self.stages not in (1, 2, 4) and not (self.is_decode or self.of_bias):
+        if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:
             return f"stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
         return None
 
