@@ -162,8 +162,8 @@ class KernelSpec:
         return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
-        """What stages of the scores hold of a block."""
-        return rows * columns * features.score_bytes(self.features)
+        """What stages of the scores hold of a block; of few rows nothing."""
+        return 0 if self.is_decode else rows * columns * features.score_bytes(self.features)
 
     def _step_bytes(self) -> int:
         """A backward's step: Q, dO, LSE, delta."""
