@@ -57,7 +57,7 @@ FEATURES = (
     ),
     Feature(
         "dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0",
-        arguments=("seed", "dropout_p"),
+        arguments=("seed", "dropout_p"), part="scores.dropout.Dropped",
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
@@ -84,6 +84,9 @@ COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
     Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
+    Combination(frozenset({"dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),
 )
 
 
