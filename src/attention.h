@@ -96,6 +96,15 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
 int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
 bool can_be_digested(const Problem& p);                          // not more of them than kernels count
 
+// ---- dropout.cpp: what bits are drawn from ----
+
+struct Drawn {
+  Owned seed, offset;  // () int64; the second is 0
+};
+Drawn draw(const TensorClass& query);  // on its device, from the default generator
+// To a kernel that takes it. The result has to live until it is launched.
+Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
+
 // ---- backward.cpp: our gradients ----
 
 // False where another backward must follow: no kernel of ours, or a GPU on which auto takes none.

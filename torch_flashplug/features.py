@@ -56,7 +56,7 @@ FEATURES = (
         "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
     ),
     Feature(
-        "dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0",
+        "dropout", "dropout", "", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
         arguments=("seed", "dropout_p"), part="scores.dropout.Dropped",
     ),
 )  # fmt: skip

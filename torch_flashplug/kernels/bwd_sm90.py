@@ -540,6 +540,7 @@ class BackwardSm90(BackwardCall):
                 mine, stages = run.of_head(g), of_tile.of_head(tile.query_head(g))
                 for section in mine.sections():
                     stages.begin(mine.nth(section.begin), section.masked)
+                    stages.make_ready(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
                         last = Last(unit, done - before)
@@ -596,6 +597,7 @@ class BackwardSm90(BackwardCall):
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
+        here.chain.make_ready(here.next_block, masked)
         my.dQ.send(last.unit, last.count, done - 1)
         warpgroup.wait_group(0)
 
@@ -627,6 +629,7 @@ class BackwardSm90(BackwardCall):
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
+        here.chain.make_ready(here.next_block, masked)
         # ptxas serialises every product where one is under way across the end of a loop.
         warpgroup.wait_group(0)
 

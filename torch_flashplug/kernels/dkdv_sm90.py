@@ -379,6 +379,7 @@ class KeyGradientsSm90:
                 for section in mine.sections() if my.wg == 0 else (mine.whole(),):
                     if cutlass.const_expr(my.wg == 0):
                         here.begin(mine.nth(section.begin), section.masked)
+                        here.make_ready(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
                             self.weigh(my, done, here, mine.nth(j), section, scale_log2)
@@ -386,6 +387,8 @@ class KeyGradientsSm90:
                         else:
                             self.differentiate(my, done)
                         my.hand_over(done)
+                        if cutlass.const_expr(my.wg == 0):
+                            here.make_ready(mine.next(j, section), section.masked)
                         my.add_up(done, end)
                         done += 1
             keys.release(nth)

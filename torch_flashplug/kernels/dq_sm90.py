@@ -269,9 +269,11 @@ class QueryGradientSm90:
             rings.v.release(done)
             for section in run.sections_before_last():
                 here.begin(run.nth(section.begin), section.masked)
+                here.make_ready(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     self.weigh(my, two, here, run.nth(j), done + j, section.masked)
                     here.ahead(run.next(j, section), section.masked)
+                    here.make_ready(run.next(j, section), section.masked)
                     warpgroup.fence()
                     my.dQ.add(rings.k.slot(done + j))
                     my.issue_scores(done + j + 1)
@@ -282,6 +284,7 @@ class QueryGradientSm90:
             rings.do.release(nth_q)
             done += run.count - 1
             here.begin(run.last(), masked=True)
+            here.make_ready(run.last(), masked=True)
             self.weigh(my, two, here, run.last(), done, masked=True)
             warpgroup.fence()
             my.dQ.add(rings.k.slot(done))

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from ....spec import SLAB
 from ..arguments.operands import Drawn
+from ..fragments import zero_of
 from ..seams import Seams
 from .chain import Chain, Kept, Place, Stage
 from .words import exchanged
@@ -93,7 +94,10 @@ class Dropout(Stage):
 
     @cute.jit
     def make_ready(self, block: Int32):
-        place, lane, seed = self.place, cute.arch.lane_idx(), self.seed[0]
+        place = self.place
+        # The backward has few registers: nothing waits in one for the next block.
+        zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
+        lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
         first = block * (place.block // SLAB)
         for i in cutlass.range_constexpr(cute.size(self.now)):
