@@ -135,7 +135,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, DROPPED + MASK_DROPPED, 128, 128, 2, 2400),
     KernelRow("fwd", 90, 256, 256, DROPPED + MASK_DROPPED, 128, 64, 2, 2000),
     KernelRow("bwd", 90, 64, 64, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 128, 2),
+    KernelRow("bwd", 90, 128, 128, BOTH + MASK + DROPPED, 64, 128, 2),  # both would spill six registers: in parts
     KernelRow("detbwd", 90, 64, 64, BOTH + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + MASK, 64, 64, 4, 300),

@@ -540,7 +540,6 @@ class BackwardSm90(BackwardCall):
                 mine, stages = run.of_head(g), of_tile.of_head(tile.query_head(g))
                 for section in mine.sections():
                     stages.begin(mine.nth(section.begin), section.masked)
-                    stages.make_ready(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
                         last = Last(unit, done - before)
@@ -582,6 +581,7 @@ class BackwardSm90(BackwardCall):
         my.dP.start(slot)
         lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
+        here.chain.make_ready(here.block, masked)
         warpgroup.wait_group(2)  # S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
@@ -597,7 +597,6 @@ class BackwardSm90(BackwardCall):
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
-        here.chain.make_ready(here.next_block, masked)
         my.dQ.send(last.unit, last.count, done - 1)
         warpgroup.wait_group(0)
 
@@ -608,6 +607,7 @@ class BackwardSm90(BackwardCall):
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
+        here.chain.make_ready(here.block, masked)
         lse = row_values(my.lse, slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S
@@ -629,7 +629,6 @@ class BackwardSm90(BackwardCall):
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
-        here.chain.make_ready(here.next_block, masked)
         # ptxas serialises every product where one is under way across the end of a loop.
         warpgroup.wait_group(0)
 

@@ -379,7 +379,6 @@ class KeyGradientsSm90:
                 for section in mine.sections() if my.wg == 0 else (mine.whole(),):
                     if cutlass.const_expr(my.wg == 0):
                         here.begin(mine.nth(section.begin), section.masked)
-                        here.make_ready(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
                             self.weigh(my, done, here, mine.nth(j), section, scale_log2)
@@ -387,8 +386,6 @@ class KeyGradientsSm90:
                         else:
                             self.differentiate(my, done)
                         my.hand_over(done)
-                        if cutlass.const_expr(my.wg == 0):
-                            here.make_ready(mine.next(j, section), section.masked)
                         my.add_up(done, end)
                         done += 1
             keys.release(nth)
@@ -406,6 +403,7 @@ class KeyGradientsSm90:
         scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.slot(done))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
+        here.make_ready(step, section.masked)
         here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
         my.weights.take(my.scores.acc, here.signed(section.masked))

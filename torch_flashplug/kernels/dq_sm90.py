@@ -269,11 +269,9 @@ class QueryGradientSm90:
             rings.v.release(done)
             for section in run.sections_before_last():
                 here.begin(run.nth(section.begin), section.masked)
-                here.make_ready(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     self.weigh(my, two, here, run.nth(j), done + j, section.masked)
                     here.ahead(run.next(j, section), section.masked)
-                    here.make_ready(run.next(j, section), section.masked)
                     warpgroup.fence()
                     my.dQ.add(rings.k.slot(done + j))
                     my.issue_scores(done + j + 1)
@@ -284,7 +282,6 @@ class QueryGradientSm90:
             rings.do.release(nth_q)
             done += run.count - 1
             here.begin(run.last(), masked=True)
-            here.make_ready(run.last(), masked=True)
             self.weigh(my, two, here, run.last(), done, masked=True)
             warpgroup.fence()
             my.dQ.add(rings.k.slot(done))
@@ -301,6 +298,7 @@ class QueryGradientSm90:
         self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """dS of a block from its two products."""
+        here.make_ready(n_block, masked)
         here.apply(my.S.values, n_block, masked, count)
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)

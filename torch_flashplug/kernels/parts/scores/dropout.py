@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64
 
 from ....spec import SLAB
 from ..arguments.operands import Drawn
 from ..fragments import zero_of
 from ..seams import Seams
 from .chain import Chain, Kept, Place, Stage
-from .words import exchanged
 
 ROUNDS = 10  # of Philox, as in torch and cuRAND
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -95,7 +94,7 @@ class Dropout(Stage):
     @cute.jit
     def make_ready(self, block: Int32):
         place = self.place
-        # The backward has few registers: nothing waits in one for the next block.
+        # The backward has few registers: nothing that follows from the lane, and no address, waits in one.
         zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
@@ -179,3 +178,12 @@ def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
         text = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
         word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, other, which])
     return word
+
+
+def exchanged(word: Int32) -> Int32:
+    """Halves exchanged. For a second use of the same bits: ptxas would keep the predicates of the first one between
+    the two, packed bit by bit into a register, which costs as much as everything else and spills; of these it knows
+    nothing, and takes them out again, seven at a time.
+    """
+    text = "prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
