@@ -93,7 +93,7 @@ def test_forced_fa3_gradients_against_fp64(road: Road) -> None:
 
 
 def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
-    """Calls that no kernel of a family can run, the first four of none."""
+    """Calls that no kernel of a family can run."""
     q, k, v = road.qkv()
     return {
         "bias": ([q, k, v, torch.ones(128, 128, dtype=q.dtype, device=q.device).tril()], {}),
@@ -105,8 +105,11 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
     }[name]
 
 
-OF_NO_FAMILY = {"bias": "attn_mask is of floats", "dropout": "dropout_p=0.5", "fp32": "float32", "head_dim_300": "300"}
-REASONS = {"fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"}, "fa2": OF_NO_FAMILY}
+OF_NO_FAMILY = {"bias": "attn_mask is of floats", "fp32": "float32", "head_dim_300": "300"}
+REASONS = {
+    "fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"},
+    "fa2": OF_NO_FAMILY | {"dropout": "dropout_p=0.5"},
+}
 
 
 @pytest.mark.parametrize(
