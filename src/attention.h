@@ -92,9 +92,20 @@ struct Masked {
 // To a kernel that takes them, or the mask alone. The result has to live until it is launched.
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
                  Arguments* arguments);
+// Sizes and strides of all four dims of a mask, of which those that are broadcast have stride 0; planes that are the
+// same are one. False where it is none that kernels take.
+bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]);
+bool right_dtype(AtenTensorHandle mask, const Problem& p);     // what F.sdpa takes for a mask
+bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same device
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
 int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
 bool can_be_digested(const Problem& p);                          // not more of them than kernels count
+
+// ---- bias.cpp: masks of floats ----
+
+// To a kernel that takes one of them, whichever it is; undefined for others. It has to live until it is launched.
+Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
+                Arguments* arguments);
 
 // ---- dropout.cpp: what bits are drawn from ----
 

@@ -69,6 +69,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   arguments.scale(positive.scale);
   arguments.integer("wanted", written);
   const Masked mask = give_mask(forward, p, query, true, &arguments);
+  const Owned bias = give_bias(forward, p, query, shape, &arguments);
   const Owned seed = give_seed(call.seed, query, &arguments);
   launch(*kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);

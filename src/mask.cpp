@@ -46,29 +46,6 @@ bool on_this_stack(const void* address) {
   return at > static_cast<const char*>(__builtin_frame_address(0)) && at < top;
 }
 
-bool beside(AtenTensorHandle mask, const TensorClass& query) {
-  TensorClass of_mask;
-  return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
-         of_mask.device_index == query.device_index;
-}
-
-// Sizes and strides of all four dims, of which those that are broadcast have stride 0; planes that are the same are
-// one. False where it is none that kernels take.
-bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]) {
-  int64_t dims = 0;
-  Shape shape;
-  if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
-    return false;
-  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
-  for (int64_t i = 0; i < kMostMaskDims; ++i) {
-    const int64_t have = i < missing ? 1 : shape.size[i - missing];
-    if (have != 1 && have != wanted[i]) return false;
-    stride[i] = have == 1 ? 0 : shape.stride[i - missing];
-    size[i] = i < 2 && stride[i] == 0 ? 1 : wanted[i];
-  }
-  return true;
-}
-
 bool has_mask_dims(AtenTensorHandle mask) {
   int64_t dims = 0;
   return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
@@ -79,14 +56,14 @@ bool has_memory(AtenTensorHandle mask) {
   return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
 }
 
-bool dense_bool(AtenTensorHandle mask) {
+bool dense(AtenTensorHandle mask) {
   int32_t layout = -1;
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
 bool broadcasts(AtenTensorHandle mask, const Problem& p) {
   int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && can_be_digested(p);
+  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(p));
 }
 
 Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
@@ -131,16 +108,47 @@ Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& quer
 
 }  // namespace
 
+bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]) {
+  int64_t dims = 0;
+  Shape shape;
+  if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
+    return false;
+  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
+  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+    const int64_t have = i < missing ? 1 : shape.size[i - missing];
+    if (have != 1 && have != wanted[i]) return false;
+    stride[i] = have == 1 ? 0 : shape.stride[i - missing];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : wanted[i];
+  }
+  return true;
+}
+
+bool beside(AtenTensorHandle mask, const TensorClass& query) {
+  TensorClass of_mask;
+  return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
+         of_mask.device_index == query.device_index;
+}
+
+bool right_dtype(AtenTensorHandle mask, const Problem& p) {
+  TensorClass of_mask;
+  if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
+  return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
+}
+
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  if (!on_this_stack(mask)) return false;  // that is where the caller has it
+  const bool left = (facts.problem.needs & kMask) != 0;  // something in its place
+  if (left && !on_this_stack(mask)) return false;        // that is where the caller has it
   if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
-  return dense_bool(mask) && beside(mask, facts.operand[0]) && broadcasts(mask, facts.problem);
+  return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
+         broadcasts(mask, facts.problem);
 }
 
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
   Shape shape;
-  if (torch_symbols().nested(mask) || !dense_bool(mask) || !beside(mask, facts.operand[0])) return false;
+  if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
+      !beside(mask, facts.operand[0]))
+    return false;
   const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
   return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
 }

@@ -116,10 +116,11 @@ bool eligible_device(int32_t device_type) {
   return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
 }
 
-bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+bool wants_grad(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
   return aoti_torch_grad_mode_is_enabled() &&
-         (torch.requires_grad(q) || torch.requires_grad(k) || torch.requires_grad(v));
+         (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v) ||
+          (is_there(call.mask) && torch.requires_grad(call.mask)));
 }
 
 }  // namespace flashplug

@@ -55,6 +55,7 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << place;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout");
+constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
@@ -126,8 +127,8 @@ void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes 
 // Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.
 bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
 
-// Whether a bool mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that
-// broadcast (mask.cpp).
+// Whether a mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that broadcast
+// (mask.cpp).
 bool mask_fits(AtenTensorHandle mask, const Facts& facts);
 // The same of one that is only traced, as far as its sizes, or those of the operands, are known.
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
@@ -136,6 +137,6 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
-bool wants_grad(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v);  // with them, here and now
+bool wants_grad(const Attention& call);  // here and now
 
 }  // namespace flashplug

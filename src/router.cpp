@@ -99,7 +99,7 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (!p.on_cuda) return {exit_named("device")};
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
-  p.grad = wants_grad(call.q, call.k, call.v);
+  p.grad = wants_grad(call);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
@@ -108,9 +108,8 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   Sizes hints = {};
   if (only_traced && !python_agrees(call, &hints)) return {exit_named("subclass")};
   // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
-  const bool has_mask = (p.needs & kMask) != 0;
-  if (has_mask && (wrapped(call) || torch.jit_traced() || (!only_traced && torch.modes_set())))
-    return {exit_named("mask")};
+  const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
+  if (is_bool && (wrapped(call) || torch.jit_traced() || (leaves && torch.modes_set()))) return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
@@ -123,13 +122,13 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
     return {exit_named("no sizes"), ours_if(only_traced && served)};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
-  if (has_mask && !(only_traced ? traced_mask_fits(call.mask, facts) : mask_fits(call.mask, facts)))
-    return {exit_named("mask")};
+  const auto fits = only_traced || wrapped(call) ? traced_mask_fits : mask_fits;
+  if (has_mask && !fits(call.mask, facts)) return {exit_named("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   // If a forced one is impossible, the op raises the reasons.
   const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
-  return {exit_named("planned"), ours_if(ours), has_mask && !only_traced};
+  return {exit_named("planned"), ours_if(ours), leaves};
 }
 
 // The switches first.

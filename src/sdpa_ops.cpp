@@ -95,6 +95,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
     arguments.one_number("partials", mutable_data(result->lse.get()));
   const Masked mask = give_mask(call, p, query, false, &arguments);
+  const Owned bias = give_bias(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
     Drawn drawn = draw(query);
     result->seed = std::move(drawn.seed);
@@ -131,7 +132,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
   // None of stock's that can be called from here takes a mask, or draws dropout's bits as math and ours.
-  if ((p.needs & (kMask | kDropout)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
+  if ((p.needs & (kAnyMask | kDropout)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 
@@ -199,10 +200,14 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
   refuse_kept(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const ForwardCall call{{q.get(), k.get(), v.get(), mask, box::to<double>(stack[op["dropout_p"]]), causal,
-                          box::to_optional_double(stack[op["scale"]])},
-                         effective_mode(),
-                         wants_grad(q.get(), k.get(), v.get()),
+  const Attention said{q.get(),
+                       k.get(),
+                       v.get(),
+                       mask,
+                       box::to<double>(stack[op["dropout_p"]]),
+                       causal,
+                       box::to_optional_double(stack[op["scale"]])};
+  const ForwardCall call{said, effective_mode(), wants_grad(said),
                          taken.get() != nullptr ? digest_of(bias.get()) : nullptr};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;

@@ -102,10 +102,13 @@ enum CallFact : int64_t {  // FACTS of rescues.py
   kUnusualScale = 128,
   kRows = 256,  // the last dims are contiguous; else stock takes math
   kMasked = 512,
+  kBiased = 1024,
+  kWideBiased = 2048,
 };
 
 constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims", "whole_dims",
-                                          "one_row",  "one_key",  "unusual_scale",   "rows",       "mask"};
+                                          "one_row",  "one_key",  "unusual_scale",   "rows",       "mask",
+                                          "bias",     "bias32"};
 
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {

@@ -1,6 +1,6 @@
-"""Suite masks: calls with a bool mask as their users make them, forward, then forward and backward. Whatever is made of
-the mask (floats by torch, bits and lists by us) is part of the time, but for FlexAttention's BlockMask, which is made
-ahead of it.
+"""Suite masks: calls with a bool mask as their users make them, and with one of floats, forward, then forward and
+backward, also of the floats. Whatever is made of the mask (floats by torch, bits and lists by us) is part of the time,
+but for FlexAttention's BlockMask, which is made ahead of it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ class Pattern:
 
     name: str
     dims: str
-    rule: Callable[[Case, str], Rule] | None  # FlexAttention takes it, too; None: random
+    rule: Callable[[Case, str], Rule] | None = None  # FlexAttention takes it, too; None: random
+    floats: str = ""  # what it is made of: "own", the query's dtype, or "fp32"; empty: bool
+    heads_last: bool = False  # heads lie innermost, as T5's table gives them
+    learned: bool = False  # its gradient is wanted, too
 
     def sizes(self, case: Case) -> tuple[int, ...]:
         of = {"B": case.B, "H": case.Hq, "Q": case.Sq, "K": case.Sk}
@@ -84,7 +87,16 @@ class Pattern:
 
     def make(self, case: Case, device: str) -> Tensor:
         sizes = self.sizes(case)
+        if self.floats:
+            return self._biased(case, device, sizes)
         return _dense(self.rule, case, device, sizes) if self.rule else _random(case, device, sizes)
+
+    def _biased(self, case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator(device).manual_seed(SEED)
+        order = (0, 2, 3, 1) if self.heads_last else (0, 1, 2, 3)
+        bias = torch.randn([sizes[dim] for dim in order], device=device, generator=generator)
+        bias = bias.to(case.torch_dtype) if self.floats == "own" else bias
+        return bias.permute([order.index(dim) for dim in range(4)])
 
 
 PATTERNS = (
@@ -95,9 +107,17 @@ PATTERNS = (
     Pattern("documents", "BQK", _documents),
     Pattern("padding", "BQK", _padding),
     Pattern("padding_row", "BK", _padding),
-    Pattern("per_head", "HQK", None),
+    Pattern("per_head", "HQK"),
+    Pattern("bias_one", "QK", floats="own"),
+    Pattern("bias_heads", "HQK", floats="own"),
+    Pattern("bias_all", "BHQK", floats="own"),
+    Pattern("bias_keys", "BK", floats="own"),
+    Pattern("bias_t5", "HQK", floats="own", heads_last=True),
+    Pattern("bias_fp32", "QK", floats="fp32"),
+    Pattern("bias_learned", "HQK", floats="own", learned=True),
+    Pattern("bias_learned_all", "BHQK", floats="own", learned=True),
 )
-WORST = PATTERNS[0]
+BESIDE = tuple(pattern for pattern in PATTERNS if pattern.name in {"random", "bias_heads", "bias_keys"})
 FLEX = {"tril", "window", "documents", "padding"}
 
 
@@ -105,10 +125,12 @@ def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
     for what in ("fwd", "train"):
         for case in workloads.masked():
             for pattern in PATTERNS:
-                if torch.Size(pattern.sizes(case)).numel() <= MOST_SCORES:
+                fits = torch.Size(pattern.sizes(case)).numel() * (2 if pattern.floats else 1) <= MOST_SCORES
+                if fits and (what == "train" or not pattern.learned):
                     yield f"{pattern.name}_{what}_d{case.D}_s{case.Sq}", case, pattern, what
         for case in workloads.masked_beside():
-            yield f"{WORST.name}_beside_{what}_{case.name}", case, WORST, what
+            for pattern in BESIDE:
+                yield f"{pattern.name}_beside_{what}_{case.name}", case, pattern, what
 
 
 def suite_masks(bench: Bench) -> None:
@@ -135,11 +157,12 @@ def _flex_call(flex: who.Attend, case: Case, pattern: Pattern, inputs: Inputs) -
 def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -> None:
     grad = what == "train"
     inputs, mask = make_inputs(case, bench.device, requires_grad=grad), pattern.make(case, bench.device)
+    wanted = (*inputs, mask.requires_grad_()) if pattern.learned else tuple(inputs)
 
     def call_of(attend: Callable[[], Tensor]) -> Callable[[], object]:
         def call():
             out = attend()
-            return torch.autograd.grad(out, tuple(inputs), inputs.grad_out) if grad else out
+            return torch.autograd.grad(out, wanted, inputs.grad_out) if grad else out
 
         return call
 
@@ -159,7 +182,7 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
         for peer, (attend, scope) in attends.items():
             try:
                 with scope():
-                    if bench.check and (error := wrong_in(case, inputs, mask, attend().detach())):
+                    if bench.check and (error := wrong_in(case, inputs, mask.detach(), attend().detach())):
                         wrong[peer] = error
                     call_of(attend)()
             # What cannot run is noted, and the others are measured.

@@ -161,6 +161,7 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
+    mask: str = ""  # how kernels of ours read a mask of floats
     rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
     error: str = ""  # what the call raises, where a forced backend cannot run it
@@ -170,7 +171,8 @@ class Plan:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
-        lines += [("stock would", self.rescue), ("gradients", self.gradients), ("raises", self.error)]
+        lines += [("mask", self.mask), ("stock would", self.rescue), ("gradients", self.gradients)]
+        lines += [("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))
@@ -230,6 +232,9 @@ def explain(
     )
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
+    if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
+        few = made["kernel"].startswith("decode")
+        fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     mended = problem.is_asked(mode) and made["backend"] == "stock" and not impossible

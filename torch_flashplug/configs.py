@@ -14,10 +14,10 @@ from .elements import elements_of, misfit
 from .families import BY_ARCH, TARGETS, targets_of
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
-FULL, CAUSAL, MASK = ("full",), ("causal",), ("mask",)  # sets of features.py, by the tags in kernels' names
-BOTH = FULL + CAUSAL
-DROPPED = ("dropout", "causal+dropout")
-MASK_DROPPED = ("mask+dropout",)
+# Sets of features.py, by the tags in kernels' names.
+FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
+BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
+DROPPED, MASK_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",)
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
@@ -130,23 +130,30 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
-    # One tile a head dim, with a mask, too. Costs are not measured either.
+    # Dropout: one tile a head dim, with a mask, too. Costs are not measured either.
     KernelRow("fwd", 90, 64, 64, DROPPED + MASK_DROPPED, 128, 128, 2, 2000),
     KernelRow("fwd", 90, 128, 128, DROPPED + MASK_DROPPED, 128, 128, 2, 2400),
     KernelRow("fwd", 90, 256, 256, DROPPED + MASK_DROPPED, 128, 64, 2, 2000),
-    KernelRow("bwd", 90, 64, 64, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, BOTH + MASK + DROPPED, 64, 128, 2),  # both would spill six registers: in parts
+    # A bias of fp32 takes twice the registers and the room: narrower blocks, and gradients in parts.
+    KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
+    KernelRow("fwd", 90, 64, 64, BIASES, 64, 128, 2, 1200),
+    KernelRow("fwd", 90, 128, 128, BIAS, 128, 128, 2, 3000),
+    KernelRow("fwd", 90, 128, 128, BIAS32, 128, 64, 2, 2000),
+    KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
+    KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
+    KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 128, 4),
+    KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + DROPPED, 64, 128, 2),
-    KernelRow("decode", 90, 64, 64, FULL + MASK, 64, 64, 4, 300),
+    KernelRow("decode", 90, 64, 64, FULL + MASK + BIASES, 64, 64, 4, 300),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
-    KernelRow("decode", 90, 128, 128, FULL + MASK, 64, 64, 3, 500),
+    KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
     KernelRow("decode", 90, 128, 128, FULL, 128, 96, 4, 1250),
     KernelRow("decode", 90, 192, 128, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK, 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 2),
@@ -215,9 +222,14 @@ def _only_forced(spec: KernelSpec) -> bool:
     return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise and not _drops(spec)
 
 
+def _has_bias(spec: KernelSpec) -> bool:
+    return not spec.features.isdisjoint({"bias", "bias32"})
+
+
 # Of a target, the one that every call needs comes first.
 PACKS = (
-    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _drops(spec)),
+    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec) and not _drops(spec)),
+    Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
     Pack("sm90a_dropout", "sm_90a", _drops),  # no choice row serves them yet
     Pack("sm80", "sm_80", lambda spec: True),

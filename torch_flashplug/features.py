@@ -43,13 +43,15 @@ FEATURES = (
     ),
     Feature(
         "bias", "bias", "with a bias",
-        "attn_mask is of floats, kernels take bool; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias",), score_bytes=2,
+        "attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
+        arguments=("bias",), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        score_bytes=2,
     ),
     Feature(
         "bias32", "bias32", "with a bias of fp32",
-        "attn_mask is of fp32, kernels take bool; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias32",), score_bytes=4,
+        "attn_mask is of fp32, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
+        arguments=("bias32",), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        score_bytes=4,
     ),
     Feature(
         "bottom_right", "bottom_right", "causal to the bottom right",
@@ -84,6 +86,8 @@ COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
     Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
+    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
+    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
     Combination(frozenset({"dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),

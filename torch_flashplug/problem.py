@@ -6,6 +6,8 @@ Mirrors the first questions of src/router.cpp. Reads hints of symbolic sizes, so
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from . import native, rows
 from .elements import NUMBERS
+from .spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,12 +49,12 @@ def sizes_of_traced(
 
 
 def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
-    """It decides itself, or is of bool and stock's to refuse, or one that a graph has as floats: what is not
+    """It decides itself, or is stock's to refuse, or of bool and one that a graph has as floats: what is not
     functionalized is recorded as it comes, without tracing.py.
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
-    lost = recorded or not _mask_fits(query, key, attn_mask)
-    return decides_itself(attn_mask) or (lost and attn_mask.dtype == torch.bool)
+    lost = recorded and attn_mask.dtype == torch.bool
+    return decides_itself(attn_mask) or lost or not _mask_fits(query, key, attn_mask)
 
 
 def takes_math(mode: int) -> bool:
@@ -70,6 +73,8 @@ def _kernels_allowed() -> bool:
 
 def _mask_fits(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """mask_fits of src/mask.cpp; sizes that depend on data may fit."""
+    if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
+        return False
     wanted = _hints((*query.shape[:3], key.shape[2]))[-mask.dim() :]
     fits = all(None in {have, want} or have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
     return 2 <= mask.dim() <= 4 and fits and mask.device == query.device
@@ -102,10 +107,10 @@ def outside_dispatcher(
             "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
             "stock attention decides"
         )
-    if attn_mask is not None and attn_mask.dtype == torch.bool and not _mask_fits(query, key, attn_mask):
+    if attn_mask is not None and not _mask_fits(query, key, attn_mask):
         return (
             f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
-            "is on another device; stock attention takes or rejects it"
+            "lies on another device, or is not of bool, fp32 or the query's dtype; stock attention takes or rejects it"
         )
     if not _kernels_allowed():
         return (
@@ -128,7 +133,7 @@ def describe(
 ) -> dict[str, float]:
     """Of native.problem_facts(), for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
     operands = (query, key, value)
-    grad = wants_grad(*operands)
+    grad = wants_grad(*operands, *([] if attn_mask is None else [attn_mask]))
     problem: dict[str, float] = {
         "causal": is_causal,
         "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
@@ -154,6 +159,23 @@ def describe(
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
     """is_wide_bias of src/problem.h."""
     return mask.dtype == torch.float32 and query.dtype != torch.float32
+
+
+def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
+    """How kernels read a float mask that fits (src/bias.cpp). few: those of decode."""
+    sizes = (*_hints(query.shape[:3]), *_hints(key.shape[2:3]))
+    missing, unit = 4 - mask.dim(), 16 // mask.element_size()
+    given = [(1, 0)] * missing + list(zip(_hints(mask.shape), _hints(mask.stride())))
+    strides = [0 if have == 1 else stride for have, stride in given]
+    aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
+    shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
+    said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
+    if aligned and not shared and (strides[3] == 1 or sizes[3] == 1):
+        return f"{said}read where it lies"
+    rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
+    copied = rows * (ROWS_PER_WARPGROUP if shared else 1) * -(-sizes[3] // unit) * 16
+    why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it" if shared else f"strides {list(mask.stride())}"
+    return f"{said}{why}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:

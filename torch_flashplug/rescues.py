@@ -18,6 +18,8 @@ FACTS = (
     "unusual_scale",  # zero (subnormals of 32 bits count as that) or negative
     "rows",  # the last dims are contiguous: else stock takes math, which is right
     "mask",  # of bool
+    "bias",  # of the query's floats
+    "bias32",  # of fp32, beside a query of 16 bits
 )
 
 
@@ -68,5 +70,18 @@ RESCUES: tuple[Rescue, ...] = (
         "give rows that see no key the attention of all keys (cuDNN), and with gradients NaN at some lengths",
         f"{_SEEN}: left-padded batches; dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
         features=("mask",),
+    ),
+    Rescue(
+        ("bias32", "rows", "whole_dims"),
+        "read a mask of fp32 as one of 16 bits (cuDNN: NaN)",
+        f"{_SEEN}: pytorch#191612, q of bf16 and fp16",
+        features=("bias32",),
+    ),
+    Rescue(
+        ("bias", "rows", "whole_dims"),
+        "give 0 for rows that finfo.min hides (cuDNN, efficient), whose keys count alike, and with gradients NaN at "
+        "some lengths",
+        f"{_SEEN}: dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
+        features=("bias",),
     ),
 )

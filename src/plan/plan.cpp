@@ -54,10 +54,13 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
   if (measured) plan->rescue_row = find_rescue(p, tables);
-  if (plan->rescue_row >= 0) return {};  // right goes before fast
-  // What could follow our forward there is slower than what stock has for both, and may not repeat its sums.
+  const bool rescued = plan->rescue_row >= 0;
+  if (rescued && (p.needs & kBiases) == 0) return {};  // right goes before fast
+  // What could follow our forward there is slower than what stock has for both, and may not repeat its sums. To a bias
+  // it would be math, which needs memory for every score.
   if (p.grad && plan_backward(p, device, mode, tables).kernel_row < 0)
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
+  if (rescued) return {};
   if (!measured) return {};
   if (plan->gate.closed && kernel.kind != kDecode) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);

@@ -124,6 +124,8 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kUnusualScale, is_unusual(p.scale)},
       {kRows, whole_rows(p)},
       {kMasked, (p.needs & kMask) != 0},
+      {kBiased, (p.needs & feature_bit("bias")) != 0},
+      {kWideBiased, (p.needs & feature_bit("bias32")) != 0},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.decode import DecodeCall, FewRows
+from .parts.arguments.operands import Scales
 from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share, follow
 from .parts.packed import Part
 from .parts.pieces import Pieces
@@ -203,7 +204,8 @@ class DecodeSm90(DecodeCall):
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
-        softmax = OnlineSoftmax.create(scale * fragments.LOG2_E)
+        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        softmax = OnlineSoftmax.create(scales.log2)
         first_head, _ = part.place(Int32(0))
         here = chain.hold(self.tile_n).at(  # its row is the tile's first, packed
             Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
@@ -242,7 +244,7 @@ class DecodeSm90(DecodeCall):
         warpgroup.fence()
         sums.add(work.ring_v.slot(last))
         warpgroup.wait_group(0)
-        lse = softmax.finish(sums.values, scale)
+        lse = softmax.finish(sums.values, scales.natural)
         if cutlass.const_expr(clustered):
             sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4

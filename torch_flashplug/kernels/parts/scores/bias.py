@@ -1,13 +1,16 @@
-"""An additive bias in 16 bits, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020).
+"""An additive bias, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020), made of what
+the operands are made of, or of fp32.
 
-TMA brings a warpgroup's part of a block into a ring of its own; ldmatrix hands a thread just the pairs that it holds of
-the scores (fragments.py), from the tile as it is or, for scores as the backward has them, from its transpose.
+TMA brings a warpgroup's part of a block into a ring of its own; a thread reads just what it holds of the scores
+(fragments.py), 16 bits by ldmatrix, 32 as they lie, from the tile as it is or, for scores as the backward has them,
+from its transpose.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
 
 Of a bias (B, Hq, Sq, Sk) the last stride is 1, the others are multiples of 16 bytes, as its address is, or 0 where it
-is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk).
+is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk). One that all queries share
+comes as 64 rows of it, which are read for each block of them: 64 times the same row from L2 takes TMA twice as long.
 
 A warpgroup has one slot: it is free as soon as its pairs are in registers, a whole step before the next block's are
 asked for, and another would take Q's room.
@@ -25,6 +28,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
+from ..element import Element
 from ..fragments import LOG2_E, rows_and_columns
 from ..pieces import Tile
 from .chain import Form, Place, SlabForm, Stage
@@ -35,6 +39,12 @@ if TYPE_CHECKING:
 ROWS = sm90.ROWS_PER_WARPGROUP
 
 
+class Fp32:
+    """What sm90.Input asks of an Element."""
+
+    dtype, bytes = Float32, 4
+
+
 @dataclass(frozen=True)
 class Bias(Stage):
     """Of a call."""
@@ -43,7 +53,8 @@ class Bias(Stage):
     scale: Float32  # of the scores
 
     def tma(self, form: Form) -> Stage:
-        return MovedBias(*tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
+        moved = MovedBias if self.bias.element_type.width == 16 else MovedBias32
+        return moved(*moved.tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: SlabForm) -> Stage:
         """Where there is no TMA."""
@@ -58,10 +69,28 @@ class MovedBias(Stage):
     m: cute.Tensor
     scale: Float32
 
+    @classmethod
+    def tiles(cls, form: Form) -> sm90.Input:
+        """How TMA brings them: rows of queries."""
+        shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
+        return sm90.Input.create(cls.made_of(form), *shape, form.warpgroups)
+
+    @staticmethod
+    def made_of(form: Form) -> Element | Fp32:
+        return form.element
+
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
-        ring = tiles(form).ring(smem)
-        operand = sm90.Operand(self.atom, self.m, tiles(form).buffer(smem))
+        moved = self.tiles(form)
+        operand, ring = sm90.Operand(self.atom, self.m, moved.buffer(smem)), moved.ring(smem)
         return BiasTiles(form, operand, ring, self.scale)
+
+
+class MovedBias32(MovedBias):
+    """The same of one of fp32, whatever the operands are."""
+
+    @staticmethod
+    def made_of(form: Form) -> Element | Fp32:
+        return Fp32()
 
 
 @dataclass(frozen=True)
@@ -98,7 +127,8 @@ class BiasTiles(Stage):
         form = self.form
         shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
         tXsX, tXgX = self.tiles.head(head, tile.sequence).tiles(shape, (None, None))
-        return Bringing(self, tile.block * form.warpgroups, tXsX, tXgX)
+        last_rows = cute.ceil_div(self.tiles.m.shape[0], shape[0]) - 1
+        return Bringing(self, tile.block * form.warpgroups, last_rows, tXsX, tXgX)
 
     def hold(self, columns: int) -> Stage:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
@@ -124,7 +154,10 @@ class BiasTiles(Stage):
         """The first `columns` of a slot's tile, as a thread holds scores of them: (2, columns / 4)."""
         tile = sm90.transposed(self.tiles.s) if self.form.transposed else self.tiles.s
         tile = cute.local_tile(tile[None, None, slot], (ROWS, columns), (0, 0))
-        copy, values = matrices(self.form, columns, cute.arch.thread_idx()[0] % sm90.WARPGROUP)
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        if tile.element_type.width == 32:
+            return rows_and_columns(words(self.form, columns, thread, tile))
+        copy, values = matrices(self.form, columns, thread)
         cute.copy(copy, copy.partition_S(tile), copy.retile(values))
         return rows_and_columns(values)
 
@@ -135,6 +168,7 @@ class Bringing(Stage):
 
     of: BiasTiles
     first: Int32  # of the tile's parts, 64 rows each
+    last_rows: Int32  # block of queries that the bias has
     shared_tiles: cute.Tensor
     global_tiles: cute.Tensor
 
@@ -143,7 +177,8 @@ class Bringing(Stage):
         of = self.of
         for w in cutlass.range_constexpr(of.form.warpgroups):
             ring = of.ring_of(w)
-            place = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            rows, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            place = (cutlass.min(rows, self.last_rows), keys)
             ring.acquire(count)
             slot = self.shared_tiles[None, w * of.slots + ring.slot(count)]
             cute.copy(of.tiles.atom, self.global_tiles[(None, *place)], slot, tma_bar_ptr=ring.arrival(count))
@@ -221,10 +256,12 @@ def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
             S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)
 
 
-def tiles(form: Form) -> sm90.Input:
-    """How TMA brings them: rows of queries."""
-    shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
-    return sm90.Input.create(form.element, *shape, form.warpgroups)
+def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:
+    """What a thread holds of (64, columns) biases of fp32, in an accumulator's order."""
+    mine = sm90.make_mma(form.element.dtype, columns, "rows", "rows").get_slice(thread).partition_C(tile)
+    values = cute.make_rmem_tensor(mine.shape, Float32)
+    cute.autovec_copy(mine, values)
+    return values
 
 
 def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:

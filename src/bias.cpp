@@ -1,0 +1,61 @@
+// A float mask as kernels read it: four dims, stride 0 where it is broadcast, whole 16 bytes between all else. TMA
+// reads it where it lies; what it cannot read is copied once, without what is broadcast: heads that lie innermost (T5),
+// rows of an odd number of keys, one number for all keys. Of one that all queries share TMA wants the rows of a tile.
+#include "arguments.h"
+#include "attention.h"
+
+namespace flashplug {
+
+namespace {
+
+bool on_units(AtenTensorHandle bias, const int64_t stride[4], int64_t unit) {
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
+  return stride[3] == 1 && stride[0] % unit == 0 && stride[1] % unit == 0 && stride[2] % unit == 0 &&
+         reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
+}
+
+// What is there of it, in rows that begin on units.
+Owned copy_in_units(AtenTensorHandle bias, const int64_t size[4], const int64_t stride[4], int64_t unit) {
+  const int64_t pitch = ceil_div(size[3], unit) * unit;
+  const int64_t rows[4] = {size[1] * size[2] * pitch, size[2] * pitch, pitch, 1};
+  Owned copy = new_like(bias, 4, size, rows, nullptr);
+  check_shim(aoti_torch_copy_(copy.get(), view(bias, 4, size, stride).get(), 0), "copy_");
+  return copy;
+}
+
+Owned in_units(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
+  const AtenTensorHandle bias = call.mask;
+  const int64_t unit = kUnitBytes / element_bytes(bias);
+  int64_t size[4], stride[4];
+  if (!right_dtype(bias, p))
+    throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype");
+  if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!spread(bias, p, size, stride))
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+  if (p.Sk == 1) stride[3] = 1;
+  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // a row, by all queries
+  const int64_t whole[4] = {p.B, p.Hq, shared ? row.group_rows : p.Sq, p.Sk};
+  if (!shared && on_units(bias, stride, unit)) return view(bias, 4, whole, stride);
+  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(shared && i == 2) ? 1 : whole[i];
+  const Owned copy = copy_in_units(bias, size, stride, unit);
+  int64_t repeated[4];
+  for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
+  return view(copy.get(), 4, whole, repeated);
+}
+
+}  // namespace
+
+Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
+                Arguments* arguments) {
+  const bool wide = arguments->takes("bias32");
+  if (!wide && !arguments->takes("bias")) return {};
+  Owned bias = in_units(call, p, query, row);
+  if (wide)
+    arguments->tensor("bias32", bias.get());
+  else
+    arguments->tensor("bias", bias.get());
+  return bias;
+}
+
+}  // namespace flashplug

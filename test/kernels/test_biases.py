@@ -1,0 +1,254 @@
+"""Float masks through F.sdpa, on a GPU or interpreted: numbers and gradients of query, key and value against fp64, what
+lies where TMA cannot read it, infinities and NaN as math has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from splits import MOST, forced, planned
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import configs, native
+from torch_flashplug.elements import DTYPES
+from torch_flashplug.spec import KernelSpec
+from torch_flashplug.testing import (
+    Case,
+    Masking,
+    assert_lse,
+    assert_within_budget,
+    attention_math,
+    make_inputs,
+    new_case,
+    oracle,
+    oracle_grads,
+    plain,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+
+SEED = 20261124
+HEADS = (2, 4, 2)  # B, Hq, Hkv
+BIASED = [spec for spec in configs.specs(90) if not spec.features.isdisjoint({"bias", "bias32"})]
+
+
+def drawn(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(SEED)) * 2
+
+
+def hidden(bias: Tensor) -> Tensor:
+    """A row that sees nothing, a whole tile of them, keys that nobody sees, half of the rest."""
+    bias = bias.masked_fill(drawn(*bias.shape[-2:]) < 0, -math.inf)
+    bias[..., 65, :] = bias[..., 128:256, :] = bias[..., 70:100] = -math.inf
+    return bias
+
+
+# What may stand in the place of (B, Hq, Sq, Sk), for 300 rows and 336 keys; what it is cast to keeps its strides.
+BIASES: dict[str, Callable[[], Tensor]] = {
+    "for_all": lambda: drawn(300, 336),
+    "by_head": lambda: drawn(4, 300, 336),
+    "by_batch": lambda: drawn(2, 1, 300, 336),
+    "by_both": lambda: drawn(2, 4, 300, 336),
+    "expanded": lambda: drawn(1, 4, 300, 336).expand(2, 4, 300, 336),
+    "keys": lambda: drawn(2, 1, 1, 336),
+    "keys_by_head": lambda: drawn(2, 4, 1, 336),
+    "rows": lambda: drawn(2, 1, 300, 1),
+    "one": lambda: drawn(1, 1),
+    "hidden": lambda: hidden(drawn(2, 1, 300, 336)),
+    "heads_innermost": lambda: drawn(300, 336, 4).permute(2, 0, 1)[None],
+    "transposed": lambda: drawn(336, 300).mT,
+    "odd_offset": lambda: drawn(300, 344)[:, 7:343],
+    "large": lambda: drawn(4, 300, 336) * 1000 - 10000,
+}  # fmt: skip
+
+
+def laid_out(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """The same strides and offset, of another dtype."""
+    memory = torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).to(device, dtype)
+    return memory.as_strided(bias.size(), bias.stride(), bias.storage_offset())
+
+
+def dtype_of(case: Case, wide: bool) -> torch.dtype:
+    return torch.float32 if wide else case.torch_dtype
+
+
+def attend(case: Case, bias: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Ours, fp64's and plain torch's."""
+    inputs = make_inputs(case, device, SEED)
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa, scale=case.scale)
+    assert native.counters()["ours_fwd"] == 1
+    exact, low = (
+        attention_math(*inputs, scale=case.scale, mask=Masking(bias=bias), dtype=dtype).out
+        for dtype in (torch.float64, case.torch_dtype)
+    )
+    return out, exact, low
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
+    case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=DTYPES[len(bias) % 2])
+    given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
+    assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.kind == "fwd"], ids=KernelSpec.name)
+def test_every_forward(kernels_on: str, spec: KernelSpec) -> None:
+    """By sizes that make the plan choose it, where rows compete."""
+    wide = "bias32" in spec.features
+    facts = {"bias32" if wide else "bias": 1}
+    for heads, rows in (((1, 3, 3), 64), ((1, 2, 1), 200), ((4, 16, 16), 192), ((2, 17, 17), 256)):
+        case = new_case(spec.name(), heads, (rows, 72), (spec.d, spec.dv), dtype=spec.dtype)
+        if planned(case, **facts)["kernel"] == spec.name():
+            break
+    else:
+        pytest.fail(f"no call is planned for {spec.name()}")
+    given = hidden(drawn(300, 336))[100 : 100 + rows, 40:112].to(kernels_on, dtype_of(case, wide))
+    assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (3, 7)])
+def test_sizes(kernels_on: str, sizes: tuple[int, int], wide: bool) -> None:
+    case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
+    given = drawn(1, 3, *sizes).to(kernels_on, dtype_of(case, wide))
+    assert_within_budget(f"{sizes}", *attend(case, given, kernels_on), seed=SEED)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_scales(kernels_on: str, scale: float) -> None:
+    case = new_case("scales", (1, 2, 2), (70, 136), (64, 64), scale=scale)
+    given = hidden(drawn(300, 336))[60:130, 20:156].to(kernels_on, case.torch_dtype)
+    assert_within_budget(f"{scale}", *attend(case, given, kernels_on), seed=SEED)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+def test_numbers_that_are_none(kernels_on: str, wide: bool) -> None:
+    """As torch's math has them: NaN and inf spoil their own row, a row of the smallest number is a mean, one of -inf is
+    0.
+    """
+    case = new_case("none", (1, 2, 2), (70, 136), (64, 64))
+    dtype = dtype_of(case, wide)
+    given = drawn(70, 136).to(kernels_on, dtype)
+    given[3, 5], given[9, 130], given[20], given[21] = math.nan, math.inf, torch.finfo(dtype).min, -math.inf
+    out, exact, low = attend(case, given, kernels_on)
+    spoilt = torch.zeros(70, dtype=torch.bool, device=kernels_on)
+    spoilt[[3, 9]] = True
+    assert out[..., spoilt, :].isnan().all() and exact[..., spoilt, :].isnan().all()
+    assert (out[..., 21, :] == 0).all()
+    assert_within_budget("others", out[..., ~spoilt, :], exact[..., ~spoilt, :], low[..., ~spoilt, :], seed=SEED)
+
+
+def test_bits_and_floats_say_the_same(kernels_on: str) -> None:
+    """0 and -inf hide what a bool mask hides: rows that see nothing, too."""
+    case = new_case("same", (2, 2, 2), (200, 136), (64, 64))
+    seen = drawn(2, 1, 200, 136) > 0
+    seen[:, :, 70:140] = False
+    seen = seen.to(kernels_on)
+    inputs = make_inputs(case, kernels_on, SEED)
+    with torch_flashplug.sdpa_backend("fa3"):
+        masked, biased = (
+            F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+            for mask in (seen, torch.zeros_like(seen, dtype=case.torch_dtype).masked_fill(~seen, -math.inf))
+        )
+    assert_within_budget("same", biased, masked.double(), masked, seed=SEED)
+
+
+# The same in the place of (2, 4, Sq, 333).
+FEW: dict[str, Callable[[int], Tensor]] = {
+    "for_all": lambda Sq: drawn(Sq, 333),
+    "by_head": lambda Sq: drawn(4, Sq, 333),
+    "by_both": lambda Sq: drawn(2, 4, Sq, 333),
+    "keys": lambda Sq: drawn(2, 1, 1, 333),
+    "keys_expanded": lambda Sq: drawn(1, 1, 1, 333).expand(2, 4, Sq, 333),
+    "rows": lambda Sq: drawn(2, 1, Sq, 1),
+    "filled": lambda Sq: torch.zeros(333).masked_fill(torch.arange(333) > 100, -math.inf).expand(2, 1, Sq, 333),
+    "nothing": lambda Sq: torch.full((2, 1, Sq, 333), -math.inf),
+    "heads_innermost": lambda Sq: drawn(Sq, 333, 4).permute(2, 0, 1)[None],
+    "odd_offset": lambda Sq: drawn(Sq, 340)[:, 7:],
+}
+
+
+def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0) -> None:
+    """Out and LSE of the own op, by a kernel that splits keys."""
+    fact = "bias32" if bias.dtype == torch.float32 else "bias"
+    assert planned(case, num_splits, **{fact: 1})["kernel"].startswith("decode_")
+    inputs = make_inputs(case, device, SEED)
+    native.counters(reset=True)
+    operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits))
+    out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
+    assert native.counters()["ours_fwd"] == 1
+    exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle, plain))
+    name = f"{case.name} in {num_splits} splits"
+    assert_within_budget(name, out, exact.out, low.out, seed=SEED)
+    assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.is_decode], ids=KernelSpec.name)
+def test_every_decode(kernels_on: str, spec: KernelSpec) -> None:
+    wide = "bias32" in spec.features
+    for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
+        case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
+        assert planned(case, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
+        check_few(case, drawn(2, 1, Sq, keys).to(kernels_on, dtype_of(case, wide)), kernels_on)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
+@pytest.mark.parametrize("bias", FEW)
+@pytest.mark.parametrize("Sq", [1, 7, 32])
+def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
+    wide = (len(bias) + Sq) % 2 == 0
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=DTYPES[Sq % 2])
+    check_few(case, laid_out(FEW[bias](Sq), kernels_on, dtype_of(case, wide)), kernels_on, num_splits)
+
+
+def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False) -> None:
+    """Of query, key and value, by a backward of ours."""
+    inputs = make_inputs(case, device, SEED)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    native.counters(reset=True)
+    torch.use_deterministic_algorithms(order)
+    try:
+        with torch_flashplug.sdpa_backend("fa3"):
+            out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
+            found = torch.autograd.grad(out, leaves, inputs.grad_out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    counts = native.counters()
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
+    exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle_grads, plain_grads))
+    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
+    for name, got, right, yardstick in zip(("dq", "dk", "dv"), found, exact, low, strict=True):
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{case.name} {name}", got, right, yardstick, **budget, seed=SEED)
+
+
+@pytest.mark.parametrize("spec", [s for s in BIASED if s.is_backward and s.kind != "dbias"], ids=KernelSpec.name)
+def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
+    wide = "bias32" in spec.features
+    case = new_case(spec.name(), (2, 2, 1), (200, 336), (spec.d, spec.dv), dtype=spec.dtype)
+    facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.in_parts}
+    assert planned(case, **facts)["gradients"] == spec.name()
+    given = drawn(2, 1, 200, 336).to(kernels_on, dtype_of(case, wide))
+    check_gradients(case, given, kernels_on, order=spec.in_parts)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("bias", [name for name in BIASES if name != "large"])
+def test_gradients(kernels_on: str, bias: str, order: bool) -> None:
+    wide = len(bias) % 3 == 0
+    case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=DTYPES[len(bias) % 2])
+    check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on, order=order)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
+def test_gradients_of_sizes(kernels_on: str, sizes: tuple[int, int]) -> None:
+    case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (64, 64))
+    check_gradients(case, drawn(*sizes).to(kernels_on, case.torch_dtype), kernels_on)
