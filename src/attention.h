@@ -113,6 +113,15 @@ Owned new_bias_gradient(AtenTensorHandle bias);
 // The same under the sizes of the bias and the strides of torch.empty_like(bias).
 Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias);
 
+// ---- dropout.cpp: what bits are drawn from ----
+
+struct Drawn {
+  Owned seed, offset;  // () int64; the second is 0
+};
+Drawn draw(const TensorClass& query);  // on its device, from the default generator
+// To a kernel that takes it. The result has to live until it is launched.
+Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
+
 // ---- backward.cpp: our gradients ----
 
 // False where another backward must follow: no kernel of ours, or a GPU on which auto takes none.

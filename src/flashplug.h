@@ -81,6 +81,7 @@ enum class Why : int {
   kFeature,
   kTogether,
   kScale,
+  kProbability,
   kEmpty,
   kHeadDimStep,
   kHeadDimLimit,
@@ -99,10 +100,10 @@ enum class Why : int {
 };
 // Why a family's kernels do not take a call; test_reasons meets every one.
 inline constexpr const char* kWhyNames[] = {
-    "none",        "device",        "arch",        "dtype",           "mixed dtype", "feature",
-    "together",    "scale",         "empty",       "head dim step",   "head dim",    "last stride",
-    "alignment",   "no kernel",     "splits",      "unmeasured gpu",  "no row",      "slower",
-    "decode gate", "deterministic", "no backward", "no bias gradient"};
+    "none",        "device",      "arch",          "dtype",       "mixed dtype",     "feature",
+    "together",    "scale",       "probability",   "empty",       "head dim step",   "head dim",
+    "last stride", "alignment",   "no kernel",     "splits",      "unmeasured gpu",  "no row",
+    "slower",      "decode gate", "deterministic", "no backward", "no bias gradient"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the

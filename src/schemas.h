@@ -120,10 +120,13 @@ inline constexpr Schema kRepeat(
 inline constexpr Schema kSum(
     "aten::sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor");
 
+inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
+
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
                                            kOwnBackward.text(),    kMathForward.text(),      kMathBackward.text(),
                                            kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
                                            kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text(),
-                                           kNegate.text(),         kRepeat.text(),           kSum.text()};
+                                           kNegate.text(),         kRepeat.text(),           kSum.text(),
+                                           kRandom.text()};
 
 }  // namespace flashplug

@@ -56,8 +56,10 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     if (call.digest != nullptr) digest_in_torch(call, p, query);
-    result->seed = Owned();  // as the kernels: nothing is drawn, so nothing is returned
-    result->offset = Owned();
+    if (call.dropout_p == 0.0) {  // as the kernels: nothing is drawn, so nothing is returned
+      result->seed = Owned();
+      result->offset = Owned();
+    }
     count(Path::kOursForward);
     return true;
   }
@@ -94,6 +96,12 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
     arguments.one_number("partials", mutable_data(result->lse.get()));
   const Masked mask = give_mask(call, p, query, false, &arguments);
   const Owned bias = give_bias(call, p, query, row, &arguments);
+  if (call.dropout_p != 0.0) {
+    Drawn drawn = draw(query);
+    result->seed = std::move(drawn.seed);
+    result->offset = std::move(drawn.offset);
+  }
+  const Owned seed = give_seed(result->seed.get(), query, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -123,8 +131,8 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
-  // None of stock's that can be called from here takes a mask.
-  if ((p.needs & kAnyMask) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
+  // None of stock's that can be called from here takes a mask, or draws dropout's bits as math and ours.
+  if ((p.needs & (kAnyMask | kDropout)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 

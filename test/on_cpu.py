@@ -123,7 +123,7 @@ class _Managed(ctypes.Structure):
 _CUDA = (2, 0)
 _TYPES = {
     **{torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32)},
-    **{torch.int32: (0, 32), torch.uint8: (1, 8)},
+    **{torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8)},
 }
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_flashplug import dropped
 from torch_flashplug.arguments import OF_KIND
 from torch_flashplug.lists import turns
 from torch_flashplug.spec import BACKWARD_TILE, LISTED, SCRATCH_UNITS, WARPGROUP, KernelSpec
@@ -35,7 +36,7 @@ from torch_flashplug.words import words
 
 ROOT = Path(__file__).resolve().parents[1]
 CTAS = 3
-SHARE = 0.8  # of probabilities, kept
+DROPS = 0.2
 HEADS = (2, 1)  # of queries, of keys
 SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged: rows and keys of each
 # left, right, diagonal of 300 rows and 333 keys; the last two leave rows without a key, at the end and at the beginning
@@ -101,9 +102,11 @@ def bits(call: Call, seed: int) -> Call:
 
 def dropout(call: Call, seed: int) -> Call:
     B, Hq, Sq, Sk = call.shape
-    kept = draw(seed + 100, B if seed % 2 else 1, Hq if seed % 3 else 1, Sq, Sk) < SHARE
-    call = call.given(**planes("dropped", kept, Hq), share=SHARE, inverse=1 / SHARE)
-    return dataclasses.replace(call, masking=dataclasses.replace(call.masking, kept=kept, kept_share=SHARE))
+    drawn_from = torch.tensor([seed + 100])
+    kept = dropped.dropout_mask(drawn_from, B, Hq, Sq, Sk, DROPS)
+    call = call.given(drawn_from=drawn_from, drops=DROPS)
+    masking = dataclasses.replace(call.masking, kept=kept, kept_share=dropped.share_of(DROPS))
+    return dataclasses.replace(call, masking=masking)
 
 
 def bias(call: Call, seed: int) -> Call:
@@ -253,6 +256,7 @@ def extra_of(call: Call) -> list[object]:
         "bias": torch.zeros(1, 1, 1, 8, dtype=call.case.torch_dtype),
         "_rows": torch.zeros(4, dtype=torch.int32),
         "_columns": torch.zeros(4, dtype=torch.int32),
+        "drawn_from": torch.zeros(1, dtype=torch.int64),
         "_count": torch.zeros(1, dtype=torch.int32),
     }
 

@@ -11,22 +11,23 @@ from pathlib import Path
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from torch_flashplug import features
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments.backward import Gradients
 from torch_flashplug.kernels.parts.arguments.decode import FewRows
 from torch_flashplug.kernels.parts.arguments.forward import Call
-from torch_flashplug.kernels.parts.arguments.operands import Scales, fake_operand, fake_vector
+from torch_flashplug.kernels.parts.arguments.operands import Drawn, Scales, fake_operand, fake_vector
 from torch_flashplug.kernels.parts.element import ELEMENTS
 from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
-from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Kept, Stage
-from torch_flashplug.kernels.parts.scores.words import Bits, Dropout, ListedBits, Words
+from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Stage
+from torch_flashplug.kernels.parts.scores.dropout import Dropout
+from torch_flashplug.kernels.parts.scores.words import Bits, ListedBits, Words
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
 from torch_flashplug.kernels.parts.window import InWindow, Window
@@ -53,12 +54,8 @@ class Extra:
     mask_columns: cute.Tensor
     mask_of_batch: Int32
     mask_of_head: Int32
-    dropped_rows: cute.Tensor
-    dropped_columns: cute.Tensor
-    dropped_of_batch: Int32
-    dropped_of_head: Int32
-    share: Float32
-    inverse: Float32
+    drawn_from: cute.Tensor  # (1,) Int64
+    drops: Float32  # probability
     # (R,) and (R, C) Int32
     masked_key_count: cute.Tensor
     masked_keys: cute.Tensor
@@ -89,10 +86,6 @@ class Extra:
     @property
     def mask(self) -> Planes:
         return Planes(self.mask_rows, self.mask_columns, self.mask_of_batch, self.mask_of_head)
-
-    @property
-    def dropped(self) -> Planes:
-        return Planes(self.dropped_rows, self.dropped_columns, self.dropped_of_batch, self.dropped_of_head)
 
     @property
     def lists(self) -> Listed:
@@ -148,12 +141,11 @@ class TrialSeams(Seams):
         if "bits" in self.stages:
             stages = (*stages, self.words(call.extra.mask, ListedBits if "listed" in self.stages else Bits))
         if "dropout" in self.stages:
-            kept = Kept(call.extra.share, call.extra.inverse)
-            stages = (*stages, self.words(call.extra.dropped, Dropout, kept_share=kept))
+            stages = (*stages, Dropout.of(Drawn(call.extra.drawn_from, call.extra.drops), call.q.shape[1]))
         return Chain(stages)
 
-    def words(self, planes: Planes, kind: type[Words], **more: Kept) -> Words:
-        return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head, **more)
+    def words(self, planes: Planes, kind: type[Words]) -> Words:
+        return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head)
 
     def visible(self, call) -> Stage:
         return InWindow(call.extra.window) if "window" in self.stages else super().visible(call)
@@ -187,7 +179,9 @@ def fake_extra(like: cute.Tensor) -> Extra:
             return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
         if field.name in {"row_count", "key_count", "scratch_count"}:
             return fake_vector(Int32, 4, size=1)
-        if field.name.startswith(("mask_", "dropped_")) and field.type == "cute.Tensor":
+        if field.name == "drawn_from":
+            return fake_vector(Int64, 8, size=1)
+        if field.name.startswith("mask_") and field.type == "cute.Tensor":
             return fake_vector(Int32, 16)
         if field.type == "cute.Tensor":
             return fake_list(1 if field.name.endswith("_count") else 2)

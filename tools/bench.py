@@ -9,6 +9,7 @@ picture.
     --suite decode           few query rows against many keys, K and V from memory, then from L2
     --suite fa2              the kernels for every GPU since sm_80, forced, beside torch's FlashAttention-2: both ways
     --suite masks            bool masks by pattern, head dim and length, as users pass them, forward, then both
+    --suite dropout          dropout of 0.1 by head dim, mask and length, forward, then both
     --suite maskdecode       few query rows against caches that a bool mask hides parts of
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import decode
+import dropout
 import masked_decode
 import masks
 import providers as who
@@ -237,6 +239,7 @@ SUITES = {
     "decode": decode.suite_decode,
     "fa2": suite_fa2,
     "masks": masks.suite_masks,
+    "dropout": dropout.suite_dropout,
     "maskdecode": masked_decode.suite_maskdecode,
     "host": suite_host,
     "choice": suite_choice,
@@ -250,6 +253,7 @@ WANTED = {
     "fa2": {"ours_fa2", "fa2"},
     "odd": {"ours_fa2", "stock"},
     "masks": {"ours_fa3", "ours_auto", "stock", "efficient", "flex"},
+    "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
     "maskdecode": set(masked_decode.MASKED),
 }
 

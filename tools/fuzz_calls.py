@@ -260,6 +260,14 @@ def _mask(rng: Random, work: int) -> Drawn:
     return _sizes(rng, work), masked | _some(rng, 0.3)
 
 
+def _dropout(rng: Random, work: int) -> Drawn:
+    dropped = {"dropout": rng.choice((0.1, 0.1, 0.123, 0.5, 1.0)), **_some(rng)}
+    if rng.random() < 0.3:
+        mask, dims = rng.choice(("bool", "blind")), rng.choice(("qk", "bqk", "bk"))
+        dropped |= {"causal": False, "mask": mask, "mask_dims": dims}
+    return _sizes(rng, work), dropped
+
+
 def _deterministic(rng: Random, work: int) -> Drawn:
     grads = {"wants": rng.choice(SOME), "grad_out": _grad_layout(rng)}
     return _sizes(rng, work), {"deterministic": True, **grads, **_some(rng)}
@@ -296,7 +304,7 @@ KINDS = (
     Kind("fault5", 2, _fault5),
     Kind("fault6", 2, _fault6),
     Kind("mask", 5, _mask),
-    Kind("dropout", 2, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5)), **_some(rng)})),
+    Kind("dropout", 4, _dropout),
     Kind("deterministic", 4, _deterministic),
     Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)})),
     Kind("allowed", 4, _allowed),

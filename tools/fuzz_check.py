@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import env, native
+from torch_flashplug import dropped, env, native
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.ops import empty_in_layout_of
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, grads_math
@@ -42,11 +42,26 @@ class Answers:
 
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
+    rule: Masking
+
+    def drop(self, x: Tensor) -> Tensor:
+        """What dropout leaves of probabilities, or of their gradient."""
+        return x if self.rule.kept is None else x * self.rule.kept / self.rule.kept_share
 
 
-def answer(posed: Posed) -> Answers:
+def kept_by_ours(posed: Posed) -> Tensor:
+    """Which probabilities our op keeps behind manual_seed(the call's)."""
+    call = posed.call
+    torch.manual_seed(call.seed)
+    seed = torch.empty((), dtype=torch.int64, device=posed.q.device).random_()
+    return torch.ops.torch_flashplug.dropout_mask(seed, call.B, call.Hq, call.Sq, call.Sk, call.dropout)
+
+
+def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
+    """kept: of probabilities, where some are dropped."""
     call, given = posed.call, (posed.q, posed.k, posed.v)
-    rule = {"scale": call.scale, "mask": Masking(int(call.causal), posed.mask)}
+    mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropped.share_of(call.dropout) or 1.0)
+    rule = {"scale": call.scale, "mask": mask}
     found = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
         if call.empty:  # nothing is seen, so everything is 0
@@ -56,7 +71,7 @@ def answer(posed: Posed) -> Answers:
         found.append({"out": attention_math(*given, dtype=dtype, **rule).out})
         if call.wants:
             found[-1] |= zip(("dq", "dk", "dv"), grads_math(*given, posed.grad_out, dtype=dtype, **rule))
-    return Answers(*found)
+    return Answers(*found, mask)
 
 
 def _softmax_scale(call: Call) -> float:
@@ -70,7 +85,7 @@ def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
     return found
 
 
-def _chance(posed: Posed) -> dict[str, float]:
+def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
     """What random roundings of P, dS and the output to the inputs' dtype, and of scores to fp32, leave at the worst
     element of each result: SIGMAS standard deviations.
     """
@@ -86,14 +101,15 @@ def _chance(posed: Posed) -> dict[str, float]:
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     p = scores.softmax(-1).nan_to_num()
-    terms = do * (p @ v)
+    kept = answers.drop(p)
+    terms = do * (kept @ v)
     delta_error = (terms**2).sum(-1, keepdim=True)
-    ds = p * (do @ v.mT - terms.sum(-1, keepdim=True))
+    ds = p * (answers.drop(do @ v.mT) - terms.sum(-1, keepdim=True))
     squares = {
-        "out": p**2 @ v**2,
+        "out": kept**2 @ v**2,
         "dq": scale**2 * (ds**2 @ k**2 + (p @ k) ** 2 * delta_error),
         "dk": scale**2 * (ds**2 + p**2 * delta_error).mT @ q**2,
-        "dv": (p**2).mT @ do**2,
+        "dv": (kept**2).mT @ do**2,
     }
     for name in ("dk", "dv"):
         squares[name] = squares[name].unflatten(1, (-1, group)).sum(2)
@@ -165,6 +181,8 @@ def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
     given = operands(posed)
     wanted = [tensor for tensor in given[:3] if tensor.requires_grad]
     _poison(posed)
+    if posed.call.dropout:
+        torch.manual_seed(posed.call.seed)
     out = F.scaled_dot_product_attention(*given, **settings(posed.call))
     _poison(posed)
     grads = torch.autograd.grad(out, wanted, grad_out) if wanted else ()
@@ -188,7 +206,7 @@ def _fits(name: str, got: Tensor, answers: Answers, cancelled: Tensor | float) -
 
 def _second_look(posed: Posed, answers: Answers, name: str, got: Tensor, cancelled: float) -> Iterator[str]:
     if not posed.call.empty:
-        cancelled += _chance(posed)[name] / FP32_EPS
+        cancelled += _chance(posed, answers)[name] / FP32_EPS
     budget = {"factor": _factor(name), "cancelled": cancelled, "seed": posed.call.seed}
     try:
         assert_within_budget(name, got, answers.exact[name], answers.plain[name], **budget)
@@ -218,7 +236,8 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
             return
     whole = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
     results = [(name, got) for run in runs for name, got in run.items() if got.numel()]
-    if call.dropout:
+    unknown = call.dropout and not paths.get("ours_fwd")  # stock keeps others
+    if unknown:
         fits = [got.isfinite().all() for _, got in results]
     else:
         cancelled = _cancelled(posed)
@@ -227,7 +246,7 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
     if not all(told[: len(whole)]):
         yield "an operand's buffer was written"
     for (name, got), fit in zip(results, told[len(whole) :]):
-        if call.dropout and not fit:
+        if unknown and not fit:
             yield f"{name} is not finite"
         elif not fit:
             yield from _second_look(posed, answers, name, got, float(cancelled[name]))
@@ -249,6 +268,8 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
                 native.counters(reset=True)
             grads = [posed.first_grad] * (call.first == "same") + [posed.grad_out] * (1 + call.deterministic)
             runs = [attend(posed, grad) for grad in grads]
+        if call.dropout and native.counters().get("ours_fwd"):
+            answers = answer(posed, kept_by_ours(posed))
         detail = "; ".join(dict.fromkeys(_faults(posed, answers, runs, native.counters())))[:1000]
         status = "wrong" if detail else "right"
     except Exception as error:  # of any kind: that a call raises is what is looked for

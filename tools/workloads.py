@@ -39,6 +39,11 @@ def masked() -> list[Case]:
     return [case for case in grid("masked") if not case.causal]
 
 
+def dropping() -> list[Case]:
+    """The grid's, of training's lengths."""
+    return [case for case in grid("dropout", (64, 128)) if 512 <= case.Sq <= 8192]
+
+
 def _named_by_shape(heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int]) -> Case:
     (B, Hq, Hkv), (Sq, Sk), (D, Dv) = heads, seq, dims
     return _case(f"d{D}v{Dv}_b{B}h{Hq}x{Hkv}_q{Sq}k{Sk}", heads, seq, dims)

@@ -17,6 +17,8 @@ from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, Ker
 # Sets of features.py, by the tags in kernels' names.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
 BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
+DROPPED, MASK_DROPPED, BIAS_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",), ("bias+dropout",)
+ALL_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
@@ -129,6 +131,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
+    # Dropout: one tile a head dim, with a mask, too. Costs are not measured either.
+    KernelRow("fwd", 90, 64, 64, ALL_DROPPED, 128, 128, 2, 2000),
+    KernelRow("fwd", 90, 128, 128, ALL_DROPPED, 128, 128, 2, 2400),
+    KernelRow("fwd", 90, 256, 256, DROPPED + MASK_DROPPED, 128, 64, 2, 2000),
     # A bias of fp32 takes twice the registers and the room: narrower blocks, and gradients in parts.
     KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
     KernelRow("fwd", 90, 64, 64, BIASES, 64, 128, 2, 1200),
@@ -136,10 +142,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS32, 128, 64, 2, 2000),
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
-    KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES, 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS, 64, 128, 2),
-    KernelRow("detbwd", 90, 64, 64, BOTH, 64, 128, 4),
-    KernelRow("detbwd", 90, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
+    KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
+    KernelRow("detbwd", 90, 64, 64, BOTH + DROPPED, 64, 128, 4),
+    KernelRow("detbwd", 90, 128, 128, BOTH + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + MASK + BIASES, 64, 64, 4, 300),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
     KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
@@ -147,14 +153,16 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 128, FULL + MASK + BIASES, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES, 64, 64, 2),
+    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES + ALL_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, BOTH + MASK, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),
+    KernelRow("dbias", 90, 64, 64, BIAS_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 64, 64, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS, 128, 128, 3),
+    KernelRow("dbias", 90, 128, 128, BIAS_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 256, 256, BIASES, 128, 64, 2),
     KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),
@@ -213,9 +221,13 @@ class Pack:
         return [spec for arch in TARGETS[self.target] for spec in specs(arch) if self.holds(spec)]
 
 
+def _drops(spec: KernelSpec) -> bool:
+    return "dropout" in spec.features
+
+
 def _only_forced(spec: KernelSpec) -> bool:
     """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read."""
-    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise
+    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise and not _drops(spec)
 
 
 def _has_bias(spec: KernelSpec) -> bool:
@@ -224,9 +236,10 @@ def _has_bias(spec: KernelSpec) -> bool:
 
 # Of a target, the one that every call needs comes first.
 PACKS = (
-    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec)),
-    Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec)),
+    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec) and not _drops(spec)),
+    Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
+    Pack("sm90a_dropout", "sm_90a", _drops),  # no choice row serves them yet
     Pack("sm80", "sm_80", lambda spec: True),
 )
 

@@ -58,8 +58,8 @@ FEATURES = (
         "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
     ),
     Feature(
-        "dropout", "dropout", "", "dropout_p={dropout_p}, kernels have no dropout; pass dropout_p=0",
-        arguments=("seed", "dropout_p"),
+        "dropout", "dropout", "", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
+        arguments=("seed", "dropout_p"), part="scores.dropout.Dropped",
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
@@ -88,6 +88,10 @@ COMBINATIONS = (
     Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
     Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
+    Combination(frozenset({"dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
+    Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),
 )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import digested, native
+from . import digested, dropped, native
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -35,6 +35,11 @@ for _name in ("sdpa_fwd", "_math_fwd"):
 for _name in ("sdpa_bwd", "_math_bwd"):
     _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
 _library.define("_digest(Tensor mask, int numbers) -> Tensor")  # digested.py's
+# dropped.py's, for tests: what a call with that seed keeps
+_library.define(
+    "dropout_mask(Tensor seed, int B, int Hq, int Sq, int Sk, float dropout_p) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 
 namespace = torch.ops.torch_flashplug
 
@@ -233,19 +238,22 @@ def _scores(a: ForwardArgs) -> _Scores:
 
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
-    """0 where an entry is dropped, else 1 / (1 - p): a hash of seed and position, so the backward repeats it and
-    nothing waits for the device.
-    """
-    draws = 24  # bits of the hash that are compared with p
-    x = torch.arange(probabilities.numel(), device=probabilities.device).view(probabilities.shape) * 2654435769 + seed
-    for shift, factor in (
-        (30, -4658895280553007687),
-        (27, -7723592293110705685),
-        (31, 1),
-    ):  # splitmix64, in two's complement
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    kept = (x & ((1 << draws) - 1)) >= int(dropout_p * (1 << draws))
-    return kept.to(probabilities.dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+    """0 where an entry is dropped, else 1 / (1 - p): what kernels draw of the same seed."""
+    kept = dropped.dropout_mask(seed, *probabilities.shape, dropout_p)
+    return kept.to(probabilities.dtype) * dropped.factor(dropout_p)
+
+
+def _dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
+    torch._check(
+        seed.numel() == 1 and seed.dtype == torch.int64,
+        lambda: f"seed is {seed.dtype} {tuple(seed.shape)}; dropout_mask takes the int64 that a forward returned",
+    )
+    torch._check(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p is {dropout_p}; it has to be between 0 and 1")
+    return dropped.dropout_mask(seed, B, Hq, Sq, Sk, dropout_p)
+
+
+def _dropout_mask_fake(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
+    return seed.new_empty((B, Hq, Sq, Sk), dtype=torch.bool)
 
 
 @never_a_frame
@@ -326,6 +334,8 @@ def _register() -> None:
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
     _library.impl("_digest", digested.digest, "CompositeExplicitAutograd")
+    _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
+    torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_bwd", _double_backward, lib=_library)
 

@@ -55,6 +55,7 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
   if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
+  if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
 
 bool is_empty(const Problem& p) {
@@ -99,12 +100,13 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
-// It knows two of the things that calls may need; a call with any other one would come back without it. And it is made
-// of these dtypes, whatever else is in kDTypes.
+// It knows one of the things that calls may need; a call with any other one would come back without it. (Dropout, too,
+// but it draws other bits than kernels of ours and math, and its tensors do not say whose seed they hold: no backward
+// could tell.) And it is made of these dtypes, whatever else is in kDTypes.
 bool efficient_takes(const Problem& p) {
   constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
-  return (p.needs & ~(kCausal | kDropout)) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 &&
-         p.dtype[0] == p.dtype[1] && p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
+  return (p.needs & ~kCausal) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
+         p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
 }
 
 int find_rescue(const Problem& p, const Tables& tables) {

@@ -163,6 +163,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return together_reason(reason.given);
     case Why::kScale:
       return "scale is not finite; stock attention serves this call";
+    case Why::kProbability:
+      return "dropout_p=" + fixed(p.dropout_p) + " is not above 0 and up to 1; stock attention refuses or ignores it";
     case Why::kEmpty:
       return "a dimension is 0; stock attention handles empty tensors";
     case Why::kHeadDimStep:

@@ -263,7 +263,7 @@ mask
 dropout
   h100
     stock
-      fa3: dropout_p=0.100, kernels have no dropout; pass dropout_p=0
+      fa3: dropout_p=0.100, these kernels have no dropout; pass dropout_p=0
 bottom_right
   h100
     stock
@@ -303,9 +303,9 @@ deterministic_grad
 three_reasons
   h100
     stock
-      fa3: dropout_p=0.500, kernels have no dropout; pass dropout_p=0; also: query has head dim 60,
-        kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels take up
-        to 128; stock attention serves larger ones
+      fa3: dropout_p=0.500, these kernels have no dropout; pass dropout_p=0; also: query has head
+        dim 60, kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels
+        take up to 128; stock attention serves larger ones
 """,
         )
 
@@ -338,7 +338,7 @@ decode_1x8k_d128_gqa4
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
 torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16):
-  - dropout_p=0.500, kernels have no dropout; pass dropout_p=0
+  - dropout_p=0.500, these kernels have no dropout; pass dropout_p=0
   - query has head dim 60, kernels take multiples of 8; pad the head dim
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
@@ -372,6 +372,7 @@ def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
 
 
 def test_every_reason_of_a_refused_call_is_listed() -> None:
-    reasons = native.plan(REFUSED["three_reasons"], DEVICES["h100"])["reasons"]["fa3"]
-    for part in ("dropout_p=0.500", "head dim 60", "head dim 264"):
+    call = REFUSED["three_reasons"] | {"dropout_p": 1.5}
+    reasons = native.plan(call, DEVICES["h100"])["reasons"]["fa3"]
+    for part in ("dropout_p=1.500 is not above 0 and up to 1", "head dim 60", "head dim 264"):
         assert part in reasons

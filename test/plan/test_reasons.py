@@ -40,6 +40,7 @@ MET = {
     "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
     "feature": Met(PLAIN | {"bottom_right": 1}),
     "scale": Met(PLAIN | {"scale": native.SCALE_IDS["not finite"]}),
+    "probability": Met(PLAIN | {"dropout_p": 1.5}),
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
     "head dim": Met(call((1, 8, 8), (512, 512), (264, 264))),

@@ -71,6 +71,7 @@ def test_calls_are_right(kind: str) -> None:
                 statuses.add((mode, verdict.status))
     assert ("auto", "right") in statuses
     assert ("fa2", "refused" if kind in {"mask", "dropout", "wide"} else "right") in statuses
+    assert kind != "dropout" or ("fa3", "right") in statuses
 
 
 @BY_KIND

@@ -137,7 +137,7 @@ def expected(taken: tuple[Argument, ...], strides: dict[str, list[int]], numbers
     for one in taken:
         if one.name in strides:
             noted += [TENSOR, one.rank, *DLPACK[one.dtype], *strides[one.name]]
-        elif one.scalar:
+        elif one.scalar and not one.optional:
             noted += [INTEGER, numbers[one.name]] if one.dtype == "int32" else [REAL]
         else:
             noted += [NONE]
@@ -200,8 +200,10 @@ def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
 
-        taken = {"dropout": (argument.name,) * argument.optional}
-        changed = [dataclasses.replace(one, arguments=taken.get(one.name, one.arguments)) for one in known_features]
+        more = {"dropout": (argument.name,) * argument.optional}
+        changed = [
+            dataclasses.replace(one, arguments=(*one.arguments, *more.get(one.name, ()))) for one in known_features
+        ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
         monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))

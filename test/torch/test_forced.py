@@ -105,10 +105,10 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
     }[name]
 
 
-OF_NO_FAMILY = {"dropout": "dropout_p=0.5", "fp32": "float32", "head_dim_300": "300"}
+OF_NO_FAMILY = {"fp32": "float32", "head_dim_300": "300"}
 REASONS = {
     "fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"},
-    "fa2": OF_NO_FAMILY | {"bias": "attn_mask is of floats"},
+    "fa2": OF_NO_FAMILY | {"bias": "attn_mask is of floats", "dropout": "dropout_p=0.5"},
 }
 
 

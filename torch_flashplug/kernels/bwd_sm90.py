@@ -581,6 +581,7 @@ class BackwardSm90(BackwardCall):
         my.dP.start(slot)
         lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
         my.dQ.multiply(done - 1)
+        here.chain.make_ready(here.block, masked)
         warpgroup.wait_group(2)  # S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
@@ -606,6 +607,7 @@ class BackwardSm90(BackwardCall):
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
+        here.chain.make_ready(here.block, masked)
         lse = row_values(my.lse, slot)  # here, as above
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # S

@@ -403,6 +403,7 @@ class KeyGradientsSm90:
         scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.slot(done))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
+        here.make_ready(step, section.masked)
         here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
         my.weights.take(my.scores.acc, here.signed(section.masked))

@@ -289,6 +289,7 @@ class QueryGradientSm90:
         self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """dS of a block from its two products."""
+        here.make_ready(n_block, masked)
         here.apply(my.S.values, n_block, masked, count)
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)

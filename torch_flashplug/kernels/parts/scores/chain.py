@@ -13,6 +13,7 @@ argument and names no stage. It asks, in this order:
     here.of_head(head)              backward: once a query head
     here.pass_over(count)           a block that this warpgroup does not look at
     here.begin(block, masked)       once a section: what its first block needs is on its way
+    here.make_ready(block, masked)  once a block, before apply: long work that needs no scores, under a product
     here.apply(S, block, masked, count)     scores, before the exponential
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
@@ -133,6 +134,8 @@ class Stage:
 
     def ahead(self, block: Int32) -> None: ...
 
+    def make_ready(self, block: Int32) -> None: ...
+
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
@@ -197,6 +200,10 @@ class Chain:
     def ahead(self, block: Int32, masked: bool) -> None:
         for stage in self.asked(masked):
             stage.ahead(block)
+
+    def make_ready(self, block: Int32, masked: bool) -> None:
+        for stage in self.asked(masked):
+            stage.make_ready(block)
 
     def apply(self, S: cute.Tensor, block: Int32, masked: bool, count: Int32 | None = None) -> None:
         """S: (2, columns) of a thread, in place."""

@@ -1,4 +1,4 @@
-"""Stages that read one bit a score: a mask's, and dropout's.
+"""Stages that read one bit a score: a mask's.
 
 Bits are stored by tiles of 64 x 64 scores, 128 words of 32 bits each, in the order in which the threads of a warpgroup
 hold them (fragments.py): thread t of warp w has word 32 w + lane, whose bit r + 2 c is its score (r, c) of the tile.
@@ -24,7 +24,7 @@ from cutlass import Float32, Int32, Int64
 
 from ....spec import SLAB
 from ..fragments import zero_of
-from .chain import Kept, Place, Stage
+from .chain import Place, Stage
 
 TILE = 64  # rows and columns
 THREADS = 128
@@ -95,28 +95,16 @@ class Words(Stage):
         if cutlass.const_expr(place.by_row and place.transposed):  # scores may begin inside a block
             self.now[0] = self.now[0] >> ((place.column & -8) >> 1)
 
-    def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
-        """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
+    def bit(self, r: int, c: int) -> cutlass.Boolean:
+        """Of score (r, c) of a block."""
         word, i = divmod(r + 2 * c, BITS)
-        value = self.now[word]
-        if swapped:
-            value, i = exchanged(value), (i + BITS // 2) % BITS
-        return (value & Int32((1 << i) - (1 << BITS) * (i == BITS - 1))) != 0
+        return (self.now[word] & Int32((1 << i) - (1 << BITS) * (i == BITS - 1))) != 0
 
 
 def shifted(low: Int32, high: Int32, count: Int32) -> Int32:
     """32 bits of (high, low), from bit `count` on."""
     text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high, count])
-
-
-def exchanged(word: Int32) -> Int32:
-    """Halves exchanged. For a second use of the same bits: ptxas would keep the predicates of the first one between
-    the two, packed bit by bit into a register, which costs as much as everything else and spills; of these it knows
-    nothing, and takes them out again, seven at a time.
-    """
-    text = "prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
 
 
 @dataclass(frozen=True)
@@ -137,24 +125,3 @@ class ListedBits(Bits):
     """Of a walk that knows in which blocks something is hidden (listed.py)."""
 
     everywhere = False
-
-
-@dataclass(frozen=True)
-class Dropout(Words):
-    """Probabilities whose bit is 0 are dropped, on their way to the output and of what comes back to them (Srivastava
-    et al. 2014). With bits Z and share = 1 - p that is kept: O = (Z * P) V / share, dV = (Z * P)^T dO / share, and
-    dS = P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP - share * rowsum(dO * O)) / share.
-    """
-
-    kept_share: Kept | None = None
-    everywhere = True
-    hides = False
-
-    def keeps(self, r: int, c: int) -> cutlass.Boolean:
-        return self.bit(r, c)
-
-    @cute.jit
-    def derive(self, dP: cute.Tensor):
-        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
-                dP[r, c] = cutlass.select_(self.bit(r, c, swapped=True), dP[r, c], Float32(0.0))

@@ -1,0 +1,307 @@
+"""The way of dropout's seed: from the default generator to the op, back to its backward, whoever runs which of the two;
+in graphs, checkpoints and transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import AUTO, FA3, MATH, Recorder
+from plans import call as facts_of
+from standin import Road
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from torch_flashplug import _start, choices, configs, dropped, native, ops, sdpa_backend
+from torch_flashplug.api import DEVICES
+
+CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+OWN, OWN_BACKWARD = torch.ops.torch_flashplug.sdpa_fwd, torch.ops.torch_flashplug.sdpa_bwd
+bits_of = torch.ops.torch_flashplug.dropout_mask
+P = 0.3
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, causal: bool = False, p: float = P) -> Tensor:
+    """In fp64, with these probabilities kept."""
+    scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+    return scores.softmax(-1) * kept * dropped.factor(p) @ v.double()
+
+
+def kept_of(seed: Tensor, q: Tensor, k: Tensor, p: float = P) -> Tensor:
+    return bits_of(seed, *q.shape[:3], k.shape[2], p)
+
+
+def check(found: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 3e-2) -> None:
+    for got, exact in zip(found, want, strict=True):
+        assert float((got.detach().double() - exact.detach()).norm() / exact.detach().norm()) < tolerance
+
+
+def dropping(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: object) -> Tensor:
+    with sdpa_backend("fa3"):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **more)
+
+
+# ---- seeds ----
+
+
+def test_the_carrier_returns_a_seed_as_efficient_does(road: Road) -> None:
+    q, k, v = road.qkv()
+    torch.manual_seed(3)
+    with sdpa_backend("fa3"):
+        out, _, _, _, _, _, seed, offset, _ = CARRIER(q, k, v, None, P)
+        _, _, _, _, _, _, none, nothing, _ = CARRIER(q, k, v)
+    torch.manual_seed(3)
+    assert torch.equal(seed, torch.empty_like(seed).random_())  # what the default generator gives next
+    for number in (seed, offset):
+        assert number.shape == () and number.dtype == torch.int64 and number.device == q.device
+    assert seed >= 0 and offset == 0 and none is nothing is None
+    check((out,), (right(q, k, v, kept_of(seed, q, k)),))
+
+
+@pytest.mark.parametrize("mode", [FA3, MATH])
+def test_the_own_op_returns_what_its_fake_says(road: Road, mode: int) -> None:
+    inputs = road.qkv()
+    for p in (0.0, P):
+        fakes, found = ops._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
+        for fake, real in zip(fakes, found, strict=True):
+            assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
+
+
+def test_an_odd_seed_is_refused(road: Road) -> None:
+    seed = torch.tensor(5, device=road.device)
+    for odd in (seed.int(), seed.expand(2)):
+        with pytest.raises(RuntimeError, match="takes the int64 that a forward returned"):
+            bits_of(odd, 1, 1, 8, 8, P)
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        bits_of(seed, 1, 1, 8, 8, 1.5)
+
+
+def test_fakes_of_the_bits(road: Road) -> None:
+    torch.library.opcheck(bits_of, (torch.tensor(5, device=road.device), 2, 3, 17, 33, P))
+
+
+# ---- who runs which direction ----
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("modes", list(itertools.product((FA3, MATH), repeat=2)), ids=str)
+def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int], causal: bool) -> None:
+    """Kernels and math drop the same of the same seed."""
+    made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(4, 2, 2, 130, 64).unbind()]
+    *inputs, grad = made
+    native.counters(reset=True)
+    settings = (P, int(causal), None)
+    out, lse, seed, offset = OWN(*inputs, None, *settings, modes[0])
+    grads = OWN_BACKWARD(grad, *inputs, None, out, lse, seed, offset, *settings, modes[1], False)[:3]
+    names = {FA3: "ours", MATH: "math"}
+    counts = {name: count for name, count in native.counters().items() if count}
+    assert counts == {f"{names[modes[0]]}_fwd": 1, f"{names[modes[1]]}_bwd": 1}
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    want = right(*exact, kept_of(seed, *inputs[:2]), causal=causal)
+    check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [AUTO, FA3, MATH])
+@pytest.mark.parametrize("dtype, d", [(torch.float32, 64), (torch.bfloat16, 264), (torch.bfloat16, 128)])
+def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, backward: int) -> None:
+    """Its bits are others, and no backward could tell. Where ours cannot, math takes its place in both directions."""
+    *inputs, grad = torch.randn(4, 1, 2, 200, d, device="cuda", dtype=dtype).unbind()
+    native.counters(reset=True)
+    out, lse, seed, offset = OWN(*inputs, None, P, 0, None, AUTO)
+    grads = OWN_BACKWARD(grad, *inputs, None, out, lse, seed, offset, P, 0, None, AUTO, False)[:3]
+    counts = native.counters()
+    assert counts["efficient_fwd"] == counts["efficient_bwd"] == 0
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    want = right(*exact, kept_of(seed, *inputs[:2]))
+    check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
+
+
+def test_plans_never_let_the_efficient_attention_follow() -> None:
+    """Of forwards of ours that no backward of ours could follow: where it does without dropout."""
+    forwards = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
+    native.push_rows(forwards, (), choices.GATE)
+    try:
+        for p, follower in ((0.0, "stock's efficient"), (P, "math's")):
+            call = facts_of((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
+            plan = native.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
+            assert plan["backend"] == "fa3" and plan["gradients"].startswith(follower), plan
+    finally:
+        _start.push_tables()
+
+
+# ---- gradients through F.sdpa ----
+
+
+def check_gradients(road: Road, attention: Callable, *, wanted: str = "qkv", **more: object) -> None:
+    """What one call after manual_seed drops is what its gradients drop."""
+    tensors = dict(zip("qkv", road.qkv(), strict=True))
+    leaves = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in tensors.items()}
+    torch.manual_seed(5)
+    seed = torch.empty((), dtype=torch.int64, device=road.device).random_()
+    torch.manual_seed(5)
+    road.took()
+    out = attention(*leaves.values(), **more)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    grads = torch.autograd.grad(out, [leaves[name] for name in wanted], grad)
+    assert road.took()["ours_fwd"] >= 1
+    exact = {name: tensor.double().requires_grad_(name in wanted) for name, tensor in tensors.items()}
+    want = right(*exact.values(), kept_of(seed, tensors["q"], tensors["k"]), causal=bool(more.get("is_causal")))
+    check((out, *grads), (want, *torch.autograd.grad(want, [exact[name] for name in wanted], grad.double())))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("wanted", ["qkv", "q", "kv", "v"])
+def test_gradients(any_road: Road, wanted: str, causal: bool) -> None:
+    check_gradients(any_road, dropping, wanted=wanted, is_causal=causal)
+
+
+def test_deterministic_gradients(any_road: Road) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_gradients(any_road, dropping)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_repeats_its_draws(any_road: Road, reentrant: bool) -> None:
+    check_gradients_of = functools.partial(checkpoint, use_reentrant=reentrant)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return check_gradients_of(dropping, q, k, v)
+
+    if reentrant:  # torch.autograd.grad does not work with it
+        grads = []
+        for run in (dropping, attention):
+            leaves = any_road.qkv(grad=True)
+            torch.manual_seed(5)
+            run(*leaves).float().square().sum().backward()
+            grads.append([leaf.grad for leaf in leaves])
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+    else:
+        check_gradients(any_road, attention)
+
+
+def test_the_generator_moves_on_and_is_put_back(any_road: Road) -> None:
+    q, k, v = any_road.qkv()
+    torch.manual_seed(9)
+    first, second = dropping(q, k, v), dropping(q, k, v)
+    assert not torch.equal(first, second)
+    torch.manual_seed(9)
+    devices = [0] if any_road.device == "cuda" else []
+    with torch.random.fork_rng(devices):
+        assert torch.equal(dropping(q, k, v), first)
+    assert torch.equal(dropping(q, k, v), first) and torch.equal(dropping(q, k, v), second)
+
+
+# ---- what p may be ----
+
+
+@pytest.mark.parametrize("p", [1.0, 1e-9])
+def test_certain_probabilities(any_road: Road, p: float) -> None:
+    leaves = any_road.qkv(grad=True)
+    out = dropping(*leaves, p=p)
+    grads = torch.autograd.grad(out.float().sum(), leaves)
+    assert any_road.took()["ours_fwd"] == 1
+    if p == 1.0:
+        assert all((tensor == 0).all() for tensor in (out, *grads))
+    else:
+        check((out,), (right(*leaves, torch.ones_like(leaves[0] @ leaves[1].mT), p=0.0),))
+
+
+@pytest.mark.parametrize("p", [-0.5, 1.5, math.nan])
+def test_what_is_no_probability_is_stocks(any_road: Road, p: float) -> None:
+    q, k, v = any_road.qkv()
+
+    def outcome() -> Tensor | str:
+        try:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=p)
+        except RuntimeError as error:
+            return str(error)
+
+    with any_road.off():
+        want = outcome()
+    got = outcome()
+    assert any_road.took().get("ours_fwd", 0) == 0
+    assert got == want if isinstance(want, str) else torch.equal(got, want)
+    with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*is not above 0 and up to 1"):
+        dropping(q, k, v, p=p)
+
+
+# ---- graphs and transforms ----
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(any_road: Road, dynamic: bool) -> None:
+    """Our ops in both directions, the gradients those of what the forward dropped; a new draw in every call."""
+    recorder = Recorder()
+    compiled = torch.compile(dropping, fullgraph=True, backend=recorder, dynamic=dynamic)
+    check_gradients(any_road, compiled)
+    assert recorder.forwards == [[("fwd", FA3)]] and recorder.backwards == [[("bwd", FA3)]]
+    q, k, v = any_road.qkv()
+    with torch.no_grad():
+        assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_checkpoint_repeats_its_draws(road: Road) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(dropping, q, k, v, use_reentrant=False)
+
+    check_gradients(road, torch.compile(attention, fullgraph=True, backend=Recorder()))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_exported(road: Road) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return dropping(q, k, v)
+
+    q, k, v = road.qkv()
+    module = torch.export.export(Attention(), (q, k, v)).module()
+    torch.manual_seed(5)
+    eager = dropping(q, k, v)
+    torch.manual_seed(5)
+    assert torch.equal(module(q, k, v), eager)
+
+
+def test_vmap_wants_different_randomness(road: Road) -> None:
+    q, k, v = (torch.stack([tensor, tensor]) for tensor in road.qkv())
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(dropping)(q, k, v)
+    out = torch.vmap(dropping, randomness="different")(q, k, v)
+    assert not torch.equal(out[0], out[1])
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph_draw_anew() -> None:
+    """And the backward in the graph drops what the forward did."""
+    q, k = (torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v, grad = (torch.randn_like(q) for _ in range(2))
+    v.requires_grad_()
+    with sdpa_backend("fa3"):
+        for _ in range(2):  # loads kernels
+            torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, dropout_p=P), v, grad)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=P)
+            (dv,) = torch.autograd.grad(out, v, grad)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        seen.append(out.clone())
+        # The output is linear in the values.
+        torch.testing.assert_close((dv.double() * v.double()).sum(), (out * grad).double().sum(), rtol=2e-2, atol=0.5)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])

@@ -1,0 +1,87 @@
+"""Suite dropout: training's calls with dropout_p, forward, then forward and backward. Seeds are drawn in the call, as
+users have it; so every call drops others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+import workloads
+from harness import Bench, facts_of, refusal, row_of
+from records import GRADIENT_FLOP
+from torch import Tensor
+
+from torch_flashplug import dropped
+from torch_flashplug.testing import (
+    Candidate,
+    Case,
+    Inputs,
+    Masking,
+    make_inputs,
+    measure_error,
+    oracle,
+    plain,
+    time_interleaved,
+)
+
+ROUND_MS = 10.0
+SEED = 20261124
+P = 0.1
+
+
+def calls() -> Iterator[tuple[str, Case, str]]:
+    for what in ("fwd", "train"):
+        for case in workloads.dropping():
+            yield f"{what}_{case.name}", case, what
+
+
+def suite_dropout(bench: Bench) -> None:
+    for name, case, what in calls():
+        if bench.take(name):
+            _measure(bench, name, case, what)
+
+
+def wrong_in(case: Case, inputs: Inputs, out: Tensor, seed: Tensor) -> str | None:
+    """What fp64 has against the first head of ours, with the bits of its seed."""
+    few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
+    kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
+    rule = Masking(int(case.causal), kept=kept, kept_share=dropped.share_of(P))
+    errors = measure_error(out[:1, :1], oracle(case, few, rule).out, plain(case, few, rule).out)
+    return None if errors.ok else str(errors)
+
+
+def _measure(bench: Bench, name: str, case: Case, what: str) -> None:
+    grad = what == "train"
+    inputs = make_inputs(case, bench.device, requires_grad=grad)
+    attend = functools.partial(F.scaled_dot_product_attention, *inputs, dropout_p=P, is_causal=case.causal)
+
+    def call() -> object:
+        out = attend()
+        return torch.autograd.grad(out, tuple(inputs), inputs.grad_out) if grad else out
+
+    candidates, refused = {}, {}
+    with torch.set_grad_enabled(grad):
+        for peer in ("ours_fa3", "stock", "cudnn", "fa2", "efficient"):
+            if (provider := bench.providers.get(peer)) is None:
+                continue
+            try:
+                with provider.scope():
+                    torch.manual_seed(SEED)
+                    out = attend().detach()
+                    call()
+            # What cannot run is noted, and the others are measured.
+            except (RuntimeError, NotImplementedError) as error:
+                refused[peer] = refusal(error)
+                continue
+            if bench.check and provider.ours:
+                torch.manual_seed(SEED)
+                seed = torch.empty((), dtype=torch.int64, device=bench.device).random_()
+                if error := wrong_in(case, inputs, out, seed):
+                    raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
+            candidates[peer] = Candidate(call, provider.scope)
+        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+    facts = facts_of(case) | {"flop": case.flop * GRADIENT_FLOP.get(what, 1.0), "dropout_p": P}
+    bench.add(row_of(name, timings, **facts, grad=grad, refused=refused))
