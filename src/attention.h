@@ -93,7 +93,8 @@ struct Masked {
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
                  Arguments* arguments);
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
-int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
+// Of 32 bits, for each plane of a mask of so many rows: Sq, or those of a block that is like the others.
+int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
 bool can_be_digested(const Problem& p);                          // not more of them than kernels count
 
 // ---- backward.cpp: our gradients ----

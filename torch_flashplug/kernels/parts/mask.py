@@ -29,9 +29,9 @@ class Mask(Seams):
 
     def chain(self, call: object) -> Chain:
         of = digested(call)
-        words = ListedBits(of.words(self.transposed), of.of_batch, of.of_head)
+        words = ListedBits(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
         return Chain((*super().chain(call).stages, words))
 
 
 def digested(call: object) -> Digested:
-    return Digested.create(call.digest, call.q.shape[2], call.k.shape[2])
+    return Digested.create(call.digest, call.mask.shape[2], call.q.shape[2], call.k.shape[2])
