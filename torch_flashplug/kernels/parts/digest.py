@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
-from ...spec import LISTED, ROWS_PER_WARPGROUP, SLAB, WARP, WARPGROUP
+from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, WARP, WARPGROUP
 from .listed import Lists
 from .scores.words import BITS, THREADS, TILE
 from .scratch import vector_at
@@ -260,6 +260,42 @@ class Digest:
                 masked = Int32(1 if never_empty else 0)
             cute.arch.store(lists.masked_count.iterator + line, masked)
             cute.arch.store(lists.whole_count.iterator + line, whole)
+
+
+class Turns:
+    """Of each entry of the lists of queries, how many SHAREs of later keys list the same block (listed.Lists): what an
+    ordered backward asks its digest for.
+    """
+
+    @cute.jit
+    def __call__(self, digested: Digested, stream: cuda.CUstream):
+        M, N = digested.blocks
+        grid = (digested.sizes[0] * N, cute.ceil_div(M, WARPGROUP), 1)
+        self.count(digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def count(self, digested: Digested):
+        """A CTA has a list's entries, a thread one of either kind."""
+        lists = digested.lists(True, ordered=True)
+        line, part, _ = cute.arch.block_idx()
+        entry = part * WARPGROUP + cute.arch.thread_idx()[0]
+        self.count_later(digested, line, entry, lists.masked_count, lists.masked, lists.masked_turn)
+        self.count_later(digested, line, entry, lists.whole_count, lists.whole, lists.whole_turn)
+
+    @cute.jit
+    def count_later(
+        self, digested: Digested, line: Int32, entry: Int32, count: cute.Tensor, index: cute.Tensor, turn: cute.Tensor
+    ):  # fmt: skip
+        (M, N), lines, states = digested.blocks, digested.lines, digested.states()
+        place = Int64(line) * M + entry
+        if entry < cute.arch.load(count.iterator + line, Int32):
+            m = cutlass.min(cute.arch.load(index.iterator + place, Int32), lines - 1)
+            first, later = (Int64(line // N) * lines + m) * N, Int32(0)
+            for n in cutlass.range(line % N + 1, N, unroll=4):
+                state = cute.arch.load(states.iterator + (first + n), Int32)
+                shares = cutlass.min(cute.ceil_div(digested.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
+                later += cutlass.select_(state == NONE, Int32(0), shares)
+            cute.arch.store(turn.iterator + place, later)
 
 
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:

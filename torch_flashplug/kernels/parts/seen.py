@@ -221,6 +221,7 @@ class MaskBits(Stage):
     place: Place | None = None
 
     def hold(self, columns: int) -> Stage:
+        assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
         return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
     def at(self, place: Place) -> Stage:
