@@ -124,7 +124,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
-    # Blocks from lists: tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
+    # Blocks from lists (sm_80's too): tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
@@ -202,8 +202,10 @@ class Pack:
 
 
 def _only_forced(spec: KernelSpec) -> bool:
-    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read."""
-    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise
+    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
+    for all that bring a mask.
+    """
+    return BY_ARCH[spec.arch].later and not spec.elementwise and (not spec.is_decode or bool(spec.features))
 
 
 # Of a target, the one that every call needs comes first.
