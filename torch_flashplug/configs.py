@@ -124,7 +124,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
-    # Blocks from lists (sm_80's too): tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
+    # Blocks from lists: tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
@@ -169,7 +169,7 @@ KERNEL_ROWS = (
     KernelRow("bwd", 80, 64, 64, BOTH + MASK, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH + MASK, 64, 128, 2),
-    KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 192, 128, BOTH + MASK, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
     KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),

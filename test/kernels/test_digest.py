@@ -80,6 +80,8 @@ MASKS = {
     "one": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 300, 200),
     "a_column_for_all": lambda: random(3, 2, 1, 200, 1).expand(2, 1, 200, 300),
     "odd_offset": lambda: random(4, 1, 2, 200, 301)[..., 1:],
+    **{f"odd_rows_{i}": lambda i=i: random(i, 1, 1, 140, 517 + i)[..., i:] for i in range(4)},
+    "even_rows_apart": lambda: random(7, 2, 1, 130, 640)[..., 5:-16],
     "every_other": lambda: random(5, 1, 2, 200, 600)[..., ::2],
     "all": lambda: torch.ones(1, 1, 256, 384, dtype=torch.bool),
     "nothing": lambda: torch.zeros(1, 1, 256, 384, dtype=torch.bool),

@@ -21,7 +21,7 @@ from cutlass import Int32, Int64, Uint16
 
 from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, WARP, WARPGROUP
 from .listed import Lists
-from .scores.words import BITS, THREADS, TILE
+from .scores.words import BITS, THREADS, TILE, shifted
 from .scratch import vector_at
 
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
@@ -29,6 +29,7 @@ TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
 PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
 BYTES = 16  # of a vector
+BEFORE, BEHIND = 3, 4  # bytes that are read with 16 which no vector holds
 PER_ROW = LISTED // BYTES
 
 
@@ -141,24 +142,32 @@ class Digest:
 
     @cute.jit
     def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
-        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, else a warp
-        takes 32 columns of a row at a time.
+        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, by words where
+        keys are neighbours and some more on either side, else a warp takes 32 columns of a row at a time.
         """
         heads, rows, (_, _, Sk) = mask.shape[1], digested.rows, digested.sizes
         batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
         thread, aligned = cute.arch.thread_idx()[0], mask.iterator.toint() % BYTES == 0
         for stride in mask.stride[:3]:
             aligned = aligned & (stride % BYTES == 0)
-        if aligned & (mask.stride[3] == 1) & (column + LISTED <= Sk):
-            halves = cute.make_tensor(
-                cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
-            )
+        halves = cute.make_tensor(
+            cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
+        )
+        dense, amid = mask.stride[3] == 1, (column >= BEFORE) & (column + LISTED + BEHIND <= Sk)
+        if dense & aligned & (column + LISTED <= Sk):
             for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
                 r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
                 found = Int32(0)
                 if row + r < rows:
                     found = bits_of_bytes(mask, (batch, head, row + r, column + c * BYTES))
                 halves[r, c] = found.to(Uint16)
+        elif dense & amid:
+            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+                r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
+                there = cutlass.min(row + r, rows - 1)
+                start = mask.iterator + offset_of(mask, (batch, head, there, column + c * BYTES))
+                found = cutlass.select_(row + r < rows, bits_of_words(bytes_at(start)), Int32(0))
+                halves[r, c] = Int32(found).to(Uint16)
         else:
             column += thread
             for r in cutlass.range(LISTED, unroll=8):
@@ -300,8 +309,19 @@ class Turns:
 
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
     """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
-    offset = sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
-    return bits_of_words(vector_at(mask.iterator + offset, Int32, BYTES // 4).load())
+    return bits_of_words(vector_at(mask.iterator + offset_of(mask, place), Int32, BYTES // 4).load())
+
+
+def offset_of(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int64:
+    return sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
+
+
+def bytes_at(start: cute.Pointer) -> list[Int32]:
+    """16 bytes at any address, in four words; up to BEFORE bytes before them and BEHIND behind them are read."""
+    first = start.toint() & 3
+    words = cute.make_ptr(Int32, start.toint() - first, cute.AddressSpace.gmem, assumed_align=4)
+    found = [cute.arch.load(words + i, Int32) for i in range(BYTES // 4 + 1)]
+    return [shifted(low, high, Int32(first) * 8) for low, high in itertools.pairwise(found)]
 
 
 def bits_of_words(four: cute.TensorSSA | list[Int32]) -> Int32:

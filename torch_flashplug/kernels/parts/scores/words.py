@@ -11,8 +11,8 @@ at most with a thread of the other, so that one array would take eight loads in 
     plane = batch * planes_of_batch + head * planes_of_head    0: broadcast
 
 What lies outside the scores is 0. A mask that is the same for all queries may have words of 128 of them: rows behind
-have the last tile's, and the last tile of `columns` holds what the others do. Blocks of any width that is a multiple of 16 read the same words: where 64 does not
-divide where a block begins, two neighbours are shifted into one.
+have the last tile's, and the last tile of `columns` holds what the others do. Blocks of any width that is a multiple of
+16 read the same words: where 64 does not divide where a block begins, two neighbours are shifted into one.
 """
 
 from __future__ import annotations
