@@ -144,8 +144,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
     KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
-    KernelRow("detbwd", 90, 64, 64, BOTH + DROPPED, 64, 128, 4),
-    KernelRow("detbwd", 90, 128, 128, BOTH + DROPPED, 64, 128, 2),
+    KernelRow("detbwd", 90, 64, 64, BOTH + MASK + DROPPED, 64, 128, 4),
+    KernelRow("detbwd", 90, 128, 128, BOTH + MASK + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + MASK + BIASES, 64, 64, 4, 300),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
     KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
@@ -168,35 +168,36 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),
     KernelRow("decode", 80, 64, 64, FULL, 64, 128, 2, 920),
     KernelRow("decode", 80, 128, 128, FULL, 16, 128, 1, 850),
-    KernelRow("decode", 80, 128, 128, FULL, 64, 64, 2, 800),
+    KernelRow("decode", 80, 128, 128, FULL + MASK, 64, 64, 2, 800),
     KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
-    KernelRow("decode", 80, 256, 256, FULL, 64, 64, 1, 1500),
+    KernelRow("decode", 80, 256, 256, FULL + MASK, 64, 64, 1, 1500),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
     KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
+    KernelRow("fwd", 80, 64, 64, MASK, 64, 128, 1, 890),
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + MASK, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 256, 256, BOTH + MASK, 64, 64, 1, 1670),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
+    KernelRow("bwd", 80, 64, 64, BOTH + MASK, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
-    KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
-    KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 128, 128, BOTH + MASK, 64, 128, 2),
+    KernelRow("bwd", 80, 192, 128, BOTH + MASK, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
-    KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
     KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("detbwd", 80, 128, 128, BOTH, 64, 128, 2),
     KernelRow("detbwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("detbwd", 80, 192, 192, BOTH, 64, 64, 1),
-    KernelRow("detbwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("detbwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
     KernelRow("bwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
@@ -226,8 +227,11 @@ def _drops(spec: KernelSpec) -> bool:
 
 
 def _only_forced(spec: KernelSpec) -> bool:
-    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read."""
-    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise and not _drops(spec)
+    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
+    for all that bring a mask.
+    """
+    few = spec.is_decode and not spec.features
+    return BY_ARCH[spec.arch].later and not spec.elementwise and not few and not _drops(spec)
 
 
 def _has_bias(spec: KernelSpec) -> bool:
