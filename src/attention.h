@@ -13,6 +13,7 @@ struct ForwardCall : Attention {
   Mode mode;
   std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
   AtenTensorHandle digest = nullptr;  // of the mask, to be filled in; null: nobody keeps it
+  bool bias_grad = false;             // as far as is known, as `grad`
 };
 
 struct ForwardResult {
@@ -106,6 +107,11 @@ bool can_be_digested(const Problem& p);                          // not more of 
 // To a kernel that takes one of them, whichever it is; undefined for others. It has to live until it is launched.
 Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
                 Arguments* arguments);
+// What a kernel writes a bias's gradient to: four dims, of one where the bias has one. As long as the bias's layout is
+// no more than rows on units, that is its own.
+Owned new_bias_gradient(AtenTensorHandle bias);
+// The same under the sizes of the bias and the strides of torch.empty_like(bias).
+Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias);
 
 // ---- dropout.cpp: what bits are drawn from ----
 

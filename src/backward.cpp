@@ -23,59 +23,117 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
   return new_like(operand, 4, like.size, stride, nullptr);
 }
 
-}  // namespace
+// What every kernel of a backward reads of a call. Lives until they are launched.
+class Given {
+ public:
+  Given(const BackwardCall& call, const Problem& p, const KernelRow& row)
+      : call_(call),
+        positive_(with_positive_scale(call.forward, p)),
+        out_(read_by(row, call.out)),
+        grad_out_(read_by(row, call.grad_out)) {}
 
-bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
-                  BackwardResult* result) {
-  if (standin() == Standin::kMath || call.wanted[3]) return false;
-  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
+  void to(Arguments* arguments) const {
+    arguments->tensor("q", positive_.q.get());
+    arguments->tensor("k", call_.forward.k);
+    arguments->tensor("v", call_.forward.v);
+    arguments->tensor("o", out_.get());
+    arguments->tensor("do", grad_out_.get());
+    arguments->tensor("lse", call_.lse);
+    arguments->scale(positive_.scale);
+  }
+
+ private:
+  const BackwardCall& call_;
+  const SignedScale positive_;
+  const Owned out_, grad_out_;
+};
+
+Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query) {
+  const int64_t padded = scratch_rows(p, row);
+  const int64_t size[4] = {p.B, p.Hq, 2, padded}, stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
+  return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
+}
+
+// dQ, dK and dV, `parts` of them at least. Returns the bias as the kernel reads it.
+Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
+                        const TensorClass& query, const Given& given, int64_t parts, BackwardResult* result) {
   const ForwardCall& forward = call.forward;
-  Problem problem = p;
-  problem.grad = true;
-  const bool* wanted = call.wanted;
-  const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
-  const int row = plan_backward(problem, device, mode, tables(), parts).kernel_row;
-  if (row < 0) return false;
-  Kernel* kernel = find_kernel(row, device_index, false);
-  if (kernel == nullptr) return false;
-  const KernelRow& shape = tables().kernels[row];
-  const int64_t padded = scratch_rows(p, shape);
-  const int64_t row_size[4] = {p.B, p.Hq, 2, padded}, row_stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
-  const int64_t floats = std::max<int64_t>(scratch_floats(p, shape), 4), one = 1;  // some, so that there is an address
-  const int32_t fp32 = aoti_torch_dtype_float32();
-  TensorClass query;
-  read_class(forward.q, &query);
-  const Owned rows = empty_strided(4, row_size, row_stride, fp32, query.device_type, device_index);
-  const Owned scratch = empty_strided(1, &floats, &one, fp32, query.device_type, device_index);
-  const Owned out = read_by(shape, call.out), grad_out = read_by(shape, call.grad_out);
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;  // some, so that there is an address
+  const Owned rows = new_rows(p, row, query);
+  const Owned scratch =
+      empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  const int64_t written = shape.kind == kPartBwd ? parts : kWantAll;
+  const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
-    result->grads[i] = writes(i) ? gradient_of(operands[i], shape.elementwise) : Owned::share(operands[i]);
-  const SignedScale positive = with_positive_scale(forward, p);
-  Arguments arguments(shape, p, device_index);
-  arguments.tensor("q", positive.q.get());
-  arguments.tensor("k", forward.k);
-  arguments.tensor("v", forward.v);
-  arguments.tensor("o", out.get());
-  arguments.tensor("do", grad_out.get());
-  arguments.tensor("lse", call.lse);
+    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise) : Owned::share(operands[i]);
+  Arguments arguments(row, p, query.device_index);
+  given.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
   arguments.tensor("dk", result->grads[1].get(), writes(1));
   arguments.tensor("dv", result->grads[2].get(), writes(2));
   arguments.tensor("rows", rows.get(), true);
   arguments.tensor("scratch", scratch.get(), true);
-  arguments.scale(positive.scale);
   arguments.integer("wanted", written);
   const Masked mask = give_mask(forward, p, query, true, &arguments);
-  const Owned bias = give_bias(forward, p, query, shape, &arguments);
+  Owned bias = give_bias(forward, p, query, row, &arguments);
   const Owned seed = give_seed(call.seed, query, &arguments);
-  launch(*kernel, arguments, written != kWantAll);
+  launch(kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
   }
+  return bias;
+}
+
+// Of the caller's bias. read: what another kernel has read of it, copied where it must be; or nothing.
+Owned bias_gradient(Kernel& kernel, const KernelRow& row, const ForwardCall& forward, const Problem& p,
+                    const TensorClass& query, const Given& given, Owned read) {
+  const Owned rows = new_rows(p, row, query);
+  Owned gradient = new_bias_gradient(forward.mask);
+  Arguments arguments(row, p, query.device_index);
+  const bool wide = arguments.takes("dbias32");
+  given.to(&arguments);
+  arguments.tensor("rows", rows.get(), true);
+  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), gradient.get(), true);
+  if (read.get() != nullptr)
+    arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
+  else
+    read = give_bias(forward, p, query, row, &arguments);
+  launch(kernel, arguments);
+  return laid_out_as_bias(std::move(gradient), forward.mask);
+}
+
+}  // namespace
+
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
+                  BackwardResult* result) {
+  if (standin() == Standin::kMath) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
+  Problem problem = p;
+  problem.grad = true;
+  problem.bias_grad = call.wanted[3];
+  const bool* wanted = call.wanted;
+  const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
+  const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
+  if (!plan.ours()) return false;
+  const int some = std::max(plan.kernel_row, plan.bias_row);
+  if (some < 0) return true;  // nothing is wanted
+  const int planned[2] = {plan.kernel_row, plan.bias_row};
+  Kernel* kernels[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    if (planned[i] < 0) continue;
+    kernels[i] = find_kernel(planned[i], device_index, false);
+    if (kernels[i] == nullptr) return false;
+  }
+  TensorClass query;
+  read_class(call.forward.q, &query);
+  const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
+  const Given given(call, p, tables().kernels[some]);
+  Owned bias;
+  if (kernels[0] != nullptr) bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, result);
+  if (kernels[1] != nullptr)
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call.forward, p, query, given, std::move(bias));
   count(Path::kOursBackward);
   return true;
 }

@@ -1,6 +1,8 @@
 // A float mask as kernels read it: four dims, stride 0 where it is broadcast, whole 16 bytes between all else. TMA
 // reads it where it lies; what it cannot read is copied once, without what is broadcast: heads that lie innermost (T5),
 // rows of an odd number of keys, one number for all keys. Of one that all queries share TMA wants the rows of a tile.
+#include <algorithm>
+
 #include "arguments.h"
 #include "attention.h"
 
@@ -44,7 +46,42 @@ Owned in_units(const ForwardCall& call, const Problem& p, const TensorClass& que
   return view(copy.get(), 4, whole, repeated);
 }
 
+// All four dims of what a gradient of it has, and torch.empty_like's strides.
+struct Gradient {
+  int64_t size[4], stride[4];
+  int64_t missing;  // dims that the bias does not have
+};
+
+Gradient gradient_like(AtenTensorHandle bias) {
+  int64_t dims = 0;
+  check_shim(aoti_torch_get_dim(bias, &dims), "get_dim");
+  const Shape shape = shape_of(bias);
+  Gradient like{{1, 1, 1, 1}, {}, 4 - dims};
+  std::copy_n(shape.size, dims, like.size + like.missing);
+  dense_strides(shape.size, shape.stride, static_cast<int>(dims), like.stride + like.missing);
+  return like;
+}
+
 }  // namespace
+
+Owned new_bias_gradient(AtenTensorHandle bias) {
+  const Gradient like = gradient_like(bias);
+  const int64_t unit = kUnitBytes / element_bytes(bias), pitch = ceil_div(like.size[3], unit) * unit;
+  bool units = like.stride[3] == 1 || like.size[3] == 1;
+  for (int i = 0; i < 3; ++i) units &= like.size[i] == 1 || like.stride[i] % unit == 0;
+  int64_t padded[4] = {like.size[0], like.size[1], like.size[2], pitch}, stride[4];
+  pack_strides(padded, stride);
+  if (units) std::copy_n(like.stride, 3, stride);
+  // Rows are there to their ends.
+  const Owned room = new_like(bias, 4, units ? like.size : padded, stride, nullptr);
+  return view(room.get(), 4, like.size, stride);
+}
+
+Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias) {
+  const Gradient like = gradient_like(bias);
+  const Owned laid_out = under_strides(gradient.get(), like.stride);
+  return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
+}
 
 Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
                 Arguments* arguments) {

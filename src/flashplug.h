@@ -95,13 +95,15 @@ enum class Why : int {
   kDecodeGate,
   kDeterministic,
   kNoBackward,
+  kNoBiasGradient,
   kCount
 };
 // Why a family's kernels do not take a call; test_reasons meets every one.
 inline constexpr const char* kWhyNames[] = {
-    "none",           "device", "arch",          "dtype",       "mixed dtype",   "feature",    "together",  "scale",
-    "probability",    "empty",  "head dim step", "head dim",    "last stride",   "alignment",  "no kernel", "splits",
-    "unmeasured gpu", "no row", "slower",        "decode gate", "deterministic", "no backward"};
+    "none",        "device",      "arch",          "dtype",       "mixed dtype",     "feature",
+    "together",    "scale",       "probability",   "empty",       "head dim step",   "head dim",
+    "last stride", "alignment",   "no kernel",     "splits",      "unmeasured gpu",  "no row",
+    "slower",      "decode gate", "deterministic", "no backward", "no bias gradient"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
@@ -197,12 +199,14 @@ const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mo
 bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Inside an op there is no way back to stock's choice: ours wherever it can run.
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
-// backward.cpp: our backward for the gradients of a call, or why another one follows (kernel_row -1).
+// backward.cpp: our backward for the gradients of a call, or why another one follows.
 struct BackwardPlan {
-  int kernel_row = -1;
+  int kernel_row = -1;  // of query, key and value; -1: none of theirs is wanted
+  int bias_row = -1;    // likewise
   Reason why;
+  bool ours() const { return !why; }
 };
-// What a call of a backward wants: dQ, dK and dV, or both (kernels/parts/arguments/backward.py).
+// What a call of a backward wants beside the bias's: dQ, dK and dV, or both (kernels/parts/arguments/backward.py).
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);

@@ -118,9 +118,12 @@ bool eligible_device(int32_t device_type) {
 
 bool wants_grad(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
-  return aoti_torch_grad_mode_is_enabled() &&
-         (torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v) ||
-          (is_there(call.mask) && torch.requires_grad(call.mask)));
+  const bool of_operands = torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v);
+  return (of_operands && aoti_torch_grad_mode_is_enabled()) || wants_bias_grad(call);
+}
+
+bool wants_bias_grad(const Attention& call) {
+  return is_there(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
 }
 
 }  // namespace flashplug

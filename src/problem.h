@@ -72,6 +72,7 @@ struct Problem {
   int64_t needs = 0;           // a sum of bits of kFeatures
   bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
   bool grad = false;           // autograd will want a backward
+  bool bias_grad = false;      // and of it the gradient of a bias
   bool deterministic = false;  // torch.use_deterministic_algorithms
   Scale scale = Scale::kPositive;
   double dropout_p = 0.0;
@@ -83,7 +84,8 @@ struct Problem {
 // not compile until it is here, which is all that Python and the tests need to know it.
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
-  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, deterministic, scale, dropout_p] = p;
+  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p] =
+      p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -94,7 +96,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   of_operand({"last_stride_q", "align_q", "odd_base_q", "odd_ones_q", "broadcast_q"}, layout[0]);
   of_operand({"last_stride_k", "align_k", "odd_base_k", "odd_ones_k", "broadcast_k"}, layout[1]);
   of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
-  visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad);
+  visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
 }
 
@@ -137,6 +139,7 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
-bool wants_grad(const Attention& call);  // here and now
+bool wants_grad(const Attention& call);       // here and now
+bool wants_bias_grad(const Attention& call);  // likewise
 
 }  // namespace flashplug

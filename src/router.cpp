@@ -100,6 +100,7 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call);
+  p.bias_grad = p.grad && wants_bias_grad(call);
   p.deterministic = p.grad && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};

@@ -142,6 +142,7 @@ ForwardResult forward(const ForwardCall& call) {
   const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
+    p.bias_grad = grad && call.bias_grad;
     p.deterministic = grad && torch_symbols().deterministic();
     return remembered_plan(p, device, call.mode, tables());
   };
@@ -208,7 +209,7 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
                        causal,
                        box::to_optional_double(stack[op["scale"]])};
   const ForwardCall call{said, effective_mode(), wants_grad(said),
-                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr};
+                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr, wants_bias_grad(said)};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");

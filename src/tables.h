@@ -27,9 +27,9 @@ inline bool runs_on(const FamilyRow& family, int cc) {
 }
 constexpr int kMostFamilies = 4;
 
-enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode };  // KINDS of spec.py
-constexpr int kNumKinds = 5;
-constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode"};
+enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias };  // KINDS of spec.py
+constexpr int kNumKinds = 6;
+constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias"};
 
 // Of a kernel.
 struct Features {
@@ -118,10 +118,10 @@ struct FeatureRow {
 
 // What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
 // kernels takes: arguments.py.
-constexpr const char* kSlotNames[] = {"q",          "k",     "v",       "o",        "do",      "lse",
-                                      "dq",         "dk",    "dv",      "rows",     "scratch", "partials",
-                                      "scale_log2", "scale", "counter", "num_ctas", "splits",  "cluster",
-                                      "wanted",     "mask",  "digest",  "bias",     "bias32",  "seed"};
+constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
+                                      "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
+                                      "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "digest",
+                                      "bias",    "bias32",   "seed",   "dbias",   "dbias32"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {

@@ -23,7 +23,7 @@ SERVE_ALL = tuple(
     ChoiceRow(kind, "vectors", 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
     for kind in ("fwd", "decode")
     for grad in (False, True)
-    for mask in ("full", "causal", "mask")
+    for mask in ("full", "causal", "mask", "bias", "bias32")
 )
 OPEN_GATE = dataclasses.replace(choices.GATE, occupancy=0.0)
 

@@ -55,9 +55,14 @@ _MASK = (
     _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
 _WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, else of whole 16 bytes; the last one 1"
+_SUMMED = "(B or 1, Hq or 1, Sq or 1, Sk or 1), allocated by the op, 1 where the bias is broadcast: summed there"
 _BIAS = (
     _tensor("bias", 4, "query", _WHERE, optional=True),
     _tensor("bias32", 4, "fp32", f"{_WHERE}; in the place of the other", optional=True),
+)
+_BIAS_GRADIENT = (
+    _tensor("dbias", 4, "query", f"{_SUMMED}; strides as the bias's", optional=True),
+    _tensor("dbias32", 4, "fp32", f"{_SUMMED}; in the place of the other", optional=True),
 )
 _DROPOUT = (
     _tensor("seed", 1, "int64", "(1,), what bits are drawn from", optional=True),
@@ -77,20 +82,38 @@ DECODE = (
     _MASK[0],
     *_BIAS,
 )
-BACKWARD = (
-    *_OPERANDS,
+_GIVEN = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), the forward's"),
     _tensor("do", 4, "output", "(B, Hq, Sq, Dv), autograd's"),
     _tensor("lse", 3, "fp32", "(B, Hq, Sq), the forward's"),
+)
+_OF_ROWS = "(B, Hq, 2, Sq rounded up to scratch_rows), scratch: LSE * log2(e) (inf: none), delta"
+_ROWS = _tensor("rows", 4, "fp32", _OF_ROWS)
+BACKWARD = (
+    *_OPERANDS,
+    *_GIVEN,
     _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
     _tensor("dk", 4, "key", "(B, Hkv, Sk, D), likewise"),
     _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), likewise"),
-    _tensor("rows", 4, "fp32", "(B, Hq, 2, Sq rounded up to scratch_rows), scratch: LSE * log2(e) (inf: none), delta"),
+    _ROWS,
     _tensor("scratch", 1, "fp32", "(n,), scratch: dQ in register order and counters; in parts: unused"),
     *_SCALES,
     *_DRAWN,
     _number("wanted", "int32", "a sum of 1 (dQ) and 2 (dK and dV); one of them: only to kernels in parts"),
     *_FEATURES,
 )
+DBIAS = (
+    *_OPERANDS,
+    *_GIVEN,
+    _ROWS,
+    *_SCALES,
+    *_DRAWN,
+    *_BIAS,
+    *_BIAS_GRADIENT,
+    *_DROPOUT,
+)
 # Which of them a kind of kernel (spec.KINDS) takes.
-OF_KIND = {"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD}
+OF_KIND = {
+    **{"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD},
+    "dbias": DBIAS,
+}

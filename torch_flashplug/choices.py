@@ -108,6 +108,7 @@ GATE = Gate(
     rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
     combine_rate=10000, read_share=0.876,
 )  # fmt: skip
+_BIASES = "2026-11-24 H100, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
@@ -268,6 +269,18 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "mask", 1, 256, 65, ANY, 1, ANY, 0, 1.12, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, 512, 4097, ANY, 0, 0.868, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
+    # Float masks. Where the ratio is below 1 stock is wrong all the same (rescues.py).
+    ChoiceRow("decode", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.985, _BIASES),
+    ChoiceRow("decode", "square", 90, False, "bias", 65, 128, 1, ANY, 1, ANY, 0, 0.97, _BIASES),
+    ChoiceRow("fwd", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.98, _BIASES),
+    ChoiceRow("fwd", "square", 90, False, "bias", 65, 128, 1, ANY, 1, ANY, 0, 1.05, _BIASES),
+    ChoiceRow("fwd", "square", 90, False, "bias", 129, 256, 65, ANY, 1, ANY, 0, 1.16, _BIASES),
+    ChoiceRow("fwd", "mixed", 90, False, "bias", 129, 192, 65, ANY, 1, ANY, 0, 0.99, _BIASES),
+    ChoiceRow("fwd", "square", 90, False, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 0.86, _BIASES),
+    ChoiceRow("fwd", "square", 90, False, "bias32", 65, 256, 1, ANY, 1, ANY, 0, 1.16, _BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias", 1, 128, 1, ANY, 1, ANY, 0, 1.42, _BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 1.07, _BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias32", 65, 128, 1, ANY, 1, ANY, 0, 0.96, _BIASES),
     # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),

@@ -44,13 +44,13 @@ FEATURES = (
     Feature(
         "bias", "bias", "with a bias",
         "attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias",), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        arguments=("bias", "dbias"), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
         score_bytes=2,
     ),
     Feature(
         "bias32", "bias32", "with a bias of fp32",
         "attn_mask is of fp32, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias32",), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        arguments=("bias32", "dbias32"), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
         score_bytes=4,
     ),
     Feature(
@@ -86,8 +86,8 @@ COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
     Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
-    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
-    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
+    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
+    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),

@@ -143,6 +143,7 @@ def describe(
         "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,
         "grad": grad,
+        "bias_grad": attn_mask is not None and wants_grad(attn_mask),
         "deterministic": grad and torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):

@@ -14,7 +14,8 @@ from .elements import DTYPES, ELEMENTS
 
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
-KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode")
+# dbias: the gradient of a bias, summed where it is broadcast, beside any of the backwards or alone.
+KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias")
 MASKS = tuple(features.TAGS)
 
 WARP, WARPGROUP = 32, 128  # threads
@@ -29,6 +30,7 @@ PEERS_AT_ONCE = 4  # of a cluster, whose results a decode reads at the same time
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
+BIAS_TILES = ((128, 64), (128, 128))  # of the gradient of a bias
 LISTED, SHARE = 128, 64  # block-sparse calls: queries and keys of a listed block; keys that turns are counted by
 
 # Hopper
@@ -160,8 +162,8 @@ class KernelSpec:
         return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
-        """What stages of the scores hold of a block."""
-        return rows * columns * features.score_bytes(self.features)
+        """What stages of the scores hold of a block; of few rows nothing."""
+        return 0 if self.is_decode else rows * columns * features.score_bytes(self.features)
 
     def _step_bytes(self) -> int:
         """A backward's step: Q, dO, LSE, delta."""
@@ -231,8 +233,11 @@ class HopperSpec(KernelSpec):
 
     def smem_bytes(self) -> int:
         """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
-        to scratch and from there to global memory. What stages hold. Barriers.
+        to scratch and from there to global memory. dbias: pairs of Q and K, or of dO and V. What stages hold. Barriers.
         """
+        if self.kind == "dbias":
+            pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
+            return pairs + self._stage_bytes(self.tile_m, self.tile_n) + 2 * BARRIER_BYTES
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v), self._dkdv_bytes()) + BARRIER_BYTES
         if self.is_backward:
@@ -272,8 +277,11 @@ class HopperSpec(KernelSpec):
 
     def accumulator_registers(self) -> int:
         """fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and their gradient (then dQ)
-        in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V.
+        in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V. dbias: scores, their gradient
+        and its sum in fp32.
         """
+        if self.kind == "dbias":
+            return 3 * self.tile_n // 2
         if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -287,13 +295,13 @@ class HopperSpec(KernelSpec):
         return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
     def illegal_shape(self) -> str | None:
-        tile = PARTS_TILE if self.in_parts else BACKWARD_TILE
+        tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,)}.get(self.kind, (BACKWARD_TILE,))
         if self.elementwise:
             return "TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
-        if self.is_backward and (self.tile_m, self.tile_n) != tile:
-            return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} has {tile}"
+        if self.is_backward and (self.tile_m, self.tile_n) not in tiles:
+            return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} has {' or '.join(map(str, tiles))}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
@@ -302,7 +310,9 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
-        if self.stages not in (1, 2, 4) and not self.is_decode:
+        if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
+            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal ones, and 2 or more"
+        if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:
             return f"stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
         return None
 

@@ -23,26 +23,28 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
 
-BackwardPlan refused(Reason why) { return BackwardPlan{-1, why}; }
+BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
 
 // By kernels of one family.
 BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
-  const int row = find_backward_row(p, device, tables, family, wanted);
-  if (row < 0 || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
-  return BackwardPlan{row, {}};
+  const int row = wanted == 0 ? -1 : find_backward_row(p, device, tables, family, wanted);
+  const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
+  if ((wanted != 0 && row < 0) || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
+  if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
+  return BackwardPlan{row, bias_row, {}};
 }
 
 // By those of the family that is asked for, else of the first that can.
 BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tables& tables, int asked, int64_t wanted) {
   BackwardPlan plan = attempt(p, device, tables, asked, wanted);
-  if (plan.kernel_row >= 0) return plan;
+  if (plan.ours()) return plan;
   any_family(tables, [&](int family) {
     if (family == asked) return false;
     const BackwardPlan other = attempt(p, device, tables, family, wanted);
-    if (other.kernel_row >= 0) plan = other;
-    return other.kernel_row >= 0;
+    if (other.ours()) plan = other;
+    return other.ours();
   });
   return plan;
 }
@@ -67,8 +69,9 @@ BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mod
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
-  if (plan.kernel_row < 0 || !unmeasured || !efficient_takes(p)) return plan;
-  return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[plan.kernel_row].family});
+  if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;
+  const int row = std::max(plan.kernel_row, plan.bias_row);  // of the same family
+  return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
 }
 
 }  // namespace flashplug

@@ -58,8 +58,10 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   if (rescued && (p.needs & kBiases) == 0) return {};  // right goes before fast
   // What could follow our forward there is slower than what stock has for both, and may not repeat its sums. To a bias
   // it would be math, which needs memory for every score.
-  if (p.grad && plan_backward(p, device, mode, tables).kernel_row < 0)
+  if (const BackwardPlan ours = p.grad ? plan_backward(p, device, mode, tables) : BackwardPlan{}; !ours.ours()) {
+    if (ours.why.why == Why::kNoBiasGradient) return ours.why;
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
+  }
   if (rescued) return {};
   if (!measured) return {};
   if (plan->gate.closed && kernel.kind != kDecode) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};

@@ -203,6 +203,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
              "torch.no_grad() or the stock backend";
     case Why::kNoBackward:
       return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
+    case Why::kNoBiasGradient:
+      return "attn_mask wants a gradient, and no kernel of it takes this call; stock serves both directions";
   }
   return "";
 }
@@ -211,7 +213,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 // Which backward follows our forward.
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
-  if (plan.kernel_row >= 0) return tables.kernels[plan.kernel_row].name;
+  const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
+  if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 ? "" : " and " + name(plan.bias_row));
   return std::string(efficient_takes(p) ? "stock's efficient" : "math's") +
          " backward; ours: " + reason_text(plan.why, p, device, tables);
 }

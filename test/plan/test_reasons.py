@@ -16,6 +16,7 @@ from torch_flashplug.choices import ChoiceRow
 PLAIN, LONG, FEW = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
 FORWARDS = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
+NO_BIAS_GRADIENT = tuple(row for row in configs.KERNEL_ROWS if row.kind != "dbias")
 SHUT = dataclasses.replace(choices.GATE, occupancy=0.8)
 
 
@@ -53,6 +54,7 @@ MET = {
     "decode gate": Met(call(FEW, (16, 64), (64, 64)), kernels=FORWARDS),
     "deterministic": Met(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": Met(LONG | {"grad": 1}, kernels=FORWARDS),
+    "no bias gradient": Met(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
 }
 ELSEWHERE = {"together"}  # asked of a table of its own, by test_facts
 

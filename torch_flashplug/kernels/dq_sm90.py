@@ -20,8 +20,8 @@ from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WAR
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales
-from .parts.backward_rows import differentiate, exponentiate
-from .parts.pieces import Launch, Pieces, Tile
+from .parts.backward_rows import Rows, by_query, differentiate, exponentiate, rows_of_thread
+from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
@@ -89,15 +89,6 @@ class Share:
         for product, ring in ((self.S, self.rings.k), (self.dP, self.rings.v)):
             ring.wait(count)
             product.start(ring.slot(count))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Two query rows of a thread: what makes P and dS of their scores."""
-
-    lse_log2: tuple[Float32, Float32]
-    delta: tuple[Float32, Float32]
-    scale_log2: Float32
 
 
 class QueryGradientSm90:
@@ -251,7 +242,7 @@ class QueryGradientSm90:
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
-            two = self.my_rows(mRows, tile, row, chain.scales(scales).log2)
+            two = rows_of_thread(mRows, tile, row, chain.scales(scales).log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
             for count in cutlass.range(done, done + others, unroll=1):
@@ -307,17 +298,6 @@ class QueryGradientSm90:
         my.dS.take(my.S.acc)
 
     @cute.jit
-    def my_rows(self, mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> Rows:
-        """LSE and delta of a thread's two rows; row: its first."""
-        values = cute.make_rmem_tensor((2, 2), Float32)
-        for r in cutlass.range_constexpr(2):
-            values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
-            if row + 8 * r < tile.sizes.Sq:
-                for which in cutlass.range_constexpr(2):
-                    values[r, which] = mRows[tile.place_of_fact(which, row + 8 * r)]
-        return Rows((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
-
-    @cute.jit
     def store(self, my: Share, out: sm90.Operand, wg: Int32, wg_tile: Int32, scale: Float32):
         """dQ in 16 bits through its Q's place in shared memory, until that is free again."""
         rdQ = cute.make_rmem_tensor_like(my.dQ.acc, self.element.dtype)
@@ -328,9 +308,3 @@ class QueryGradientSm90:
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-
-
-def by_query(acc: cute.Tensor) -> cute.Tensor:
-    """(keys, queries) view of a (queries, keys) accumulator."""
-    scores = fragments.rows_and_columns(acc)
-    return cute.make_tensor(scores.iterator, cute.select(scores.layout, mode=[1, 0]))

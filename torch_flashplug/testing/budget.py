@@ -37,6 +37,13 @@ def cancelled_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: 
     }
 
 
+def cancelled_bias_sums(v: torch.Tensor, grad_out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The same of a bias's gradient: dS, summed over what the bias is broadcast to."""
+    norms = [tensor.detach().float().norm(dim=-1).amax() for tensor in (grad_out, v)]
+    scores = grad_out.shape[:-1].numel() * v.shape[2]
+    return norms[0] * norms[1] * (scores / bias.numel()) ** 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
     """Errors against fp64 of a result and of the yardstick, and the budgets that follow."""

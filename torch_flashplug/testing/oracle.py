@@ -132,6 +132,26 @@ def grads_math(
     return dq.reshape(q.shape), dk.to(dtype).reshape(k.shape), dv.to(dtype).reshape(v.shape)
 
 
+@torch.no_grad()
+def bias_grad_math(
+    q, k, v, grad_out, *, scale: float | None = None, mask: Masking, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """The gradient of `mask.bias`, of its shape, in `dtype`; summed where that is broadcast in at least fp32."""
+    Hq, flat_do = q.shape[1], grad_out.reshape(-1, *grad_out.shape[2:])
+    b, h, rows, keys = shape = (*(1,) * (4 - mask.bias.dim()), *mask.bias.shape)
+    wide = dtype if dtype == torch.float64 else torch.float32
+    total = torch.zeros(shape, dtype=wide, device=q.device)
+    for piece in _pieces(q, k, v, scale, mask, dtype):
+        dp = piece.drop(flat_do[piece.h, piece.m].to(dtype) @ piece.v.transpose(1, 2))
+        p = _softmax(piece.scores)
+        ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).to(wide)
+        ds = ds.sum(-1, keepdim=True) if keys == 1 else ds
+        ds = ds.sum(-2, keepdim=True) if rows == 1 else ds
+        for head, part in zip(range(piece.h.start, piece.h.stop), ds, strict=True):
+            total[head // Hq % b, head % Hq % h, slice(0, 1) if rows == 1 else piece.m] += part
+    return total.to(dtype).reshape(mask.bias.shape)
+
+
 def oracle(case, inputs, mask: Masking | None = None) -> Attention:
     """fp64 answer to a Case."""
     return attention_math(*inputs, scale=case.scale, mask=mask or Masking(int(case.causal)))

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
 from . import fragments, sm90
 from .element import Element
-from .pieces import Pieces
+from .pieces import Pieces, Tile
 from .scores.chain import Kept
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .walk import Sizes
@@ -200,6 +200,33 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
     with cute.arch.elect_one():
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Two query rows of a thread: what makes P and dS of their scores."""
+
+    lse_log2: tuple[Float32, Float32]
+    delta: tuple[Float32, Float32]
+    scale_log2: Float32
+
+
+@cute.jit
+def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> Rows:
+    """LSE and delta of them; row: the first, the second one is the eighth after it."""
+    values = cute.make_rmem_tensor((2, 2), Float32)
+    for r in cutlass.range_constexpr(2):
+        values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
+        if row + 8 * r < tile.sizes.Sq:
+            for which in cutlass.range_constexpr(2):
+                values[r, which] = mRows[tile.place_of_fact(which, row + 8 * r)]
+    return Rows((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
+
+
+def by_query(acc: cute.Tensor) -> cute.Tensor:
+    """(keys, queries) view of a (queries, keys) accumulator."""
+    scores = fragments.rows_and_columns(acc)
+    return cute.make_tensor(scores.iterator, cute.select(scores.layout, mode=[1, 0]))
 
 
 @cute.jit

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_vector, given_bias
+from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_rows, fake_vector, given_bias
 
 WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
@@ -45,9 +45,7 @@ class BackwardCall(KernelCall):
         tensors = super().fake_tensors()
         gradients = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
         tensors |= {name: self.fake_operand(*tensors[of].shape) for name, of in gradients.items()}
-        strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
-        size = (*tensors["lse"].shape[:2], 2, cute.sym_int())
-        rows = cute.runtime.make_fake_tensor(Float32, size, strides, assumed_align=16)
+        rows = fake_rows(*tensors["lse"].shape[:2])
         own = {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
         return tensors | own | fake_features(self.element.dtype)
 

@@ -63,6 +63,12 @@ def fake_counter() -> cute.Tensor:
     return fake_vector(Int32, 4, size=1)
 
 
+def fake_rows(B: cute.SymInt, Hq: cute.SymInt) -> cute.Tensor:
+    """Of a backward: LSE and delta of rows in scratch."""
+    strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
+    return cute.runtime.make_fake_tensor(Float32, (B, Hq, 2, cute.sym_int()), strides, assumed_align=16)
+
+
 def fake_mask() -> cute.Tensor:
     """Bytes of any strides at any address."""
     sizes, strides = (tuple(make() for _ in range(4)) for make in (cute.sym_int, cute.sym_int64))
