@@ -61,7 +61,7 @@ FEATURES = (
     ),
     Feature(
         "dropout", "dropout", "", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
-        arguments=("seed", "dropout_p"), part="scores.dropout.Dropped",
+        arguments=("seed", "dropout_p"), part="dropout.Dropped",
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

@@ -71,9 +71,14 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((1, 32, 8), (rows, 4096), (d, d), mask=1, grad=grad), mode=mode), "fa3")
         for d in EIGHTS for rows in (1, 16, 64, 65) for mode in (AUTO, FA3) for grad in (0, 1)
     ),
-    "Other attn_mask, dropout, fp32, fp64, D above 256": (
+    "stock in auto, until it is measured; ours with `sdpa_backend(\"fa3\")`, D and Dv up": (
+        (served(long(d, dropout_p=0.1, grad=grad, **more), mode=mode), backend)
+        for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1})
+        for mode, backend in ((AUTO, "stock"), (FA3, "fa3"))
+    ),
+    "Other attn_mask, fp32, fp64, D above 256": (
         (served(problem), "stock")
-        for problem in (long(128, bias=1), long(128, dropout_p=0.1), long(128, **FP32), long(128, **FP64), long(264))
+        for problem in (long(128, bias=1), long(128, **FP32), long(128, **FP64), long(264))
     ),
     "**H100, H200 (9.0)**": ((served(long(128), device), "fa3") for device in ("h100", "h200")),
     "Auto is stock; opt in with `sdpa_backend(\"fa2\")`": (

@@ -13,7 +13,7 @@ argument and names no stage. It asks, in this order:
     here.of_head(head)              backward: once a query head
     here.pass_over(count)           a block that this warpgroup does not look at
     here.begin(block, masked)       once a section: what its first block needs is on its way
-    here.make_ready(block, masked)  once a block, before apply: long work that needs no scores, under a product
+    here.make_ready(block, masked)  Hopper, but decode: once a block, before apply: work that needs no scores
     here.apply(S, block, masked, count)     scores, before the exponential
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays

@@ -27,8 +27,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 from ....spec import SLAB
 from ..arguments.operands import Drawn
 from ..fragments import zero_of
-from ..seams import Seams
-from .chain import Chain, Kept, Place, Stage
+from .chain import Kept, Place, Stage
 
 ROUNDS = 10  # of Philox, as in torch and cuRAND
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -36,11 +35,6 @@ DIGITS, BITS = 8, 32
 KEYS_OF_WORD = 16
 # Of coins: of heads, of rows, of keys (the golden ratio, so that a row's are evenly spread), and between two shifts.
 COIN_HEAD, COIN_ROW, COIN_KEYS, COIN_MIX = 0xCD9E8D57, 0xD2511F53, 0x9E3779B9, 0x85EBCA6B
-
-
-class Dropped(Seams):
-    def chain(self, call: object) -> Chain:
-        return Chain((*super().chain(call).stages, Dropout.of(call.drawn, call.q.shape[1])))
 
 
 @dataclass(frozen=True)
