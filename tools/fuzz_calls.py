@@ -257,15 +257,7 @@ def _fault6(rng: Random, work: int) -> Drawn:
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
     masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
-    return _sizes(rng, work), masked | _some(rng, 0.3)
-
-
-def _dropout(rng: Random, work: int) -> Drawn:
-    dropped = {"dropout": rng.choice((0.1, 0.1, 0.123, 0.5, 1.0)), **_some(rng)}
-    if rng.random() < 0.3:
-        mask, dims = rng.choice(("bool", "blind")), rng.choice(("qk", "bqk", "bk"))
-        dropped |= {"causal": False, "mask": mask, "mask_dims": dims}
-    return _sizes(rng, work), dropped
+    return _sizes(rng, work), masked | _some(rng, 0.3) | {"dropout": rng.choice((0.0, 0.0, 0.0, 0.1))}
 
 
 def _deterministic(rng: Random, work: int) -> Drawn:
@@ -304,7 +296,7 @@ KINDS = (
     Kind("fault5", 2, _fault5),
     Kind("fault6", 2, _fault6),
     Kind("mask", 5, _mask),
-    Kind("dropout", 4, _dropout),
+    Kind("dropout", 4, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5, 1)), **_some(rng)})),
     Kind("deterministic", 4, _deterministic),
     Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)})),
     Kind("allowed", 4, _allowed),
