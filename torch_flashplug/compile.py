@@ -29,7 +29,7 @@ log = logging.getLogger("torch_flashplug.compile")
 # By target, kind and mask, and head dim: where ptxas at its usual level spills a few registers of some kernel, and at
 # this one none.
 PTXAS = dict.fromkeys((("sm_80", "bwd", "full"), ("sm_80", "bwd", "causal"), ("sm_80", "detbwd", "full")), "-O2")
-PTXAS |= {("sm_80", "bwd", "mask", 128): "-O2"}
+PTXAS |= dict.fromkeys((("sm_80", "bwd", "mask", 128), ("sm_90a", "detbwd", "causal", 192)), "-O2")
 
 _PACKAGE = Path(__file__).parent
 _lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
