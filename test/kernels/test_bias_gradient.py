@@ -307,3 +307,24 @@ def test_memory_is_of_the_size_of_the_bias(kernels_on: str, bias: str) -> None:
             taken = torch.cuda.max_memory_allocated() - before
     scores = case.B * case.Hq * case.Sq * case.Sk * case.torch_dtype.itemsize
     assert taken < scores / 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("bias", ["for_all", "heads_innermost", "keys"])
+def test_graphs_have_the_same_bits_and_strides(kernels_on: str, bias: str) -> None:
+    case = new_case(f"graph {bias}", HEADS, (300, 333), (64, 64))
+    given = laid_out(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
+    inputs = make_inputs(case, kernels_on, SEED)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, given)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    found = []
+    with torch_flashplug.sdpa_backend("fa3"):
+        for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            native.counters(reset=True)
+            found.append(torch.autograd.grad(run(*leaves), leaves, inputs.grad_out)[3])
+            assert native.counters()["ours_bwd"] == 1
+    assert_bitwise_equal(case.name, found[1], found[0])
+    assert found[1].stride() == found[0].stride() == torch.empty_like(given).stride()
