@@ -17,7 +17,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
+from torch_flashplug import configs, dropped, native
 from torch_flashplug.arguments import DBIAS
 from torch_flashplug.elements import DTYPES
 from torch_flashplug.spec import KernelSpec
@@ -36,7 +36,7 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
 from torch_flashplug.testing.direct import in_order
 
-SEED, CTAS = 20261124, 3
+SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
 SPECS = {spec.name(): spec for spec in configs.specs(90, "dbias")}
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 NAMES = ("dq", "dk", "dv")
@@ -71,12 +71,20 @@ def drawn(case: Case, dims: str, dtype: torch.dtype, seed: int = SEED) -> Tensor
     return bias
 
 
+def masking(spec: KernelSpec, case: Case, bias: Tensor) -> Masking:
+    """With what a kernel drops."""
+    if "dropout" not in spec.features:
+        return Masking(bias=bias)
+    kept = dropped.dropout_mask(torch.tensor(SEED), case.B, case.Hq, case.Sq, case.Sk, DROPOUT_P)
+    return Masking(bias=bias, kept=kept, kept_share=dropped.share_of(DROPOUT_P))
+
+
 class Direct:
     """One kernel on one problem: call() writes `gradient`, whose neighbours are NaN."""
 
     def __init__(self, function: Callable[..., None], spec: KernelSpec, case: Case, bias: Tensor):
         inputs = make_inputs(case, "cpu", SEED)
-        given = attention_math(*inputs, scale=case.scale, mask=Masking(bias=bias))
+        given = attention_math(*inputs, scale=case.scale, mask=masking(spec, case, bias))
         rows = -(-case.Sq // spec.scratch_rows) * spec.scratch_rows
         scale = case.D**-0.5 if case.scale is None else case.scale
         self.gradient = padded(*bias.shape, dtype=bias.dtype)
@@ -91,6 +99,8 @@ class Direct:
         values |= {"rows": torch.full((case.B, case.Hq, 2, rows), math.nan), "num_ctas": CTAS}
         values |= {"scale_log2": scale * math.log2(math.e), "scale": scale}
         values |= {f"bias{wide}": whole, f"dbias{wide}": self.gradient}
+        if "dropout" in spec.features:
+            values |= {"seed": torch.tensor([SEED]), "dropout_p": DROPOUT_P}
         self._values, self._function = in_order(DBIAS, values), function
 
     def call(self) -> Tensor:
@@ -107,7 +117,7 @@ def check(pack: Path, spec: KernelSpec, case: Case, dims: str, seed: int = 0) ->
     direct = Direct(on_cpu.function(pack, spec.name()), spec, case, bias)
     found = direct.call()
     exact, low = (
-        bias_grad_math(*inputs, inputs.grad_out, scale=case.scale, mask=Masking(bias=bias), dtype=number)
+        bias_grad_math(*inputs, inputs.grad_out, scale=case.scale, mask=masking(spec, case, bias), dtype=number)
         for number in (torch.float64, case.torch_dtype)
     )
     cancelled = float(cancelled_bias_sums(inputs.v, inputs.grad_out, bias))
@@ -235,7 +245,7 @@ def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
     assert_bitwise_equal(case.name, check_all(case, given, kernels_on), first)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if "dropout" not in s.features], ids=KernelSpec.name)
 def test_every_kernel(kernels_on: str, spec: KernelSpec) -> None:
     """Beside a backward, where there is one for its head dims, and alone."""
     wide = "bias32" in spec.features
@@ -307,3 +317,24 @@ def test_memory_is_of_the_size_of_the_bias(kernels_on: str, bias: str) -> None:
             taken = torch.cuda.max_memory_allocated() - before
     scores = case.B * case.Hq * case.Sq * case.Sk * case.torch_dtype.itemsize
     assert taken < scores / 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("bias", ["for_all", "heads_innermost", "keys"])
+def test_graphs_have_the_same_bits_and_strides(kernels_on: str, bias: str) -> None:
+    case = new_case(f"graph {bias}", HEADS, (300, 333), (64, 64))
+    given = laid_out(BIASES[bias](), kernels_on, case.torch_dtype).requires_grad_()
+    inputs = make_inputs(case, kernels_on, SEED)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, given)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    found = []
+    with torch_flashplug.sdpa_backend("fa3"):
+        for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            native.counters(reset=True)
+            found.append(torch.autograd.grad(run(*leaves), leaves, inputs.grad_out)[3])
+            assert native.counters()["ours_bwd"] == 1
+    assert_bitwise_equal(case.name, found[1], found[0])
+    assert found[1].stride() == found[0].stride() == torch.empty_like(given).stride()

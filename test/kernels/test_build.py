@@ -101,11 +101,14 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     for changed, hits in (
         ("kernels/bwd_sm80.py", lambda spec: spec.arch == 80 and spec.is_backward),
         ("kernels/dq_sm90.py", lambda spec: spec.kind == "partbwd"),
-        ("kernels/parts/sm80.py", lambda spec: spec.arch == 80),
+        # A bias's stage has both.
+        ("kernels/parts/sm80.py", lambda spec: spec.arch == 80 or not spec.features.isdisjoint({"bias", "bias32"})),
         ("kernels/parts/causal.py", lambda spec: spec.mask == "causal"),
         ("kernels/parts/arguments/forward.py", lambda spec: spec.kind == "fwd"),
         ("kernels/parts/arguments/decode.py", lambda spec: spec.is_decode),
-        ("kernels/parts/arguments/backward.py", lambda spec: spec.is_backward),
+        ("kernels/parts/arguments/backward.py", lambda spec: spec.is_backward and spec.kind != "dbias"),
+        ("kernels/parts/arguments/dbias.py", lambda spec: spec.kind == "dbias"),
+        ("kernels/parts/summed.py", lambda spec: spec.kind == "dbias"),
         ("spec.py", lambda spec: True),
         ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
         ("arguments.py", lambda spec: False),  # likewise

@@ -128,12 +128,18 @@ def decode_products(spec: KernelSpec) -> tuple[int, int]:
     return 4 * (spec.d // 16 + spec.tile_n // 16), 16
 
 
+def bias_products(spec: KernelSpec) -> tuple[int, int]:
+    """Scores and dP in the one loop body."""
+    return spec.d // 16 + spec.dv // 16, 5
+
+
 PRODUCTS = {
     "fwd": forward_products,
     "bwd": backward_products,
     "detbwd": backward_products,
     "partbwd": part_products,
     "decode": decode_products,
+    "dbias": bias_products,
 }
 SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up and once down
 
@@ -221,6 +227,11 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
         ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
         ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
+        ({"kind": "dbias"}, "features full; a dbias of sm_90 has bias or bias32"),
+        ({"kind": "dbias", "mask": "bias", "tile_m": 64}, "a dbias has (128, 64) or (128, 128)"),
+        ({"kind": "dbias", "mask": "bias", "dv": 64}, "(128, 64), stages=2; a dbias has equal ones"),
+        ({"kind": "dbias", "mask": "bias", "stages": 1}, "2 or more"),
+        ({"kind": "dbias", "mask": "bias", "stages": 4}, "232448"),
         (
             {
                 "arch": 80,

@@ -252,6 +252,7 @@ class BiasGradientSm90(BiasGradientCall):
         my.multiply(my.S, pairs.slot(2 * count))
         pairs.wait(2 * count + 1)
         my.multiply(my.dP, pairs.slot(2 * count + 1))
+        here.make_ready(n_block, masked=True)
         warpgroup.wait_group(1)
         pairs.release(2 * count)
         here.apply(fragments.rows_and_columns(my.S), n_block, masked=True, count=count)
