@@ -99,8 +99,9 @@ bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t st
 bool right_dtype(AtenTensorHandle mask, const Problem& p);     // what F.sdpa takes for a mask
 bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same device
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
-int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients);  // of 32 bits, for each plane of a mask
-bool can_be_digested(const Problem& p);                          // not more of them than kernels count
+// Of 32 bits, for each plane of a mask of so many rows: Sq, or those of a block that is like the others.
+int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
+bool can_be_digested(const Problem& p);  // not more of them than kernels count
 
 // ---- bias.cpp: masks of floats ----
 

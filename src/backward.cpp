@@ -87,8 +87,9 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
 }
 
 // Of the caller's bias. read: what another kernel has read of it, copied where it must be; or nothing.
-Owned bias_gradient(Kernel& kernel, const KernelRow& row, const ForwardCall& forward, const Problem& p,
+Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
                     const TensorClass& query, const Given& given, Owned read) {
+  const ForwardCall& forward = call.forward;
   const Owned rows = new_rows(p, row, query);
   Owned gradient = new_bias_gradient(forward.mask);
   Arguments arguments(row, p, query.device_index);
@@ -100,6 +101,7 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const ForwardCall& for
     arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
   else
     read = give_bias(forward, p, query, row, &arguments);
+  const Owned seed = give_seed(call.seed, query, &arguments);
   launch(kernel, arguments);
   return laid_out_as_bias(std::move(gradient), forward.mask);
 }
@@ -133,7 +135,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   Owned bias;
   if (kernels[0] != nullptr) bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, result);
   if (kernels[1] != nullptr)
-    result->grads[3] = bias_gradient(*kernels[1], row(1), call.forward, p, query, given, std::move(bias));
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias));
   count(Path::kOursBackward);
   return true;
 }

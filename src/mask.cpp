@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -19,6 +20,7 @@ namespace flashplug {
 namespace {
 
 constexpr int kMostMaskDims = 4;
+constexpr int64_t kBlock = 128;  // queries and keys that lists count by
 
 // A tensor is one pointer, which tells which one it is.
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
@@ -46,6 +48,9 @@ bool on_this_stack(const void* address) {
   return at > static_cast<const char*>(__builtin_frame_address(0)) && at < top;
 }
 
+// Rows that kernels look at: a block of them, where all are the same.
+int64_t rows_of(const Problem& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
+
 bool has_mask_dims(AtenTensorHandle mask) {
   int64_t dims = 0;
   return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
@@ -71,25 +76,27 @@ Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& quer
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
-// The mask's bytes, once for planes that are the same.
+// The mask's bytes, once where they are broadcast.
 Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
-  int64_t packed[4];
-  pack_strides(size, packed);
-  Owned copy = empty_strided(4, size, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
-  check_shim(aoti_torch_copy_(copy.get(), view(mask, 4, size, stride).get(), 0), "copy_");
+  int64_t once[4], packed[4];
+  for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
+  pack_strides(once, packed);
+  Owned copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
+  check_shim(aoti_torch_copy_(copy.get(), view(mask, 4, once, stride).get(), 0), "copy_");
   return copy;
 }
 
-// What a forward of ours had autograd keep.
+// What a forward of ours had autograd keep: of all rows, or of a block that is like the others.
 Masked digested_before(AtenTensorHandle digest, const Problem& p) {
   const Shape shape = shape_of(digest);
-  int64_t dims = 0;
+  int64_t dims = 0, rows = std::min(p.Sq, kBlock);
+  if (shape.size[2] != digest_numbers(rows, p.Sq, p.Sk, true)) rows = p.Sq;
   const bool fits = aoti_torch_get_dim(digest, &dims) == 0 && dims == 3 &&
                     (shape.size[0] == 1 || shape.size[0] == p.B) && (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
-                    shape.size[2] == digest_numbers(p.Sq, p.Sk, true);
+                    shape.size[2] == digest_numbers(rows, p.Sq, p.Sk, true);
   if (!fits) throw std::runtime_error("torch_flashplug: attn_bias is int32 and no mask that a forward has kept");
-  const int64_t none[4] = {};
-  return {view(digest, 4, none, none), Owned::share(digest)};
+  const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
+  return {view(digest, 4, size, stride), Owned::share(digest)};
 }
 
 // digest: whether one is wanted.
@@ -99,11 +106,11 @@ Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& quer
   if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
-  Masked made{view(call.mask, 4, size, stride), Owned()};
-  if (!digest) return made;
-  made.digest = call.digest != nullptr ? Owned::share(call.digest)
-                                       : new_digest(size, digest_numbers(p.Sq, p.Sk, gradients), query);
-  return made;
+  if (!digest) return {view(call.mask, 4, size, stride), Owned()};
+  size[2] = rows_of(p, stride);
+  Owned room = call.digest != nullptr ? Owned::share(call.digest)
+                                      : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
+  return {view(call.mask, 4, size, stride), std::move(room)};
 }
 
 }  // namespace
@@ -158,7 +165,7 @@ bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
     const Problem& p = facts.problem;
-    const int64_t numbers = p.grad ? digest_numbers(p.Sq, p.Sk, true) : 0;  // nobody keeps it
+    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;  // nobody keeps it
     // Hooks of saved tensors may copy what is left here, which they are given before the op fills it in.
     Owned left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
                                                          : new_digest(size, numbers, facts.operand[0]);
@@ -215,16 +222,16 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
 }
 
 // As `numbers` of kernels/parts/digest.py.
-int64_t digest_numbers(int64_t Sq, int64_t Sk, bool gradients) {
-  constexpr int64_t kBlock = 128, kTile = 64, kWords = 128;
-  const int64_t M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock), rows = ceil_div(Sq, kTile),
-                columns = ceil_div(Sk, kTile);
-  const int64_t forward = M * N + 2 * (M + M * N) + rows * (columns + 1) * kWords;
-  return gradients ? forward + 2 * (N + M * N) + columns * (rows + 1) * kWords : forward;
+int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
+  constexpr int64_t kTile = 64, kWords = 128;
+  const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
+                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile);
+  const int64_t forward = lines * N + 2 * (M + M * N) + of_rows * (of_columns + 1) * kWords;
+  return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
 }
 
 bool can_be_digested(const Problem& p) {
-  return digest_numbers(p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
+  return digest_numbers(p.Sq, p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
 }
 
 }  // namespace flashplug

@@ -188,8 +188,8 @@ FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size)
     t.rescues.back().evidence = t.keep(rescue.evidence);
   });
 }
-FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t Sq, int64_t Sk, int gradients) {
-  return digest_numbers(Sq, Sk, gradients != 0);
+FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
+  return digest_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {

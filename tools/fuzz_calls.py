@@ -61,7 +61,7 @@ class Call:
     k: Layout = Layout()
     v: Layout = Layout()
     packed: bool = False  # q, k and v are heads of one tensor, laid out as q says
-    wants: str = ""  # gradients: of these operands
+    wants: str = ""  # gradients: of these operands, m is the mask
     grad_out: Layout = Layout()
     first: str = ""  # before it: "same", the call itself with first_grad; "stock", that with the plugin disabled
     first_grad: Layout = Layout()
@@ -256,7 +256,8 @@ def _fault6(rng: Random, work: int) -> Drawn:
 
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
-    masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)}
+    learned = {"wants": _wants(rng) + "m"} if mask not in {"bool", "blind"} and rng.random() < 0.4 else {}
+    masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)} | learned
     return _sizes(rng, work), masked | _some(rng, 0.3) | {"dropout": rng.choice((0.0, 0.0, 0.0, 0.1))}
 
 
@@ -375,8 +376,7 @@ def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
         seen &= randn((*shape[:3], 1)) < 0.8
     if call.mask in {"bool", "blind"}:
         return seen
-    bias = randn(shape)
-    bias = bias.masked_fill(~seen, float("-inf")) if call.mask == "inf" else bias
+    bias = randn(shape).masked_fill(~seen, float("-inf") if call.mask == "inf" else 0.0)
     return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
 
 

@@ -24,8 +24,8 @@ import torch_flashplug
 from torch_flashplug import dropped, env, native
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.ops import empty_in_layout_of
-from torch_flashplug.testing import Masking, assert_within_budget, attention_math, grads_math
-from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_sums
+from torch_flashplug.testing import Masking, assert_within_budget, attention_math, bias_grad_math, grads_math
+from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_bias_sums, cancelled_sums
 
 SIGMAS = 5.0
 INTERPRETED = "interpreted"  # for a device: our kernels, on CPU tensors
@@ -38,7 +38,7 @@ Off = Callable[[], contextlib.AbstractContextManager]
 
 @dataclass(slots=True)
 class Answers:
-    """ "out", "dq", "dk" and "dv" in fp64, and in the call's own dtype step by step."""
+    """ "out", "dq", "dk", "dv" and "dm", a mask's, in fp64, and in the call's own dtype step by step."""
 
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
@@ -65,12 +65,14 @@ def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
     found = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
         if call.empty:  # nothing is seen, so everything is 0
-            shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in zip("qkv", given)}
+            shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in leaves_of(posed).items()}
             found.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
             continue
         found.append({"out": attention_math(*given, dtype=dtype, **rule).out})
         if call.wants:
             found[-1] |= zip(("dq", "dk", "dv"), grads_math(*given, posed.grad_out, dtype=dtype, **rule))
+        if "m" in call.wants:
+            found[-1]["dm"] = bias_grad_math(*given, posed.grad_out, dtype=dtype, **rule)
     return Answers(*found, mask)
 
 
@@ -82,6 +84,8 @@ def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
     found: dict[str, Tensor | float] = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     if posed.call.wants and not posed.call.empty:
         found |= cancelled_sums(posed.q, posed.k, posed.v, posed.grad_out, posed.call.scale)
+    if "m" in posed.call.wants:
+        found["dm"] = 0.0 if posed.call.empty else cancelled_bias_sums(posed.v, posed.grad_out, posed.mask)
     return found
 
 
@@ -113,6 +117,8 @@ def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
     }
     for name in ("dk", "dv"):
         squares[name] = squares[name].unflatten(1, (-1, group)).sum(2)
+    if "m" in call.wants:
+        squares["dm"] = (ds**2 + p**2 * delta_error).sum_to_size(posed.mask.shape)
     smallest = 4 * kind.smallest_normal * kind.eps
     return {name: SIGMAS * unit * float(square.amax()) ** 0.5 + smallest for name, square in squares.items()}
 
@@ -165,10 +171,15 @@ def _poison(posed: Posed) -> None:
     del blocks
 
 
+def leaves_of(posed: Posed) -> dict[str, Tensor | None]:
+    """By their letters in Call.wants."""
+    return {"q": posed.q, "k": posed.k, "v": posed.v} | ({} if posed.mask is None else {"m": posed.mask})
+
+
 def operands(posed: Posed) -> list[Tensor | None]:
-    """q, k and v as leaves, and the mask."""
-    leaves = zip("qkv", (posed.q, posed.k, posed.v))
-    return [*(tensor.detach().requires_grad_(x in posed.call.wants) for x, tensor in leaves), posed.mask]
+    """q, k, v and the mask, as leaves."""
+    leaves = [tensor.detach().requires_grad_(x in posed.call.wants) for x, tensor in leaves_of(posed).items()]
+    return leaves if posed.mask is not None else [*leaves, None]
 
 
 def settings(call: Call) -> dict[str, object]:
@@ -179,7 +190,7 @@ def settings(call: Call) -> dict[str, object]:
 def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
     """ "out" and the gradients that are wanted."""
     given = operands(posed)
-    wanted = [tensor for tensor in given[:3] if tensor.requires_grad]
+    wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
     _poison(posed)
     if posed.call.dropout:
         torch.manual_seed(posed.call.seed)
@@ -221,7 +232,7 @@ def _strides(tensor: Tensor) -> list[int]:
 def _layout_faults(posed: Posed, run: dict[str, Tensor], paths: dict[str, int]) -> Iterator[str]:
     """Where ours ran: strides as torch's meta functions promise them."""
     like = {"out": empty_in_layout_of(posed.q, tuple(posed.grad_out.shape))} if paths.get("ours_fwd") else {}
-    like |= {f"d{x}": torch.empty_like(getattr(posed, x)) for x in posed.call.wants if paths.get("ours_bwd")}
+    like |= {f"d{x}": torch.empty_like(leaves_of(posed)[x]) for x in posed.call.wants if paths.get("ours_bwd")}
     for name, tensor in like.items():
         if _strides(tensor) != _strides(run[name]):
             yield f"{name} has strides {run[name].stride()}, promised are {tensor.stride()}"
@@ -231,7 +242,7 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
     """What is wrong with the results, in words."""
     call = posed.call
     for name, got in itertools.chain.from_iterable(run.items() for run in runs):
-        if got.shape != answers.exact[name].shape or got.dtype != posed.q.dtype:
+        if got.shape != answers.exact[name].shape or got.dtype != (posed.mask if name == "dm" else posed.q).dtype:
             yield f"{name} is {got.dtype} {tuple(got.shape)}"
             return
     whole = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]

@@ -51,7 +51,7 @@ _DRAWN = (
 )
 
 _MASK = (
-    _tensor("mask", 4, "bool", "(B or 1, Hq or 1, Sq, Sk), stride 0 where broadcast; empty: digested", optional=True),
+    _tensor("mask", 4, "bool", "(B or 1, Hq or 1, rows, Sk), stride 0 where broadcast; empty: digested", optional=True),
     _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
 _WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, else of whole 16 bytes; the last one 1"

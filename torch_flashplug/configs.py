@@ -17,7 +17,8 @@ from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, Ker
 # Sets of features.py, by the tags in kernels' names.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
 BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
-DROPPED, MASK_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",)
+DROPPED, MASK_DROPPED, BIAS_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",), ("bias+dropout",)
+ALL_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
@@ -131,8 +132,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
     # Dropout: one tile a head dim, with a mask, too. Costs are not measured either.
-    KernelRow("fwd", 90, 64, 64, DROPPED + MASK_DROPPED, 128, 128, 2, 2000),
-    KernelRow("fwd", 90, 128, 128, DROPPED + MASK_DROPPED, 128, 128, 2, 2400),
+    KernelRow("fwd", 90, 64, 64, ALL_DROPPED, 128, 128, 2, 2000),
+    KernelRow("fwd", 90, 128, 128, ALL_DROPPED, 128, 128, 2, 2400),
     KernelRow("fwd", 90, 256, 256, DROPPED + MASK_DROPPED, 128, 64, 2, 2000),
     # A bias of fp32 takes twice the registers and the room: narrower blocks, and gradients in parts.
     KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
@@ -141,10 +142,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS32, 128, 64, 2, 2000),
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
-    KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
-    KernelRow("detbwd", 90, 64, 64, BOTH + DROPPED, 64, 128, 4),
-    KernelRow("detbwd", 90, 128, 128, BOTH + DROPPED, 64, 128, 2),
+    KernelRow("detbwd", 90, 64, 64, BOTH + MASK + DROPPED, 64, 128, 4),
+    KernelRow("detbwd", 90, 128, 128, BOTH + MASK + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + MASK + BIASES, 64, 64, 4, 300),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
     KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
@@ -152,48 +153,51 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 128, FULL + MASK + BIASES, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES + ALL_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),
+    KernelRow("dbias", 90, 64, 64, BIAS_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 64, 64, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS, 128, 128, 3),
+    KernelRow("dbias", 90, 128, 128, BIAS_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 256, 256, BIASES, 128, 64, 2),
     KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),
     KernelRow("decode", 80, 64, 64, FULL, 64, 128, 2, 920),
     KernelRow("decode", 80, 128, 128, FULL, 16, 128, 1, 850),
-    KernelRow("decode", 80, 128, 128, FULL, 64, 64, 2, 800),
+    KernelRow("decode", 80, 128, 128, FULL + MASK, 64, 64, 2, 800),
     KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
-    KernelRow("decode", 80, 256, 256, FULL, 64, 64, 1, 1500),
+    KernelRow("decode", 80, 256, 256, FULL + MASK, 64, 64, 1, 1500),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
     KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
+    KernelRow("fwd", 80, 64, 64, MASK, 64, 128, 1, 890),
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + MASK, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 256, 256, BOTH + MASK, 64, 64, 1, 1670),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
+    KernelRow("bwd", 80, 64, 64, BOTH + MASK, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
-    KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
-    KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 128, 128, BOTH + MASK, 64, 128, 2),
+    KernelRow("bwd", 80, 192, 128, BOTH + MASK, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
-    KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
     KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("detbwd", 80, 128, 128, BOTH, 64, 128, 2),
     KernelRow("detbwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("detbwd", 80, 192, 192, BOTH, 64, 64, 1),
-    KernelRow("detbwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("detbwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
     KernelRow("bwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
@@ -223,8 +227,11 @@ def _drops(spec: KernelSpec) -> bool:
 
 
 def _only_forced(spec: KernelSpec) -> bool:
-    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read."""
-    return BY_ARCH[spec.arch].later and not spec.is_decode and not spec.elementwise and not _drops(spec)
+    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
+    for all that bring a mask.
+    """
+    few = spec.is_decode and not spec.features
+    return BY_ARCH[spec.arch].later and not spec.elementwise and not few and not _drops(spec)
 
 
 def _has_bias(spec: KernelSpec) -> bool:

@@ -16,24 +16,45 @@ NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
 
 def digest(mask: Tensor, numbers: int) -> Tensor:
     """Of a (B or 1, Hq or 1, Sq, Sk) mask, int32 (B or 1, Hq or 1, numbers): with what gradients need where there is
-    room for it.
+    room for it. Turns, which ordered backwards write, are 0.
     """
-    planes = mask.flatten(0, 1)
+    Sq, Sk = mask.shape[2:]
+    rows = looked_at(Sq) if mask.stride(2) == 0 else Sq
+    planes = mask[:, :, :rows].flatten(0, 1)
     found = states(planes)
-    made = [found, *_lists(found, never_empty=True), words(planes)]
+    of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
+    made = [found, *_lists(of_all, never_empty=True), words(planes)]
     if sum(part.numel() for part in made) < numbers * len(planes):
-        made += [*_lists(found.mT, never_empty=False), words(planes.mT)]
+        columns = words(planes.mT)
+        if rows < Sq:
+            columns[..., -1, :] = columns[..., 0, :]
+        made += [*_lists(of_all.mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
     return torch.cat([part.flatten() for part in made]).view(*mask.shape[:2], numbers)
 
 
+def looked_at(Sq: int) -> int:
+    """Rows of a mask that is the same for all queries."""
+    return min(Sq, LISTED)
+
+
 def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
-    """The mask, (B or 1, Hq or 1, Sq, Sk)."""
-    batches, heads, _ = digest.shape
-    M, N = (-(-size // LISTED) for size in (Sq, Sk))
-    rows, columns = -(-Sq // TILE), -(-Sk // TILE) + 1
-    before = batches * heads * (M * N + 2 * (M + M * N))
-    packed = digest.flatten()[before : before + batches * heads * rows * columns * THREADS]
-    return bits(packed.view(batches, heads, rows, columns, THREADS), Sq, Sk)
+    """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest for gradients."""
+    batches, heads, numbers = digest.shape
+    rows = Sq if numbers == _numbers(Sq, Sq, Sk) else looked_at(Sq)
+    lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
+    of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
+    before = batches * heads * (lines * N + 2 * (M + M * N))
+    packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
+    found = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
+    return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
+
+
+def _numbers(rows: int, Sq: int, Sk: int) -> int:
+    """Of a plane's digest for gradients, as src/mask.cpp counts them."""
+    lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
+    of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
+    lists, packed = 2 * (M + N + 3 * M * N), of_rows * (of_columns + 1) + of_columns * (of_rows + 1)
+    return lines * N + lists + packed * THREADS
 
 
 def states(planes: Tensor) -> Tensor:

@@ -21,13 +21,14 @@ class Feature:
     arguments: tuple[str, ...] = ()  # optional ones (arguments.py), which its kernels take
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     decode: str = ""  # the same of decode kernels, where these do it in another way
+    detbwd: str = ""  # and of backwards in order
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
 
     def part_of(self, kind: str) -> str:
         """Of a kind of kernels (spec.KINDS)."""
-        return self.decode if kind == "decode" and self.decode else self.part
+        return {"decode": self.decode, "detbwd": self.detbwd}.get(kind) or self.part
 
 
 FEATURES = (
@@ -39,7 +40,8 @@ FEATURES = (
     Feature(
         "mask", "mask", "masked",
         "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
-        arguments=("mask", "digest"), part="mask.Mask", decode="seen.MaskOfFew", always=True, lists=True,
+        arguments=("mask", "digest"), part="mask.Mask", decode="seen.MaskOfFew", detbwd="mask.OrderedMask",
+        always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
@@ -85,11 +87,12 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
-    Combination(frozenset({"mask"}), {90: ("fwd", "bwd", "partbwd", "decode")}),
+    Combination(frozenset({"mask"}), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),
 )
 

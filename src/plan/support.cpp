@@ -21,19 +21,19 @@ struct Collector {
 };
 
 // The largest head dims that such kernels hold on this device; 0: there are none. Of those that are made of what the
-// call is; a call that is to be cast first may become any.
+// call is, and have what it needs; a call that is to be cast first may become any, one that nothing takes need nothing.
 struct HeadDims {
   int64_t d = 0, dv = 0;
 };
 HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const DeviceFacts& device,
                            const Tables& tables) {
-  const bool cast = !tables.made_of(family, p.dtype);
+  const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
   HeadDims most;
   for (int element = 0; element < kNumDTypes; ++element) {
     for (int i : tables.of(kFwd, family, static_cast<DType>(element))) {
       const KernelRow& row = tables.kernels[i];
       if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
-      if (!cast && !made_of(row, p)) continue;
+      if ((!cast && !made_of(row, p)) || (taken && !has_features(row, p.needs))) continue;
       most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
     }
   }

@@ -26,16 +26,17 @@ tools, folder = sys.argv[1:]
 sys.path.insert(0, tools)
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
+from cutlass import Int32
 import interpreted, sass
 from torch_flashplug.kernels.parts.arguments.operands import fake_digest, fake_mask
 from torch_flashplug.kernels.parts.digest import Digest, Digested
 
 @cute.jit
-def digest(mask: cute.Tensor, made: cute.Tensor, stream: cuda.CUstream):
-    Digest()(mask, Digested.create(made, *mask.shape[2:]), stream)
+def digest(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstream):
+    Digest()(mask, Digested.create(made, mask.shape[2], Sq, mask.shape[3]), stream)
 
 options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
-made = cute.compile(digest, fake_mask(), fake_digest(), cute.runtime.make_fake_stream(), options=options)
+made = cute.compile(digest, fake_mask(), fake_digest(), Int32(1), cute.runtime.make_fake_stream(), options=options)
 file = pathlib.Path(folder) / "digest"
 made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbols=True)
 pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)
@@ -72,9 +73,15 @@ MASKS = {
         (1, 1, 700, 64), (1, 1, 200, 128), (1, 1, 4200, 30),
     )},
     "transposed": lambda: random(1, 1, 1, 333, 300).mT,
-    "a_row_for_all": lambda: random(2, 2, 1, 1, 300).expand(2, 1, 200, 300),
+    **{f"a_row_for_all_{Sq}x{Sk}": lambda Sq=Sq, Sk=Sk: random(2, 2, 3, 1, Sk).expand(2, 3, Sq, Sk) for Sq, Sk in (
+        (1, 300), (64, 65), (127, 64), (128, 300), (129, 300), (200, 1), (300, 128), (4200, 333),
+    )},
+    "a_row_of_all": lambda: random(6, 1, 1, 300)[None].expand(1, 1, 700, 300),
+    "one": lambda: torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 300, 200),
     "a_column_for_all": lambda: random(3, 2, 1, 200, 1).expand(2, 1, 200, 300),
     "odd_offset": lambda: random(4, 1, 2, 200, 301)[..., 1:],
+    **{f"odd_rows_{i}": lambda i=i: random(i, 1, 1, 140, 517 + i)[..., i:] for i in range(4)},
+    "even_rows_apart": lambda: random(7, 2, 1, 130, 640)[..., 5:-16],
     "every_other": lambda: random(5, 1, 2, 200, 600)[..., ::2],
     "all": lambda: torch.ones(1, 1, 256, 384, dtype=torch.bool),
     "nothing": lambda: torch.zeros(1, 1, 256, 384, dtype=torch.bool),
@@ -116,11 +123,11 @@ class Digested:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 1), (64, 128), (65, 129), (4099, 333)])
-def test_the_op_makes_room_for_it(sizes: tuple[int, int], gradients: bool) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (64, 64, 128), (65, 65, 129), (128, 333, 129), (4099, 4099, 333)])
+def test_the_op_makes_room_for_it(sizes: tuple[int, int, int], gradients: bool) -> None:
     digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
     made = library.lib().flashplug_digest_numbers
-    made.restype, made.argtypes = ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    made.restype, made.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
     assert made(*sizes, gradients) == digest.numbers(*sizes, gradients=gradients)
 
 
@@ -130,13 +137,22 @@ def test_a_mask_is_digested(pack: Path, name: str, gradients: bool) -> None:
     from torch_flashplug.kernels.parts import digest
 
     mask = MASKS[name]()
-    plain = mask.view(torch.uint8).ne(0).flatten(0, 1)
+    plain, rows = mask.view(torch.uint8).ne(0).flatten(0, 1), rows_of(mask)
     P, Sq, Sk = plain.shape
-    numbers = digest.numbers(Sq, Sk, gradients=gradients)
+    numbers = digest.numbers(rows, Sq, Sk, gradients=gradients)
     scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
-    kernel = on_cpu.function(pack, "digest")
-    kernel(mask.view(torch.uint8), scratch[:-4].view(*mask.shape[:2], numbers), ctypes.c_void_p(None))
-    check(scratch, plain, gradients)
+    kernel, made = on_cpu.function(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
+    kernel(mask[:, :, :rows].view(torch.uint8), made, Sq, ctypes.c_void_p(None))
+    check(scratch, plain, rows, gradients)
+
+
+@pytest.mark.parametrize("Sq", [129, 300, 4096])
+def test_a_row_for_all_takes_little(Sq: int) -> None:
+    """An eighth of the mask's bytes at most, however many queries share it."""
+    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    row, all_ = (digest.numbers(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
+    assert row < all_ and (Sq < 300 or row * 4 <= Sq * 4096 / 8)
+    assert Sq < 4096 or row * 100 <= Sq * 4096
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -145,19 +161,29 @@ def test_torch_makes_the_same(name: str, gradients: bool) -> None:
     """And finds the mask in it."""
     digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
     mask = MASKS[name]()
-    made = digested.digest(mask, digest.numbers(*mask.shape[2:], gradients=gradients))
-    check(F.pad(made.flatten(), (0, 4), value=-7), mask.flatten(0, 1), gradients)
-    assert torch.equal(digested.seen(made, *mask.shape[2:]), mask)
+    made = digested.digest(mask, digest.numbers(rows_of(mask), *mask.shape[2:], gradients=gradients))
+    check(F.pad(made.flatten(), (0, 4), value=-7), mask.flatten(0, 1), rows_of(mask), gradients)
+    if gradients:
+        assert torch.equal(digested.seen(made, *mask.shape[2:]), mask)
 
 
-def check(numbers: Tensor, plain: Tensor, gradients: bool) -> None:
-    """A digest, and four numbers that nobody wrote to."""
+def rows_of(mask: Tensor) -> int:
+    """That are looked at."""
+    return min(mask.shape[2], LISTED) if mask.stride(2) == 0 else mask.shape[2]
+
+
+def check(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -> None:
+    """A digest, and four numbers that nobody wrote to. Turns are the ordered backward's to write."""
     P, Sq, Sk = plain.shape
-    left, blocks, rows, columns = Digested(numbers), states(plain), -(-Sq // TILE), -(-Sk // TILE)
-    assert torch.equal(left.take(*blocks.shape), blocks)
+    looked, of_rows, of_columns = plain[:, :rows], -(-rows // TILE), -(-Sk // TILE)
+    left, blocks, lines = Digested(numbers), states(plain), -(-rows // LISTED)
+    assert torch.equal(left.take(P, lines, blocks.shape[2]), blocks[:, :lines])
     left.check_lists(blocks, never_empty=True)
-    assert torch.equal(left.take(P, rows, columns + 1, THREADS), words(plain))
+    assert torch.equal(left.take(P, of_rows, of_columns + 1, THREADS), words(looked))
     if gradients:
         left.check_lists(blocks.mT, never_empty=False)
-        assert torch.equal(left.take(P, columns, rows + 1, THREADS), words(plain.mT))
+        if rows < Sq:  # the tile behind the last is like the others
+            looked = plain[:, :1].expand(-1, rows + TILE, -1)
+        assert torch.equal(left.take(P, of_columns, of_rows + 1, THREADS), words(looked.mT)[:, :, : of_rows + 1])
+        left.take(2, *blocks.shape)
     assert left.numbers.tolist() == [-7] * 4

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from splits import MOST, forced, planned
+from test_masks import BACKENDS, on
 from test_masks import drawn as drawn_by_share
-from test_masks import on
 from torch import Tensor
 
 from torch_flashplug import configs, native, sdpa_backend
@@ -32,7 +32,7 @@ from torch_flashplug.testing import (
 )
 
 SEED = 20261124
-KERNELS = [spec for spec in configs.specs(90, "decode") if "mask" in spec.features]
+KERNELS = [spec for arch in (90, 80) for spec in configs.specs(arch, "decode") if "mask" in spec.features]
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
 GROUPS = 352  # of a CTA's list (kernels/parts/seen.py); machines with a GPU may have no DSL
@@ -72,11 +72,11 @@ def yardsticks(case: Case, inputs: Inputs, mask: Tensor) -> tuple:
     return oracle(case, clean, rule), plain(case, clean, rule)
 
 
-def check(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0) -> None:
+def check(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0, backend: str = "fa3") -> None:
     """Out and LSE of the own op."""
-    assert planned(case, num_splits, mask=1)["kernel"].startswith("decode_")
+    assert planned(case, num_splits, backend=backend, mask=1)["kernel"].startswith("decode_")
     native.counters(reset=True)
-    operands = (*inputs, mask, 0.0, 0, case.scale, forced(num_splits))
+    operands = (*inputs, mask, 0.0, 0, case.scale, forced(num_splits, backend))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
     assert native.counters()["ours_fwd"] == 1
     seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk)
@@ -91,8 +91,9 @@ def check(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0) -> None
 def test_every_kernel(kernels_on: str, spec: KernelSpec) -> None:
     for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
         case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
-        assert planned(case, mask=1)["kernel"] == spec.name()
-        check(case, make_inputs(case, kernels_on, SEED), drawn(2, 1, Sq, keys).to(kernels_on))
+        backend = BACKENDS[spec.arch]
+        assert planned(case, backend=backend, mask=1)["kernel"] == spec.name()
+        check(case, make_inputs(case, kernels_on, SEED), drawn(2, 1, Sq, keys).to(kernels_on), backend=backend)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
@@ -101,6 +102,14 @@ def test_every_kernel(kernels_on: str, spec: KernelSpec) -> None:
 def test_masks(kernels_on: str, Sq: int, mask: str, num_splits: int) -> None:
     case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=DTYPES[Sq % 2])
     check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](Sq)), num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_every_gpus_kernels(kernels_on: str, mask: str, num_splits: int) -> None:
+    Sq = (1, 7, 32)[len(mask) % 3]
+    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=DTYPES[Sq % 2])
+    check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](Sq)), num_splits, "fa2")
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -138,17 +147,18 @@ def test_lists_of_groups(kernels_on: str, num_splits: int) -> None:
     check(case, inputs, mask.to(kernels_on), num_splits)
 
 
+@pytest.mark.parametrize("backend", BACKENDS.values())
 @pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
 @pytest.mark.parametrize("Sq", [1, 4])
-def test_hidden_keys_are_not_read(kernels_on: str, Sq: int, num_splits: int) -> None:
+def test_hidden_keys_are_not_read(kernels_on: str, Sq: int, num_splits: int, backend: str) -> None:
     """By blocks of 64; a split that has none takes one of its own."""
     case = new_case(f"static cache {Sq}", HEADS, (Sq, 1000), (128, 128))
     inputs, filled = make_inputs(case, kernels_on, SEED), 200
     mask = (torch.arange(1000) < filled).expand(2, 1, Sq, 1000).to(kernels_on)
-    splits = planned(case, num_splits, mask=1)["splits"]
+    splits = planned(case, num_splits, backend=backend, mask=1)["splits"]
     for tensor in (inputs.k, inputs.v):
         tensor[:, :, max(256, 64 * splits) :] = math.nan
-    check(case, inputs, mask, num_splits)
+    check(case, inputs, mask, num_splits, backend)
 
 
 def test_an_empty_list_takes_one_block(kernels_on: str) -> None:

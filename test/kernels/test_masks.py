@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,13 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
+from torch_flashplug import _start, choices, configs, native, rescues
 from torch_flashplug.elements import DTYPES
 from torch_flashplug.spec import LISTED, KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
+    assert_bitwise_equal,
     assert_within_budget,
     attention_math,
     make_inputs,
@@ -59,6 +61,8 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "by_both": lambda: with_holes(drawn(2, 4, 300, 333)),
     "keys": lambda: drawn(2, 1, 1, 333),
     "keys_expanded": lambda: drawn(2, 1, 1, 333).expand(2, 4, 300, 333),
+    "keys_by_head": lambda: drawn(4, 1, 333).expand(4, 300, 333),
+    "keys_for_all": lambda: (torch.arange(333) % 200 < 120).expand(300, 333),
     "rows": lambda: drawn(2, 1, 300, 1),
     "one": lambda: torch.ones(1, 1, dtype=torch.bool),
     "nothing": lambda: torch.zeros(2, 1, 300, 333, dtype=torch.bool),
@@ -76,7 +80,9 @@ def on(device: str, mask: Tensor) -> Tensor:
     return memory.as_strided(mask.size(), mask.stride(), mask.storage_offset())
 
 
-def attend(case: Case, mask: Tensor, device: str, poison: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    case: Case, mask: Tensor, device: str, poison: bool = False, backend: str = "fa3"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ours, fp64's and plain torch's. poison: keys and values of blocks that nobody sees are NaN."""
     inputs = make_inputs(case, device, SEED)
     if poison:
@@ -87,7 +93,7 @@ def attend(case: Case, mask: Tensor, device: str, poison: bool = False) -> tuple
         for tensor in (inputs.k, inputs.v):
             tensor[hidden] = math.nan
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(backend):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
     assert native.counters()["ours_fwd"] == 1
     clean = [tensor.nan_to_num() for tensor in inputs]
@@ -108,11 +114,56 @@ def test_masks(kernels_on: str, mask: str, d: int) -> None:
     assert (out[blind] == 0).all()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)])
-def test_sizes(kernels_on: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_every_gpus_kernels(kernels_on: str, mask: str) -> None:
+    d = (64, 128, 256)[len(mask) % 3]
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    seen = on(kernels_on, MASKS[mask]())
+    out, exact, low = attend(case, seen, kernels_on, backend="fa2")
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
+    blind = ~seen.expand(case.B, case.Hq, case.Sq, case.Sk).any(-1)
+    assert (out[blind] == 0).all()
+
+
+SIZES = [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)]
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes(kernels_on: str, sizes: tuple[int, int], backend: str) -> None:
     case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
-    out, exact, low = attend(case, drawn(*sizes).to(kernels_on), kernels_on)
+    out, exact, low = attend(case, drawn(*sizes).to(kernels_on), kernels_on, backend=backend)
     assert_within_budget(f"{sizes}", out, exact, low, seed=SEED)
+
+
+ROWS = [(1, 65), (63, 64), (64, 129), (65, 200), (127, 128), (128, 300), (129, 1), (300, 260)]
+
+
+@pytest.mark.parametrize("Sq, Sk", ROWS)
+def test_a_row_for_all_queries(kernels_on: str, Sq: int, Sk: int) -> None:
+    """Of which a block at most is digested."""
+    case = new_case(f"row for all {Sq} of {Sk}", HEADS, (Sq, Sk), (64, 64))
+    mask = drawn(2, 1, 1, Sk).to(kernels_on).expand(2, 4, Sq, Sk)
+    out, exact, low = attend(case, mask, kernels_on)
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
+    for backend, order in (("fa3", False), ("fa3", True), ("fa2", False)):
+        check_gradients(case, mask, kernels_on, order=order, backend=backend)
+
+
+@pytest.mark.parametrize("rows", [128, 640])
+def test_what_autograd_keeps_of_a_row_for_all(kernels_on: str, rows: int) -> None:
+    """As much for any number of queries, but for lists of their blocks; less than an eighth of the mask's bytes."""
+    case = new_case("kept", (2, 1, 1), (rows, 640), (64, 64))
+    inputs = make_inputs(case, kernels_on, SEED)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    mask = drawn(2, 1, 1, 640).to(kernels_on)
+    with torch_flashplug.sdpa_backend("fa3"):
+        kept = F.scaled_dot_product_attention(*inputs, attn_mask=mask).grad_fn._saved_attn_bias
+    blocks, words = rows // LISTED * 5, 2 * 11 + 10 * 3
+    lists = 2 * (rows // LISTED + 5) + 6 * blocks
+    assert kept.shape == (2, 1, 5 + lists + 128 * words)
+    assert rows == 128 or kept.nbytes < 2 * rows * 640 / 8 + 2**14
 
 
 @pytest.mark.parametrize("mask", ["left_padding", "window", "documents", "nothing"])
@@ -124,7 +175,8 @@ def test_hidden_blocks_are_not_read(kernels_on: str, mask: str) -> None:
 
 
 NAMES = ("dq", "dk", "dv")
-MASKED = [spec for spec in configs.specs(90) if "mask" in spec.features]
+MASKED = [spec for arch in (90, 80) for spec in configs.specs(arch) if "mask" in spec.features]
+BACKENDS = {90: "fa3", 80: "fa2"}
 
 
 @contextlib.contextmanager
@@ -136,12 +188,14 @@ def ordered(order: bool):
         torch.use_deterministic_algorithms(False)
 
 
-def check_gradients(case: Case, mask: Tensor, device: str, *, order: bool = False, wanted: str = "qkv") -> None:
+def check_gradients(
+    case: Case, mask: Tensor, device: str, *, order: bool = False, wanted: str = "qkv", backend: str = "fa3"
+) -> None:
     """Of those that are wanted, by a backward of ours."""
     inputs = make_inputs(case, device, SEED)
     leaves = [getattr(inputs, name).requires_grad_() for name in wanted]
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"), ordered(order):
+    with torch_flashplug.sdpa_backend(backend), ordered(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
         found = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = native.counters()
@@ -154,14 +208,48 @@ def check_gradients(case: Case, mask: Tensor, device: str, *, order: bool = Fals
         assert_within_budget(f"{case.name} {name}", got, exact[name], low[name], **budget, seed=SEED)
 
 
+@pytest.fixture
+def table() -> Iterator[Callable]:
+    """Pushes rows of these kinds alone."""
+
+    def push(*kinds: str) -> None:
+        kernels = [row for row in configs.KERNEL_ROWS if row.kind in kinds]
+        native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+
+    yield push
+    _start.push_tables()
+
+
 @pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)
-def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
-    """By what makes the plan choose it."""
-    heads, order = (2, 2, 1), spec.in_parts
+def test_every_backward(kernels_on: str, spec: KernelSpec, table: Callable) -> None:
+    """By what makes the plan choose it, and no other kind."""
+    heads, order, backend = (2, 2, 1), spec.in_order, BACKENDS[spec.arch]
     case = new_case(spec.name(), heads, (200, 333), (spec.d, spec.dv), dtype=spec.dtype)
+    table("fwd", spec.kind)
     facts = {"mask": 1, "grad": 1, "deterministic": order}
-    assert planned(case, **facts)["gradients"] == spec.name()
-    check_gradients(case, drawn(2, 1, 200, 333).to(kernels_on), kernels_on, order=order)
+    assert planned(case, backend=backend, **facts)["gradients"] == spec.name()
+    check_gradients(case, drawn(2, 1, 200, 333).to(kernels_on), kernels_on, order=order, backend=backend)
+
+
+@pytest.mark.parametrize("spec", [s for s in MASKED if s.kind == "detbwd"], ids=KernelSpec.name)
+def test_an_ordered_backward_gives_the_same_bits(kernels_on: str, spec: KernelSpec) -> None:
+    """In any order of what has none; keys that end in the first half of a block, queries that few of them see."""
+    case = new_case(spec.name(), (1, 2, 1), (300, 300), (spec.d, spec.dv), dtype=spec.dtype)
+    mask, found = with_holes(drawn(300, 300)).to(kernels_on), []
+    mask[..., 0:128] &= torch.arange(300, device=kernels_on)[:, None] > 128
+    for order in (0, 1, 2):
+        if kernels_on == "cpu":
+            on_cpu.seed(on_cpu.pack(), order)
+        inputs = make_inputs(case, kernels_on, SEED)
+        leaves = [tensor.requires_grad_() for tensor in inputs]
+        with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), ordered(True):
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+            found.append(torch.autograd.grad(out, leaves, inputs.grad_out))
+    if kernels_on == "cpu":
+        on_cpu.seed(on_cpu.pack(), 0)
+    for others in found[1:]:
+        for name, one, other in zip(NAMES, found[0], others, strict=True):
+            assert_bitwise_equal(f"{spec.name()} {name}", other, one)
 
 
 @pytest.mark.parametrize("order", [False, True])
@@ -169,6 +257,13 @@ def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
 def test_gradients(kernels_on: str, mask: str, order: bool) -> None:
     case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=DTYPES[len(mask) % 2])
     check_gradients(case, on(kernels_on, MASKS[mask]()), kernels_on, order=order)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_every_gpus_kernels(kernels_on: str, mask: str) -> None:
+    d = (64, 128, 256)[len(mask) % 3]
+    case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    check_gradients(case, on(kernels_on, MASKS[mask]()), kernels_on, order=len(mask) % 2 == 0, backend="fa2")
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qv"])

@@ -76,9 +76,16 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1})
         for mode, backend in ((AUTO, "stock"), (FA3, "fa3"))
     ),
-    "Other attn_mask, fp32, fp64, D above 256": (
-        (served(problem), "stock")
-        for problem in (long(128, bias=1), long(128, **FP32), long(128, **FP64), long(264))
+    "gradients too up to D 128, and the bias's own": (
+        (served(long(d, **bias, grad=grad, bias_grad=own and grad)), "fa3" if d <= 128 or not grad else "stock")
+        for d in EIGHTS for bias in ({"bias": 1}, {"bias32": 1}) for grad in (0, 1) for own in (0, 1)
+    ),
+    "Few query rows (decode) read it where it lies": (
+        (served(call((1, 32, 8), (rows, 4096), (d, d), **bias)), "fa3")
+        for d in EIGHTS for rows in (1, 16, 64, 65) for bias in ({"bias": 1}, {"bias32": 1})
+    ),
+    "fp32, fp64, D above 256": (
+        (served(problem), "stock") for problem in (long(128, **FP32), long(128, **FP64), long(264))
     ),
     "**H100, H200 (9.0)**": ((served(long(128), device), "fa3") for device in ("h100", "h200")),
     "Auto is stock; opt in with `sdpa_backend(\"fa2\")`": (

@@ -221,8 +221,9 @@ class Here:
         return self.run.masked(self.step)
 
     def of(self, slab: int, first: int) -> Chain:
-        """For that slab of keys, and queries from `first` on."""
-        row, column = self.place.row + slab * SLAB, self.place.column + first
+        """For that slab of keys, and queries from `first` on: made in every step, instead of waiting in registers."""
+        zero = fragments.zero_of(self.block)
+        row, column = self.place.row + zero + slab * SLAB, self.place.column + zero + first
         place = replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
         return self.chain.hold(HALF).at(place)
 
@@ -252,6 +253,7 @@ class BackwardSm80(BackwardCall):
         section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
         everything = Ahead(B * Hkv, group, num_n_blocks)
         sums = (call.rows, call.scratch)
+        self.seams.before(call, stream)
         self.prepare(call.o, call.do, call.lse, *sums, everything, chain.kept_share, pieces, stream)
         tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(

@@ -45,9 +45,12 @@ class Ring:
     v: sm80.Tile
     stages: int
     keys: Split  # of the CTA
-    first_key: Int32  # of the share of the first of its blocks
-    step: int  # keys from block to block
-    blocks: Int32
+    first_key: Int32  # of a block's that the team has
+    block: int  # keys of all teams
+
+    @property
+    def blocks(self) -> Int32:
+        return self.keys.end - self.keys.begin
 
     def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
         return tile.moved(nth % self.stages * tile.bytes)
@@ -64,7 +67,8 @@ class Ring:
         those under way is a constant.
         """
         if nth < self.blocks:
-            self.mover.load(gX, self.first_key + nth * self.step, self.slot(tile, nth))
+            first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
+            self.mover.load(gX, first, self.slot(tile, nth))
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -160,18 +164,20 @@ class DecodeSm80(DecodeCall):
         sizes = Sizes(tensors.q.shape[2], tensors.k.shape[2])
         part = Part.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.Tile(start, self.tile_m, self.d)
-        ring = self.my_ring(
-            tensors.k, tensors.v, part, walk.at(part.sizes, self.tile_m, self.tile_n), start + q.bytes, team
-        )
+        bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
+        first_head, _ = part.place(Int32(0))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
-        here = chain.hold(self.keys).at(
-            Place(part.sizes, self.tile_n, Int32(0), team * self.keys + lane % 4 * PAIR, part.tile.sequence, None)
+        column = team * self.keys + lane % 4 * PAIR
+        here = chain.hold(self.keys).at(  # its row is the tile's first, packed
+            Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
         )
 
         follow()
+        bound.find(part)
+        ring = self.my_ring(tensors.k, tensors.v, part, bound, start + q.bytes, team)
         self.load_queries(tensors.q, q, part)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
-        self.attend(ring, left_q, out, softmax, here, part.sizes.Sk)
+        self.attend(ring, left_q, out, softmax, here, bound)
         lse = softmax.finish(fragments.rows_and_columns(out), scale)
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
@@ -191,8 +197,7 @@ class DecodeSm80(DecodeCall):
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
         gK, gV = part.of_head(mK), part.of_head(mV)
-        first_key, blocks = keys.begin * self.tile_n + team * self.keys, keys.end - keys.begin
-        return Ring(mover, gK, gV, k, v, self.stages, keys, first_key, self.tile_n, blocks)
+        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, self.tile_n)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
@@ -208,7 +213,7 @@ class DecodeSm80(DecodeCall):
 
     @cute.jit
     def attend(
-        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain, Sk: Int32
+        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand
     ):  # fmt: skip
         """A warp's 16 rows against its team's keys of this split's blocks."""
         product = sm80.Product.create(self.element.dtype)
@@ -217,20 +222,21 @@ class DecodeSm80(DecodeCall):
         acc_S = sm80.accumulator(self.keys)
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
         P = fragments.OperandA.create(acc_S, self.element)
-        first_block = ring.first_key // self.tile_n
         for nth in cutlass.range_constexpr(self.stages):
             ring.load_k(nth)  # the first one with the queries
             if cutlass.const_expr(nth < self.stages - 1):
                 ring.load_v(nth)
         ring.arrive(everyone=True)
         for nth in cutlass.range(ring.blocks, unroll=1):
+            j = ring.keys.begin + nth
             ring.load_v(nth + self.stages - 1)
+            if walk.masks(ring.keys, j):
+                here.begin(ring.keys.nth(j), masked=True)
             product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
             ring.arrive()
             ring.load_k(nth + self.stages)
-            block = ring.keys.nth(first_block + nth)
-            if (block + 1) * self.tile_n > Sk:
-                here.apply(S, block, masked=True)
+            if walk.masks(ring.keys, j):
+                here.apply(S, ring.keys.nth(j), masked=True)
             if cute.arch.vote_any_sync(softmax.grows(S)):
                 softmax.raise_to(output)
             softmax.weigh(S)

@@ -93,6 +93,7 @@ class ForwardSm80(ForwardCall):
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        self.seams.before(call, stream)
         self.kernel(*tensors, call.scales, section, *seams).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )

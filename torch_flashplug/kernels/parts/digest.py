@@ -2,14 +2,16 @@
 (listed.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
 the mask holds when it is replayed.
 
-The mask is (B or 1, Hq or 1, Sq, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once. All
-that comes of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What
+The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
+rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.
+All that comes of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What
 gradients need is made where there is room for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,9 +19,9 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
-from ...spec import LISTED, ROWS_PER_WARPGROUP, SLAB, WARP, WARPGROUP
+from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, WARP, WARPGROUP
 from .listed import Lists
-from .scores.words import BITS, THREADS, TILE
+from .scores.words import BITS, THREADS, TILE, shifted
 from .scratch import vector_at
 
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
@@ -27,16 +29,17 @@ TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
 PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
 BYTES = 16  # of a vector
+BEFORE, BEHIND = 3, 4  # bytes that are read with 16 which no vector holds
 PER_ROW = LISTED // BYTES
 
 
-def numbers(Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
+def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
     """How many 32-bit numbers a plane's digest takes, as src/mask.cpp counts them."""
-    M, N = ((size + LISTED - 1) // LISTED for size in (Sq, Sk))
-    rows, columns = ((size + TILE - 1) // TILE for size in (Sq, Sk))
-    taken = M * N + 2 * (M + M * N) + rows * (columns + 1) * THREADS
+    lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
+    of_rows, of_columns = ((size + TILE - 1) // TILE for size in (rows, Sk))
+    taken = lines * N + 2 * (M + M * N) + of_rows * (of_columns + 1) * THREADS
     if gradients:
-        taken += 2 * (N + M * N) + columns * (rows + 1) * THREADS
+        taken += 2 * (N + M * N) + of_columns * (of_rows + 1) * THREADS + 2 * M * N
     return taken
 
 
@@ -46,16 +49,17 @@ class Digested:
 
     start: cute.Pointer
     sizes: tuple[Int32, Int32, Int32]  # planes, Sq, Sk
+    rows: Int32  # of the mask; where they are fewer than Sq, each is like all
     of_batch: Int32
     of_head: Int32
     gradients: cutlass.Boolean
 
     @classmethod
-    def create(cls, digest: cute.Tensor, Sq: Int32, Sk: Int32) -> Digested:
+    def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> Digested:
         batches, heads, room = digest.shape
         planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
-        gradients = room > numbers(Sq, Sk, gradients=False)
-        return cls(digest.iterator, (batches * heads, Sq, Sk), *planes, gradients)
+        gradients = room > numbers(rows, Sq, Sk, gradients=False)
+        return cls(digest.iterator, (batches * heads, Sq, Sk), rows, *planes, gradients)
 
     @property
     def blocks(self) -> tuple[Int32, Int32]:
@@ -63,34 +67,45 @@ class Digested:
         return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
 
     @property
+    def lines(self) -> Int32:
+        """Rows of a plane's blocks that have states of their own: those behind have the last one's."""
+        return cute.ceil_div(self.rows, LISTED)
+
+    @property
     def tiles(self) -> tuple[Int32, Int32]:
-        """Rows and columns of a plane's tiles."""
-        return tuple(cute.ceil_div(size, TILE) for size in self.sizes[1:])
+        """Rows and columns of a plane's tiles of words."""
+        return tuple(cute.ceil_div(size, TILE) for size in (self.rows, self.sizes[2]))
 
     def places(self) -> tuple[Int64, ...]:
-        """Where states begin, lists of keys, lists of queries, words of rows, words of columns."""
+        """Where states begin, lists of keys, words of rows, lists of queries, words of columns, turns."""
         (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
-        lengths = planes * M * N, 2 * planes * M * (N + 1), planes * rows * (columns + 1) * THREADS
-        states, keys, of_rows = lengths
-        queries = 2 * planes * N * (M + 1)
-        # What only gradients need comes last.
-        return Int64(0), states, states + keys + of_rows, states + keys, states + keys + of_rows + queries
+        lengths = (
+            *(planes * self.lines * N, 2 * planes * M * (N + 1), planes * rows * (columns + 1) * THREADS),
+            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # gradients'
+        )
+        return tuple(itertools.accumulate(lengths, initial=Int64(0)))
 
     def states(self) -> cute.Tensor:
         """(n,): NONE, MASKED or WHOLE, of each block of each plane."""
         return self.vector(0)
 
     def words(self, transposed: bool) -> cute.Tensor:
-        return self.vector(4 if transposed else 3)
+        return self.vector(4 if transposed else 2)
 
-    def lists(self, transposed: bool) -> Lists:
-        """Of each block of queries; transposed: of keys."""
+    def lists(self, transposed: bool, ordered: bool = False) -> Lists:
+        """Of each block of queries; transposed: of keys. ordered: with turns."""
         lines, room = reversed(self.blocks) if transposed else self.blocks
-        at, R = self.start + self.places()[2 if transposed else 1], self.sizes[0] * lines
+        (*_, turns), at, R = self.places(), self.start + self.places()[3 if transposed else 1], self.sizes[0] * lines
         counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
         masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
         whole = cute.make_tensor(at + R, counts), cute.make_tensor(at + (2 * R + Int64(R) * room), index)
-        return Lists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
+        made = Lists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
+        if not ordered:
+            return made
+        of_masked, of_whole = (self.start + (turns + kind * Int64(R) * room) for kind in range(2))
+        return replace(
+            made, masked_turn=cute.make_tensor(of_masked, index), whole_turn=cute.make_tensor(of_whole, index)
+        )
 
     def vector(self, place: int) -> cute.Tensor:
         return cute.make_tensor(self.start + self.places()[place], cute.make_layout(1))
@@ -102,7 +117,8 @@ class Digest:
     @cute.jit
     def __call__(self, mask: cute.Tensor, digested: Digested, stream: cuda.CUstream):
         (M, N), planes = digested.blocks, digested.sizes[0]
-        self.pack(mask, digested).launch(grid=(planes * M, N, 1), block=(WARPGROUP, 1, 1), stream=stream)
+        grid = (planes * digested.lines, N, 1)
+        self.pack(mask, digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
         lists = planes * (M + cutlass.select_(digested.gradients, N, 0))
         self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
@@ -113,9 +129,8 @@ class Digest:
         matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
         bits, turned = (smem.allocate_tensor(Int32, matrix, 16) for _ in range(2))
         flags = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
-        M, N = digested.blocks
         line, n, _ = cute.arch.block_idx()
-        plane, m = line // M, line % M
+        plane, m = line // digested.lines, line % digested.lines
         self.load(mask, digested, plane, m, n, bits)
         cute.arch.sync_threads()
         self.store_state(bits, flags, digested, line, m, n)
@@ -127,29 +142,37 @@ class Digest:
 
     @cute.jit
     def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
-        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, else a warp
-        takes 32 columns of a row at a time.
+        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, by words where
+        keys are neighbours and some more on either side, else a warp takes 32 columns of a row at a time.
         """
-        heads, (_, Sq, Sk) = mask.shape[1], digested.sizes
+        heads, rows, (_, _, Sk) = mask.shape[1], digested.rows, digested.sizes
         batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
         thread, aligned = cute.arch.thread_idx()[0], mask.iterator.toint() % BYTES == 0
         for stride in mask.stride[:3]:
             aligned = aligned & (stride % BYTES == 0)
-        if aligned & (mask.stride[3] == 1) & (column + LISTED <= Sk):
-            halves = cute.make_tensor(
-                cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
-            )
+        halves = cute.make_tensor(
+            cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
+        )
+        dense, amid = mask.stride[3] == 1, (column >= BEFORE) & (column + LISTED + BEHIND <= Sk)
+        if dense & aligned & (column + LISTED <= Sk):
             for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
                 r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
                 found = Int32(0)
-                if row + r < Sq:
+                if row + r < rows:
                     found = bits_of_bytes(mask, (batch, head, row + r, column + c * BYTES))
                 halves[r, c] = found.to(Uint16)
+        elif dense & amid:
+            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+                r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
+                there = cutlass.min(row + r, rows - 1)
+                start = mask.iterator + offset_of(mask, (batch, head, there, column + c * BYTES))
+                found = cutlass.select_(row + r < rows, bits_of_words(bytes_at(start)), Int32(0))
+                halves[r, c] = Int32(found).to(Uint16)
         else:
             column += thread
             for r in cutlass.range(LISTED, unroll=8):
                 seen = Int32(0)
-                if row + r < Sq:
+                if row + r < rows:
                     if column < Sk:
                         seen = mask[batch, head, row + r, column].to(Int32)
                 ballot = cute.arch.vote_ballot_sync(seen != 0)
@@ -165,7 +188,7 @@ class Digest:
         some, every = Int32(0), Int32(-1)
         for word in cutlass.range_constexpr(WARPS):
             some, every = some | bits[thread, word], every & bits[thread, word]
-        there = m * LISTED + thread < digested.sizes[1]
+        there = m * LISTED + thread < digested.rows
         seen, hidden = (cute.arch.vote_any_sync(there & one) for one in (some != 0, every != -1))
         flags[thread // WARP] = cutlass.select_(seen, 1, 0) + cutlass.select_(hidden, 2, 0)
         cute.arch.sync_threads()
@@ -195,40 +218,44 @@ class Digest:
             if line * TILES + i < rows and nth * TILES + j <= columns:
                 place = (Int64(at) * (columns + 1) + nth * TILES + j) * THREADS + thread
                 cute.arch.store(words.iterator + place, word)
-            # Behind the last tile of a line all is zero.
+            # Behind the last tile of a line all is zero, or of queries that are all the same what it is for each.
             if cutlass.const_expr(j == TILES - 1):
+                behind = Int32(0)
+                if cutlass.const_expr(transposed):
+                    behind = cutlass.select_(digested.rows < digested.sizes[1], word, behind)
                 if line * TILES + i < rows and (nth + 1) * TILES == columns:
                     place = (Int64(at) * (columns + 1) + columns) * THREADS + thread
-                    cute.arch.store(words.iterator + place, Int32(0))
+                    cute.arch.store(words.iterator + place, behind)
 
     @cute.kernel
     def sort(self, digested: Digested):
         """A list of keys for each block of queries, then one of queries for each of keys. A forward's is never empty:
         where nothing is seen it has one block, whose words hide all of it.
         """
-        (M, N), planes = digested.blocks, digested.sizes[0]
+        (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
         number = cute.arch.block_idx()[0]
         if number < planes * M:
-            self.list_line(digested.lists(False), digested.states(), number, Int64(number) * N, (Int32(1), N), True)
+            first = (Int64(number // M) * lines + cutlass.min(number % M, lines - 1)) * N
+            self.list_line(digested.lists(False), digested.states(), number, first, (Int32(1), N, N), True)
         else:
             of_keys = number - planes * M
-            first = Int64(of_keys // N) * M * N + of_keys % N
-            self.list_line(digested.lists(True), digested.states(), of_keys, first, (N, M), False)
+            first = Int64(of_keys // N) * lines * N + of_keys % N
+            self.list_line(digested.lists(True), digested.states(), of_keys, first, (N, lines, M), False)
 
     @cute.jit
     def list_line(
-        self, lists: Lists, states: cute.Tensor, line: Int32, first: Int64, steps: tuple[Int32, Int32],
+        self, lists: Lists, states: cute.Tensor, line: Int32, first: Int64, steps: tuple[Int32, Int32, Int32],
         never_empty: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """steps: between the states of a line, and how many it has."""
-        stride, count = steps
+        """steps: between the states of a line, how many it has, and how many blocks: the last state is all others'."""
+        stride, there, count = steps
         lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
         before = (1 << lane) - 1
         masked, whole = Int32(0), Int32(0)
         for begin in cutlass.range(0, count, WARP, unroll=1):
             nth, state = begin + lane, Int32(NONE)
             if nth < count:
-                state = cute.arch.load(states.iterator + (first + Int64(nth) * stride), Int32)
+                state = cute.arch.load(states.iterator + (first + Int64(cutlass.min(nth, there - 1)) * stride), Int32)
             hides, shows = (cute.arch.vote_ballot_sync(state == kind) for kind in (MASKED, WHOLE))
             if state == MASKED:
                 cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), nth)
@@ -244,10 +271,57 @@ class Digest:
             cute.arch.store(lists.whole_count.iterator + line, whole)
 
 
+class Turns:
+    """Of each entry of the lists of queries, how many SHAREs of later keys list the same block (listed.Lists): what an
+    ordered backward asks its digest for.
+    """
+
+    @cute.jit
+    def __call__(self, digested: Digested, stream: cuda.CUstream):
+        M, N = digested.blocks
+        grid = (digested.sizes[0] * N, cute.ceil_div(M, WARPGROUP), 1)
+        self.count(digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def count(self, digested: Digested):
+        """A CTA has a list's entries, a thread one of either kind."""
+        lists = digested.lists(True, ordered=True)
+        line, part, _ = cute.arch.block_idx()
+        entry = part * WARPGROUP + cute.arch.thread_idx()[0]
+        self.count_later(digested, line, entry, lists.masked_count, lists.masked, lists.masked_turn)
+        self.count_later(digested, line, entry, lists.whole_count, lists.whole, lists.whole_turn)
+
+    @cute.jit
+    def count_later(
+        self, digested: Digested, line: Int32, entry: Int32, count: cute.Tensor, index: cute.Tensor, turn: cute.Tensor
+    ):  # fmt: skip
+        (M, N), lines, states = digested.blocks, digested.lines, digested.states()
+        place = Int64(line) * M + entry
+        if entry < cute.arch.load(count.iterator + line, Int32):
+            m = cutlass.min(cute.arch.load(index.iterator + place, Int32), lines - 1)
+            first, later = (Int64(line // N) * lines + m) * N, Int32(0)
+            for n in cutlass.range(line % N + 1, N, unroll=4):
+                state = cute.arch.load(states.iterator + (first + n), Int32)
+                shares = cutlass.min(cute.ceil_div(digested.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
+                later += cutlass.select_(state == NONE, Int32(0), shares)
+            cute.arch.store(turn.iterator + place, later)
+
+
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
     """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
-    offset = sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
-    return bits_of_words(vector_at(mask.iterator + offset, Int32, BYTES // 4).load())
+    return bits_of_words(vector_at(mask.iterator + offset_of(mask, place), Int32, BYTES // 4).load())
+
+
+def offset_of(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int64:
+    return sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
+
+
+def bytes_at(start: cute.Pointer) -> list[Int32]:
+    """16 bytes at any address, in four words; up to BEFORE bytes before them and BEHIND behind them are read."""
+    first = start.toint() & 3
+    words = cute.make_ptr(Int32, start.toint() - first, cute.AddressSpace.gmem, assumed_align=4)
+    found = [cute.arch.load(words + i, Int32) for i in range(BYTES // 4 + 1)]
+    return [shifted(low, high, Int32(first) * 8) for low, high in itertools.pairwise(found)]
 
 
 def bits_of_words(four: cute.TensorSSA | list[Int32]) -> Int32:

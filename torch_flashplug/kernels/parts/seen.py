@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Float32, Int32, Int64, Uint16
+from cutlass import Boolean, Float32, Int32, Uint16
 
 from ...spec import SLAB, WARP
-from .digest import BYTES, bits_of_words
+from .digest import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from .fragments import column_of
 from .scores.chain import Chain, Place, Stage
 from .scratch import vector_at
@@ -59,12 +59,18 @@ class Line:
 
     @cute.jit
     def load(self, key: Int32, bytes_: cute.Tensor):
-        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. By a vector where it can be."""
+        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. By a vector where it can be, by
+        words where there are some more keys on either side.
+        """
         keys = self.mask.shape[3]
         place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
-        start = self.mask.iterator + sum(Int64(i) * by for i, by in zip(place, self.mask.stride, strict=True))
-        if (self.mask.stride[3] == 1) & (start.toint() % BYTES == 0) & (key + BYTES <= keys):
+        start, dense = self.mask.iterator + offset_of(self.mask, place), self.mask.stride[3] == 1
+        if dense & (start.toint() % BYTES == 0) & (key + BYTES <= keys):
             cute.autovec_copy(vector_at(start, Int32, cute.size(bytes_)), bytes_)
+        elif dense & (key >= BEFORE) & (key + BYTES + BEHIND <= keys):
+            words = bytes_at(start)
+            for i in cutlass.range_constexpr(cute.size(bytes_)):
+                bytes_[i] = words[i]
         else:
             bytes_.fill(0)
             for i in cutlass.range_constexpr(BYTES):
@@ -221,6 +227,7 @@ class MaskBits(Stage):
     place: Place | None = None
 
     def hold(self, columns: int) -> Stage:
+        assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
         return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
     def at(self, place: Place) -> Stage:

@@ -10,8 +10,9 @@ at most with a thread of the other, so that one array would take eight loads in 
     columns[plane][ceil(Sk / 64)][ceil(Sq / 64) + 1][128]
     plane = batch * planes_of_batch + head * planes_of_head    0: broadcast
 
-What lies outside the scores is 0. Blocks of any width that is a multiple of 16 read the same words: where 64 does not
-divide where a block begins, two neighbours are shifted into one.
+What lies outside the scores is 0. A mask that is the same for all queries may have words of 128 of them: rows behind
+have the last tile's, and the last tile of `columns` holds what the others do. Blocks of any width that is a multiple of
+16 read the same words: where 64 does not divide where a block begins, two neighbours are shifted into one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Words(Stage):
     words: cute.Tensor  # (n,) Int32: rows, or columns
     planes_of_batch: Int32
     planes_of_head: Int32
+    queries: Int32 | None = None  # that there are words of: those behind have the last one's; None: all
     now: cute.Tensor | None = None  # (words of a block,) registers
     place: Place | None = None
     line: Int32 | None = None  # of tiles: plane and row
@@ -56,8 +58,8 @@ class Words(Stage):
 
     def tiles(self) -> tuple[Int32, Int32]:
         """Rows and columns of a plane's tiles."""
-        sizes = self.place.sizes
-        rows, columns = (sizes.Sk, sizes.Sq) if self.place.transposed else (sizes.Sq, sizes.Sk)
+        queries, keys = self.place.sizes.Sq if self.queries is None else self.queries, self.place.sizes.Sk
+        rows, columns = (keys, queries) if self.place.transposed else (queries, keys)
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
