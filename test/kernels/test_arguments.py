@@ -32,7 +32,7 @@ CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "ba
 MADE = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec for family in FAMILIES for spec in configs.specs(family.arch)
 }
-CUTLASS = {"fp32": "Float32", "int32": "Int32", "bool": "Uint8"}
+CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
 
 

@@ -103,7 +103,7 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/dq_sm90.py", lambda spec: spec.kind == "partbwd"),
         # A bias's stage has both.
         ("kernels/parts/sm80.py", lambda spec: spec.arch == 80 or not spec.features.isdisjoint({"bias", "bias32"})),
-        ("kernels/parts/causal.py", lambda spec: spec.mask == "causal"),
+        ("kernels/parts/causal.py", lambda spec: "causal" in spec.features),
         ("kernels/parts/arguments/forward.py", lambda spec: spec.kind == "fwd"),
         ("kernels/parts/arguments/decode.py", lambda spec: spec.is_decode),
         ("kernels/parts/arguments/backward.py", lambda spec: spec.is_backward and spec.kind != "dbias"),

@@ -26,7 +26,6 @@ TRIALS = {
     "fwd_sm90_bf16_d64_full_m128n128s2": [("bias",), ("bias", "dropout")],
     # Blocks of 112 keys read words of 64, and draw for 128.
     "fwd_sm90_bf16_d192_full_m128n112s2": [("bits",), ("dropout",), ("bits", "dropout")],
-    "fwd_sm90_bf16_d128_full_m128n176s2": [("dropout",)],
     "fwd_sm90_bf16_d64_full_m192n128s2": [("dropout",)],  # three warpgroups: fewer registers
     "fwd_sm90_bf16_d256_full_m128n64s2": [("bias",)],
     "fwd_sm80_bf16_d64_full_m64n96s1": [("bits",)],
