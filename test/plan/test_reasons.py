@@ -87,7 +87,7 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
         (96, {"deterministic": 1}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
         (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d192v128_mask_m64n64s1"),
         (128, {}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d192v128_mask_m64n64s1"),
-        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "bwd_sm80_bf16_d256_mask_m64n64s1"),
+        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "partbwd_sm90_bf16_d256_mask_m64n64s2"),
         (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d128_mask_m64n64s2", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
         (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
