@@ -166,7 +166,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
-    KernelRow("bwd", 80, 64, 64, BOTH + MASK, 64, 128, 2),
+    KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 192, 128, BOTH + MASK, 64, 64, 1),
