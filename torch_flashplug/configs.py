@@ -169,7 +169,7 @@ KERNEL_ROWS = (
     KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
-    KernelRow("bwd", 80, 192, 128, BOTH + MASK, 64, 64, 1),
+    KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1),
     KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),
