@@ -26,10 +26,8 @@ from .spec import KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
 
-# By target, kind and mask, and head dim: where ptxas at its usual level spills a few registers of some kernel, and at
-# this one none.
+# By target, kind and mask: where ptxas at its usual level spills a few registers of some kernel, and at this one none.
 PTXAS = dict.fromkeys((("sm_80", "bwd", "full"), ("sm_80", "bwd", "causal"), ("sm_80", "detbwd", "full")), "-O2")
-PTXAS |= dict.fromkeys((("sm_80", "bwd", "mask", 128), ("sm_90a", "detbwd", "causal", 192)), "-O2")
 
 _PACKAGE = Path(__file__).parent
 _lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
@@ -71,8 +69,7 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
     """Empty: the usual one."""
-    known = (target, spec.kind, spec.mask)
-    return PTXAS.get(known) or PTXAS.get((*known, spec.d), "")
+    return PTXAS.get((target, spec.kind, spec.mask), "")
 
 
 def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:

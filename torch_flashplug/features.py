@@ -87,7 +87,7 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
-    Combination(frozenset({"mask"}), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
+    Combination(frozenset({"mask"}), {90: (*_LONG[90], "decode"), 80: ("fwd", "detbwd", "decode")}),
     Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
     Combination(frozenset({"dropout"}), {90: _LONG[90]}),

@@ -85,12 +85,12 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
 @pytest.mark.parametrize(
     "d, facts, device, kernel, gradients",
     [
-        (64, {}, "l4", "fwd_sm80_bf16_d64_mask_m64n128s1", "bwd_sm80_bf16_d64_mask_m64n128s2"),
+        (64, {}, "l4", "fwd_sm80_bf16_d64_mask_m64n128s1", "math's backward"),
         (96, {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "detbwd_sm80_bf16_d256_mask_m64n64s1"),
         (96, {"deterministic": 1}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
-        (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d128_mask_m64n128s2"),
-        (128, {}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d192v128_mask_m64n64s1"),
-        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "bwd_sm80_bf16_d256_mask_m64n64s1"),
+        (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
+        (128, {}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
+        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "partbwd_sm90_bf16_d256_mask_m64n64s2"),
         (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d128_mask_m64n64s2", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
         (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
@@ -99,6 +99,8 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
 )
 def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
     """gradients: their kernel, or why there is none."""
-    plan = native.plan(call((1, 8, 8), (512, 512), (d, d), mask=1, grad=1) | facts, DEVICES[device], sdpa_backend("fa2").mode)
+    plan = native.plan(
+        call((1, 8, 8), (512, 512), (d, d), mask=1, grad=1) | facts, DEVICES[device], sdpa_backend("fa2").mode
+    )
     assert plan["kernel"] == kernel
     assert gradients in (plan["gradients"] if kernel else plan["reasons"]["fa2"])

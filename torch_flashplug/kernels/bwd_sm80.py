@@ -221,9 +221,8 @@ class Here:
         return self.run.masked(self.step)
 
     def of(self, slab: int, first: int) -> Chain:
-        """For that slab of keys, and queries from `first` on: made in every step, instead of waiting in registers."""
-        zero = fragments.zero_of(self.block)
-        row, column = self.place.row + zero + slab * SLAB, self.place.column + zero + first
+        """For that slab of keys, and queries from `first` on."""
+        row, column = self.place.row + slab * SLAB, self.place.column + first
         place = replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
         return self.chain.hold(HALF).at(place)
 
