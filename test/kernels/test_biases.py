@@ -34,7 +34,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
-BIASED = [spec for spec in configs.specs(90) if not spec.features.isdisjoint({"bias", "bias32"})]
+BIASED = [spec for spec in configs.specs(90) if spec.features in ({"bias"}, {"bias32"})]  # others: test_dropout
 
 
 def drawn(*sizes: int) -> Tensor:

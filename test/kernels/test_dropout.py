@@ -36,7 +36,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
-DROPPED = [spec for spec in configs.specs(90) if "dropout" in spec.features]
+DROPPED = [spec for spec in configs.specs(90) if "dropout" in spec.features and spec.kind != "dbias"]
 bits_of = torch.ops.torch_flashplug.dropout_mask
 
 
@@ -298,6 +298,16 @@ def test_beside_a_mask(kernels_on: str, d: int, order: bool) -> None:
     mask[..., 65, :] = mask[..., 128:, 128:256] = False
     mask[..., :64, 128:256] = True
     check(case, 0.2, kernels_on, mask.to(kernels_on), order)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_beside_a_bias(kernels_on: str, d: int, order: bool) -> None:
+    """Its own gradient: test_bias_gradient."""
+    case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=DTYPES[order])
+    bias = torch.randn(4, 200, 300, generator=torch.Generator().manual_seed(SEED)) * 2
+    bias[..., 65, :] = bias[..., 128:, 128:256] = -math.inf
+    check(case, 0.2, kernels_on, bias.to(kernels_on, case.torch_dtype), order)
 
 
 def test_few_rows_are_a_forward(kernels_on: str) -> None:

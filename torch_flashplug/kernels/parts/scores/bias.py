@@ -146,6 +146,9 @@ class BiasTiles(Stage):
         ring = self.ring_of(self.wg)
         ring.wait(count)
         biases = self.read(self.wg * self.slots + ring.slot(count), cute.size(S) // 2 * 4)
+        # An arrival does not wait for loads under way: TMA's next tile was there before the last of them (D 64, where
+        # it is asked for at once, on an H100).
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         ring.release(count)
         add(S, self.scale, biases)
