@@ -44,7 +44,7 @@ def calls(road: Road) -> dict[str, tuple[list, dict]]:
     }
 
 
-SERVED = ("plain", "causal", "cross_causal", "scale", "gqa", "mask")
+SERVED = ("plain", "causal", "cross_causal", "scale", "gqa", "mask", "bias")
 
 
 def paths_and_outputs(road: Road) -> dict[str, tuple[dict[str, int], torch.Tensor]]:

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import native, repair
+from torch_flashplug import native, repair, sdpa_backend
 from torch_flashplug.testing import Case, Inputs, new_case
 
 sdpa = F.scaled_dot_product_attention
@@ -62,8 +62,7 @@ SEQUENCES = [
 
 @dataclass(frozen=True)
 class Posed:
-    """Operands of one sequence of gradients; with a mask of floats, which leaves the call to stock's cuDNN, or without.
-    """
+    """Operands of one sequence of gradients; with a mask of floats, left to stock's cuDNN, or without."""
 
     case: Case
     q: Tensor
@@ -95,7 +94,8 @@ def gradients(call: Posed, turn: Turn, compiled: bool) -> tuple[Tensor, Inputs, 
     if turn.stock:
         torch_flashplug.disable()
     attend = torch.compile(attention, dynamic=False) if compiled and not turn.stock else attention
-    out = attend(call.q, call.k, call.v, call.mask, case.causal)
+    with sdpa_backend("auto" if call.mask is None else "stock"):
+        out = attend(call.q, call.k, call.v, call.mask, case.causal)
     grads = torch.autograd.grad(out, (call.q, call.k, call.v), grad_out)
     torch_flashplug.enable()
     return out.detach(), Inputs(call.q.detach(), call.k.detach(), call.v.detach(), grad_out), grads
@@ -135,7 +135,8 @@ def test_disable_takes_the_repair_out() -> None:
     for on in (True, False, True):
         (torch_flashplug.enable if on else torch_flashplug.disable)()
         native.counters(reset=True)
-        sdpa(q, k, v, attn_mask=mask).sum().backward()
+        with sdpa_backend("stock"):
+            sdpa(q, k, v, attn_mask=mask).sum().backward()
         assert native.counters()["repaired_bwd"] == on
 
 
