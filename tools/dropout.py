@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import masks
 import torch
 import torch.nn.functional as F
 import workloads
@@ -32,31 +33,42 @@ SEED = 20261124
 P = 0.1
 
 
-def calls() -> Iterator[tuple[str, Case, str]]:
+BESIDE = {  # what else a call is given
+    "": None,
+    "padding_": next(pattern for pattern in masks.PATTERNS if pattern.name == "padding"),
+    "bias_": next(pattern for pattern in masks.PATTERNS if pattern.name == "bias_heads"),
+}
+
+
+def calls() -> Iterator[tuple[str, Case, str, str]]:
     for what in ("fwd", "train"):
         for case in workloads.dropping():
-            yield f"{what}_{case.name}", case, what
+            for beside in BESIDE:
+                if not (case.causal and beside) and case.Sq <= (4096 if beside else case.Sq):
+                    yield f"{what}_{beside}{case.name}", case, what, beside
 
 
 def suite_dropout(bench: Bench) -> None:
-    for name, case, what in calls():
+    for name, case, what, beside in calls():
         if bench.take(name):
-            _measure(bench, name, case, what)
+            _measure(bench, name, case, what, BESIDE[beside])
 
 
-def wrong_in(case: Case, inputs: Inputs, out: Tensor, seed: Tensor) -> str | None:
+def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed: Tensor) -> str | None:
     """What fp64 has against the first head of ours, with the bits of its seed."""
     few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
     kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
-    rule = Masking(int(case.causal), kept=kept, kept_share=dropped.share_of(P))
+    seen = None if mask is None else mask[:1, :1]
+    rule = Masking(int(case.causal), seen, kept=kept, kept_share=dropped.share_of(P))
     errors = measure_error(out[:1, :1], oracle(case, few, rule).out, plain(case, few, rule).out)
     return None if errors.ok else str(errors)
 
 
-def _measure(bench: Bench, name: str, case: Case, what: str) -> None:
+def _measure(bench: Bench, name: str, case: Case, what: str, beside: masks.Pattern | None) -> None:
     grad = what == "train"
     inputs = make_inputs(case, bench.device, requires_grad=grad)
-    attend = functools.partial(F.scaled_dot_product_attention, *inputs, dropout_p=P, is_causal=case.causal)
+    mask = None if beside is None else beside.make(case, bench.device)
+    attend = functools.partial(F.scaled_dot_product_attention, *inputs, mask, dropout_p=P, is_causal=case.causal)
 
     def call() -> object:
         out = attend()
@@ -79,9 +91,10 @@ def _measure(bench: Bench, name: str, case: Case, what: str) -> None:
             if bench.check and provider.ours:
                 torch.manual_seed(SEED)
                 seed = torch.empty((), dtype=torch.int64, device=bench.device).random_()
-                if error := wrong_in(case, inputs, out, seed):
+                if error := wrong_in(case, inputs, mask, out, seed):
                     raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
             candidates[peer] = Candidate(call, provider.scope)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     facts = facts_of(case) | {"flop": case.flop * GRADIENT_FLOP.get(what, 1.0), "dropout_p": P}
+    facts |= {} if beside is None else {"mask": beside.name}
     bench.add(row_of(name, timings, **facts, grad=grad, refused=refused))

@@ -40,8 +40,10 @@ def masked() -> list[Case]:
 
 
 def dropping() -> list[Case]:
-    """The grid's, of training's lengths."""
-    return [case for case in grid("dropout", (64, 128)) if 512 <= case.Sq <= 8192]
+    """The grid's, of training's lengths, and short ones."""
+    short = [_named_by_shape(heads, (s, s), (64, 64)) for heads, s in (((16, 12, 12), 128), ((16, 12, 12), 256))]
+    short += [_named_by_shape((2, 8, 8), (s, s), (128, 128)) for s in (128, 512)]
+    return [*(case for case in grid("dropout", (64, 128)) if 512 <= case.Sq <= 8192), *short]
 
 
 def _named_by_shape(heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int]) -> Case:

@@ -109,6 +109,7 @@ GATE = Gate(
     combine_rate=10000, read_share=0.876,
 )  # fmt: skip
 _BIASES = "2026-11-24 H100, torch 2.11 + cuDNN 9.19, bench --suite masks"
+_DROPOUT = "2026-11-24 H100, torch 2.11 + cuDNN 9.19, bench --suite dropout"
 _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
@@ -281,6 +282,15 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "bias", 1, 128, 1, ANY, 1, ANY, 0, 1.42, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 1.07, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 65, 128, 1, ANY, 1, ANY, 0, 0.96, _BIASES),
+    # Dropout of 0.1.
+    ChoiceRow("fwd", "square", 90, False, "dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.505, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, False, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 0, 1.512, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, False, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.0, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, False, "bias+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.0, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, True, "dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.323, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, True, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 0, 1.138, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, True, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.0, _DROPOUT),
+    ChoiceRow("fwd", "square", 90, True, "bias+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.0, _DROPOUT),
     # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
