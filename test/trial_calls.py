@@ -109,19 +109,6 @@ def dropout(call: Call, seed: int) -> Call:
     return dataclasses.replace(call, masking=masking)
 
 
-def bias(call: Call, seed: int) -> Call:
-    """Rows are padded to whole vectors, with NaN. Some of it hides a score, or all of a row."""
-    B, Hq, Sq, Sk = call.shape
-    sizes = (B if seed % 3 else 1, Hq if seed % 2 else 1, Sq if seed % 4 else 1)
-    values = torch.full((*sizes, -(-Sk // 8) * 8), math.nan, dtype=call.case.torch_dtype)
-    values[..., :Sk] = torch.randn(*sizes, Sk, generator=torch.Generator().manual_seed(seed + 200)) * 2
-    values[..., :Sk][draw(seed + 201, *sizes, Sk) < 0.1] = -math.inf
-    if sizes[2] > 1:
-        values[..., 70, :Sk] = -math.inf
-    bias = values[..., :Sk].expand(call.shape)
-    return dataclasses.replace(call, masking=dataclasses.replace(call.masking, bias=bias)).given(bias=bias)
-
-
 def spread(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
     """Of blocks, to scores."""
     return blocks.repeat_interleave(LISTED, -2).repeat_interleave(LISTED, -1)[..., :Sq, :Sk]
@@ -240,7 +227,7 @@ def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int, its_window: tupl
         elif stage == "listed":
             call = listed(call, seed, words="bits" in stages)
         else:
-            call = {"bits": bits, "dropout": dropout, "bias": bias}[stage](call, seed)
+            call = {"bits": bits, "dropout": dropout}[stage](call, seed)
     return call
 
 
@@ -253,7 +240,6 @@ def extra_of(call: Call) -> list[object]:
 
     nothing = {
         "_tiles": torch.zeros(1, 8, dtype=torch.int32),
-        "bias": torch.zeros(1, 1, 1, 8, dtype=call.case.torch_dtype),
         "_rows": torch.zeros(4, dtype=torch.int32),
         "_columns": torch.zeros(4, dtype=torch.int32),
         "drawn_from": torch.zeros(1, dtype=torch.int64),

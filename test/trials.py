@@ -13,18 +13,17 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from torch_flashplug import features
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.parts.arguments.backward import Gradients
 from torch_flashplug.kernels.parts.arguments.decode import FewRows
 from torch_flashplug.kernels.parts.arguments.forward import Call
-from torch_flashplug.kernels.parts.arguments.operands import Drawn, Scales, fake_operand, fake_vector
+from torch_flashplug.kernels.parts.arguments.operands import Drawn, Scales, fake_vector
 from torch_flashplug.kernels.parts.element import ELEMENTS
 from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
-from torch_flashplug.kernels.parts.scores.bias import Bias, matrices
+from torch_flashplug.kernels.parts.scores.bias import matrices
 from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Stage
 from torch_flashplug.kernels.parts.scores.dropout import Dropout
 from torch_flashplug.kernels.parts.scores.words import Bits, ListedBits, Words
@@ -81,7 +80,6 @@ class Extra:
     key_count: cute.Tensor
     scratch_tiles: cute.Tensor
     scratch_count: cute.Tensor
-    bias: cute.Tensor  # (B, Hq, Sq, Sk), strides of broadcast dims 0
 
     @property
     def mask(self) -> Planes:
@@ -102,15 +100,6 @@ class Extra:
     def pieces(self, k: cute.Tensor) -> Ragged:
         rows, keys = TileList(self.row_tiles, self.row_count), TileList(self.key_tiles, self.key_count)
         return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_count), total_keys=k.shape[2])
-
-
-def know_bias() -> None:
-    """Which kernels will have it."""
-    if "bias" in features.TAGS:
-        return
-    known = features.TAGS["causal"].kinds
-    for causal in ((), ("causal",)):
-        features.TAGS["+".join((*causal, "bias"))] = features.Combination(frozenset({*causal, "bias"}), known)
 
 
 class TrialSeams(Seams):
@@ -136,8 +125,6 @@ class TrialSeams(Seams):
 
     def chain(self, call) -> Chain:
         stages = super().chain(call).stages
-        if "bias" in self.stages:
-            stages = (Bias(call.extra.bias, call.scales.natural), *stages)
         if "bits" in self.stages:
             stages = (*stages, self.words(call.extra.mask, ListedBits if "listed" in self.stages else Bits))
         if "dropout" in self.stages:
@@ -171,10 +158,8 @@ def fake_list(rank: int) -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(sizes), (*strides, 1))
 
 
-def fake_extra(like: cute.Tensor) -> Extra:
+def fake_extra() -> Extra:
     def fake(field: dataclasses.Field) -> object:
-        if field.name == "bias":
-            return fake_operand(like.element_type, *(cute.sym_int() for _ in range(4)))
         if field.name.endswith("_tiles"):
             return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
         if field.name in {"row_count", "key_count", "scratch_count"}:
@@ -192,9 +177,6 @@ def fake_extra(like: cute.Tensor) -> Extra:
 
 def trial(spec: KernelSpec, *stages: str):
     """A kernel as builder() makes it, with stages; callable by cute.compile with its `fake_arguments()`."""
-    know_bias()
-    known = spec.features | ({"bias"} & set(stages))
-    spec = dataclasses.replace(spec, mask=features.tag_of(known))
     assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
@@ -206,7 +188,7 @@ def trial(spec: KernelSpec, *stages: str):
     class Forward(base):
         def fake_arguments(self) -> tuple:
             *arguments, stream = base.fake_arguments(self)
-            return (*arguments, fake_extra(arguments[0]), stream)
+            return (*arguments, fake_extra(), stream)
 
         @cute.jit
         def __call__(

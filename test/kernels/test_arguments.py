@@ -61,7 +61,7 @@ def test_direct_calls_go_by_the_table():
         direct.in_order(arguments.DECODE, {name: name for name in values if name != "lse"})
     with pytest.raises(KeyError, match="no argument window"):
         direct.in_order(arguments.DECODE, values | {"window": 3})
-    extra = dataclasses.replace(arguments.DECODE[0], name="bias", optional=True)
+    extra = dataclasses.replace(arguments.DECODE[0], name="made_up", optional=True)
     assert direct.in_order((*arguments.DECODE, extra), values) == (*values, None)
 
 

@@ -96,8 +96,8 @@ def test_every_row_is_hit_by_a_case(family):
     if family == "fa2":
         cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in DTYPES]
     hit = {planned(case, backend=family, **facts)["kernel"] for case, facts in cases}
-    known = (*FORWARDS, *configs.specs(ARCHS[family], "decode"))  # masked ones: test_masked_decode
-    missed = {one.name() for one in known if one.arch == ARCHS[family] and "mask" not in one.features} - hit
+    known = (*FORWARDS, *configs.specs(ARCHS[family], "decode"))  # with masks: test_masked_decode, test_biases
+    missed = {one.name() for one in known if one.arch == ARCHS[family] and not one.features - {"causal"}} - hit
     assert not missed, f"no case in torch_flashplug/testing/cases.py reaches {sorted(missed)}"
 
 

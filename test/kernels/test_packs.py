@@ -101,7 +101,7 @@ def forward_products(spec: KernelSpec) -> tuple[int, int]:
     once after; a diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it. And
     fences, of which an early rescale, which touches O between two batches, takes one more in each body.
     """
-    bodies = 2 if spec.features - {"dropout"} else 1
+    bodies = 2 if spec.features & {"causal", "mask"} else 1  # a block that hides something has its own
     halves = "causal" in spec.features and spec.tile_n == 128 and spec.dv <= spec.d
     products = (bodies + 1) * (spec.d // 16 + spec.tile_n // 16) + halves * (spec.d // 16)
     return products, 4 * (bodies + 1 + halves) + bodies * spec.early_rescale

@@ -76,8 +76,9 @@ def test_every_reason_is_met(why: str) -> None:
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
     """Stock's NaN of scales below zero was seen without dropout."""
+    dropped = {"mask": 1, "dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # which nobody measured, too
     below = PLAIN | {"scale": native.SCALE_IDS["negative"]}
-    for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), ({"mask": 1, "dropout": 1, "dropout_p": 0.5}, "stock")):
+    for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), (dropped, "stock")):
         plan = native.plan(below | needs, DEVICES["h100"])
         assert plan["backend"] == backend and bool(plan["rescue"]) == (backend == "fa3")
 

@@ -24,7 +24,6 @@ import workloads  # noqa: E402
 
 MEASURING = [ROOT / "tools" / f"{name}.py" for name in ("bench", "decode", "harness")]
 ELSEWHERE = {"gate": "tools/gate.py"}  # lists of calls that no suite times
-UNMEASURED = {"dropout"}  # suites that wait for a GPU
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)
     if function.__module__ == "workloads" and not name.startswith("_")
@@ -124,4 +123,4 @@ def test_the_page_has_every_suite():
 
 def test_kept_results_are_of_suites_that_there_are():
     kept = {records.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
-    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES) - UNMEASURED
+    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES)

@@ -167,6 +167,49 @@ def test_the_table_of_forwards():
             assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, who, s)
 
 
+FLOATS = {
+    "(1, 1, S, S)": "bias_one", "by head, (1, H, S, S)": "bias_heads", "all four dims": "bias_all",
+    "padding, (B, 1, 1, S)": "bias_keys", "by head, last dim not contiguous (T5)": "bias_t5",
+    "fp32, (1, 1, S, S)": "bias_fp32", "by head, its gradient too": "bias_learned",
+    "all four dims, its gradient too": "bias_learned_all", "all": "bias_",
+}  # fmt: skip
+
+
+def spread(sides: list[float]) -> str:
+    """Geometric mean, lowest, highest."""
+    return ", ".join(f"{x:.3g}" if x >= 10 else f"{x:.2f}" for x in (geometric_mean(sides), min(sides), max(sides)))
+
+
+def test_the_table_of_float_masks():
+    """Gradients of D up to 128: those above are forced, in math."""
+    rows = [row for row in rows_of("masks-h100") if not row["grad"] or row["shape"][5] <= 128]
+    said = table("docs/benchmarks.md", "Float masks")
+    assert {label for label, *_ in said} == set(FLOATS)
+    for label, *cells in said:
+        named = [row for row in rows if row["mask"] == FLOATS[label] or label == "all"]
+        for grad, cell in enumerate(cells):
+            of = [row for row in named if row["grad"] == bool(grad)]
+            assert cell == (spread(over("stock", of)) if of else "-"), label
+
+
+def test_the_table_of_dropout():
+    rows = rows_of("dropout-h100")
+    said = table("docs/benchmarks.md", "Dropout")
+    assert len(said) == 7
+    for label, length, *cells in said:
+        for grad, cell in enumerate(cells):
+            of = [row for row in rows if row["grad"] == bool(grad) and dropped_beside(row["case"]) == (label, length)]
+            assert cell == spread(over("stock", of)), (label, length)
+
+
+def dropped_beside(case: str) -> tuple[str, str]:
+    kinds = {"padding": "padding", "bias": "float mask", "causal": "causal"}
+    short = "_q" in case
+    label = next((said for word, said in kinds.items() if word in case), "nothing")
+    shapes = {"padding": ", (B, 1, S, S)", "float mask": ", (1, H, S, S)"}
+    return (label if short else label + shapes.get(label, "")), "short" if short else "long"
+
+
 def test_the_backward_in_one_order():
     """From 2k on, over our own of any order, and over stock's in one order where that was timed."""
     page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())

@@ -253,6 +253,12 @@ OF_OPERANDS = {
     "odd_ones": odd_stride,
     "broadcast": lambda t: t[:, :1].expand_as(t),
 }
+
+
+def scores(road: Road) -> Tensor:
+    return torch.zeros(128, 128, dtype=road.dtype, device=road.device)
+
+
 OTHERWISE: dict[str, Callable[[Road], Call]] = {
     "B": lambda road: (road.qkv(), {}),
     "Hq": lambda road: (one(road, heads=8, kv_heads=4), {"enable_gqa": True}),
@@ -267,18 +273,19 @@ OTHERWISE: dict[str, Callable[[Road], Call]] = {
     "deterministic": lambda road: (one(road, grad=True), {}),
     "scale": lambda road: (one(road), {"scale": -0.2}),
     "dropout_p": lambda road: (one(road), {"dropout_p": 0.5}),
+    "bias_grad": lambda road: (one(road, grad=True), {"attn_mask": scores(road).requires_grad_()}),
     **{f"{fact}_{x}": one_changed(i, change) for fact, change in OF_OPERANDS.items() for i, x in enumerate("qkv")},
 }
 
 
-SDPA = {"dropout_p", "is_causal", "scale", "enable_gqa"}  # what F.sdpa can say beside tensors
+SDPA = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}  # what F.sdpa can say beside operands
 
 
 def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
     args, more = call
     settings = {"dropout_p": 0.0, "is_causal": False, "scale": None} | more
     settings.pop("enable_gqa", None)
-    return problem.describe(*args, None, **settings) | {"on_cuda": on_cuda}
+    return problem.describe(*args, settings.pop("attn_mask", None), **settings) | {"on_cuda": on_cuda}
 
 
 def own_op(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:

@@ -134,7 +134,7 @@ class Heads:
                 other = self.of_query_head(head)
                 row, masked, count = other.row, other.num_masked, other.count
             block = QueriesRun(run.lists, row, masked, count, run.parts).nth(j)
-        return ListedStep(head, j, block * 2 + Int32(j < masked))
+        return ListedStep(head, j, block, j < masked)
 
     def at(self, step: ListedStep) -> QueriesRun:
         """The run of its head."""
@@ -150,15 +150,8 @@ class ListedStep:
 
     head: Int32
     j: Int32
-    said: Int32  # the block, times two, plus one where it is masked
-
-    @property
-    def block(self) -> Int32:
-        return self.said >> 1
-
-    @property
-    def masked(self) -> cutlass.Boolean:
-        return self.said & 1 != 0
+    block: Int32
+    masked: cutlass.Boolean
 
 
 @dataclass(frozen=True)
