@@ -177,6 +177,8 @@ def test_whose_fault_it_is() -> None:
     assert not is_stocks(plain, "auto", Verdict("wrong")) and is_stocks(masked, "auto", Verdict("wrong"))
     assert not is_stocks(masked, "auto", Verdict("wrong", paths={"ours_fwd": 1}))
     assert not is_stocks(masked, "fa3", Verdict("raised"))
+    refused = Verdict("raised", "cuDNN Frontend error: Dropout probability cannot be 1")
+    assert is_stocks(Call("dropout", 1, **sizes, dropout=1), "auto", refused) and not is_stocks(plain, "auto", refused)
 
 
 # ---- processes ----
