@@ -265,6 +265,7 @@ def _in_one_line(
     parts += ["causal"] * is_causal
     parts += [f"mask {_dtype_name(attn_mask)} {list(attn_mask.shape)}"] if attn_mask is not None else []
     parts += [f"dropout {dropout_p}"] * (dropout_p != 0.0) + ["grad"] * problem.wants_grad(query, key, value)
+    parts += ["grad of mask"] * (attn_mask is not None and problem.wants_grad(attn_mask))
     return ", ".join(parts)
 
 

@@ -195,6 +195,8 @@ def _check_bias(a: ForwardArgs) -> None:
 
 # ---- reference mathematics: fp32 (fp64 for fp64 inputs), no kernel of ours ----
 
+LOST = float(2**24)  # kernels/parts/backward_rows.py
+
 
 class _Scores(NamedTuple):
     """What forward and backward share, in the compute dtype. Heads of key and value are repeated to Hq."""
@@ -206,10 +208,13 @@ class _Scores(NamedTuple):
     scale: float
 
     def probabilities(self, lse: Tensor) -> Tensor:
-        """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0. The lse may be that of more keys
-        than these (a step of ring attention).
+        """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0, as kernels have it also those whose
+        fp32 lse is too low to tell how many keys there are. The lse may be that of more keys than these (a step of ring
+        attention).
         """
-        return torch.exp(self.scores - lse.to(self.scores.dtype).masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+        none = ((lse < -LOST) & (lse.dtype == torch.float32) | (lse == -math.inf)).unsqueeze(-1)
+        shifted = self.scores - lse.to(self.scores.dtype).unsqueeze(-1).masked_fill(none, 0.0)
+        return torch.exp(shifted).masked_fill(none, 0.0)
 
 
 def _scores(a: ForwardArgs) -> _Scores:
@@ -263,7 +268,8 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seed, offset = (torch.zeros(_drawn_shape(a), dtype=torch.int64, device=a.query.device) for _ in range(2))
     s = _scores(a)
     lse = torch.logsumexp(s.scores, dim=-1)
-    probabilities = s.probabilities(lse)
+    # Not exp(scores - lse): the lse of scores such as finfo.min has no digits left for their number.
+    probabilities = torch.softmax(s.scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
     if a.dropout_p > 0.0:
         seed.random_()
         probabilities = probabilities * _dropout_factors(seed, probabilities, a.dropout_p)

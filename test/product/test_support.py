@@ -71,11 +71,11 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((1, 32, 8), (rows, 4096), (d, d), mask=1, grad=grad), mode=mode), "fa3")
         for d in EIGHTS for rows in (1, 16, 64, 65) for mode in (AUTO, FA3) for grad in (0, 1)
     ),
-    "ours up to D 128, gradients too, full, causal or beside a mask": (
+    "ours where D = Dv is up to 128, gradients too, full, causal or beside a mask": (
         (served(long(d, dropout_p=0.1, grad=grad, **more), mode=mode), "fa3" if d <= 128 or mode == FA3 else "stock")
         for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1}) for mode in (AUTO, FA3)
     ),
-    "but for forwards of fewer than 2048 tiles without a bool mask, and fewer than 128 rows or keys (causal: 512)": (
+    "and fewer than 128 rows or keys (causal: 512). The rest is stock's in auto": (
         *((served(call((1, 4, 4), (512, 512), (64, 64), dropout_p=0.1, **more)), backend)
           for more, backend in (({}, "stock"), ({"causal": 1}, "stock"), ({"bias": 1}, "stock"), ({"mask": 1}, "fa3"))),
         *((served(call((64, 16, 16), (rows, rows), (64, 64), dropout_p=0.1, grad=1, causal=causal)), backend)

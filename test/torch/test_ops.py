@@ -137,6 +137,20 @@ def test_math_is_torchs(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min])
+def test_rows_of_low_scores_alone(low: float) -> None:
+    """As torch's, the mean of v; no gradients, as kernels have it: an fp32 LSE has no digits left for how many."""
+    inputs = [tensor.requires_grad_() for tensor in (*qkv(), torch.zeros(16, 16))]
+    with torch.no_grad():
+        inputs[3][5] = low
+    ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(ours, stock)
+    grad = torch.randn_like(ours)
+    seen = grad.clone().index_fill_(2, torch.tensor(5), 0.0)
+    for got, want in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, seen)):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("schema", native.names("schemas"), ids=lambda schema: schema.partition("(")[0])
 def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
     """It takes arguments from stacks, and leaves results there, by their names in these."""
