@@ -243,7 +243,7 @@ PACKS = (
     Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
-    Pack("sm90a_dropout", "sm_90a", _drops),  # no choice row serves them yet
+    Pack("sm90a_dropout", "sm_90a", _drops),
     Pack("sm80", "sm_80", lambda spec: True),
 )
 
