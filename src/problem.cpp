@@ -100,7 +100,7 @@ void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {
 
 bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
   const int64_t *q = shape[0].size, *k = shape[1].size, *v = shape[2].size;
-  const bool heads = q[1] == k[1] || (enable_gqa && k[1] > 0 && q[1] % k[1] == 0);
+  const bool heads = q[1] == k[1] || k[1] == 1 || (enable_gqa && k[1] > 0 && q[1] % k[1] == 0);
   return heads && std::equal(k, k + 3, v) && q[0] == k[0] && q[3] == k[3];
 }
 

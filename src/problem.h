@@ -126,7 +126,8 @@ enum class Memory { kReal, kTraced };
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone
 
-// Shapes that stock neither rejects nor broadcasts; fewer heads of key and value only where the caller says so.
+// Shapes that stock neither rejects nor broadcasts, but for one head of key and value, which all of the query's share;
+// more than one, and fewer than the query's, only where the caller says so.
 bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
 
 // Whether a mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that broadcast

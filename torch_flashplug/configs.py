@@ -17,8 +17,10 @@ from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, Ker
 # Sets of features.py, by the tags in kernels' names.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
 BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
-DROPPED, MASK_DROPPED, BIAS_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",), ("bias+dropout",)
-ALL_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
+DROPPED, MASK_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",)
+BIAS_DROPPED, BIAS32_DROPPED = ("bias+dropout",), ("bias32+dropout",)
+BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
+ALL_DROPPED = DROPPED + MASK_DROPPED + BIASES_DROPPED
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
@@ -133,7 +135,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
     # Dropout: one tile a head dim, with a mask, too. Costs are not measured either.
     KernelRow("fwd", 90, 64, 64, ALL_DROPPED, 128, 128, 2, 2000),
-    KernelRow("fwd", 90, 128, 128, ALL_DROPPED, 128, 128, 2, 2400),
+    KernelRow("fwd", 90, 128, 128, DROPPED + MASK_DROPPED + BIAS_DROPPED, 128, 128, 2, 2400),
+    KernelRow("fwd", 90, 128, 128, BIAS32_DROPPED, 128, 64, 2, 2000),
     KernelRow("fwd", 90, 256, 256, DROPPED + MASK_DROPPED, 128, 64, 2, 2000),
     # A bias of fp32 takes twice the registers and the room: narrower blocks, and gradients in parts.
     KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
@@ -157,12 +160,12 @@ KERNEL_ROWS = (
     KernelRow("partbwd", 90, 128, 128, BOTH + MASK + BIASES + ALL_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, BOTH + MASK + DROPPED + MASK_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),
-    KernelRow("dbias", 90, 64, 64, BIAS_DROPPED, 128, 64, 4),
+    KernelRow("dbias", 90, 64, 64, BIASES_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 64, 64, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS, 128, 128, 3),
-    KernelRow("dbias", 90, 128, 128, BIAS_DROPPED, 128, 64, 4),
+    KernelRow("dbias", 90, 128, 128, BIASES_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 128, 128, BIAS32, 128, 64, 4),
     KernelRow("dbias", 90, 256, 256, BIASES, 128, 64, 2),
     KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),

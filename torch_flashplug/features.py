@@ -93,6 +93,7 @@ COMBINATIONS = (
     Combination(frozenset({"dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
+    Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),
 )
 

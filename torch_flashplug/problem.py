@@ -104,8 +104,8 @@ def outside_dispatcher(
         )
     if not native.shapes_fit(sizes, enable_gqa):
         return (
-            "shapes need broadcasting or do not fit (query heads that differ from key heads need enable_gqa=True); "
-            "stock attention decides"
+            "shapes need broadcasting or do not fit (more than one key head, and another number of query heads, need "
+            "enable_gqa=True); stock attention decides"
         )
     if attn_mask is not None and not _mask_fits(query, key, attn_mask):
         return (

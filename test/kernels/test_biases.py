@@ -248,7 +248,18 @@ def test_gradients(kernels_on: str, bias: str, order: bool) -> None:
     check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on, order=order)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
-def test_gradients_of_sizes(kernels_on: str, sizes: tuple[int, int]) -> None:
-    case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (64, 64))
-    check_gradients(case, drawn(*sizes).to(kernels_on, case.torch_dtype), kernels_on)
+def test_gradients_of_sizes(kernels_on: str, sizes: tuple[int, int], d: int, wide: bool) -> None:
+    case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (d, d))
+    check_gradients(case, drawn(*sizes).to(kernels_on, dtype_of(case, wide)), kernels_on)
+
+
+@pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "rows", "hidden", "heads_innermost", "odd_offset"])
+@pytest.mark.parametrize("dims", [(192, 128), (136, 136), (256, 256)])
+def test_gradients_of_wide_heads(kernels_on: str, dims: tuple[int, int], bias: str) -> None:
+    """dQ's kernel has no room for tiles of a bias there: threads read it where it lies."""
+    wide = (len(bias) + dims[0]) % 3 == 0
+    case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=DTYPES[len(bias) % 2])
+    check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on)

@@ -144,7 +144,9 @@ EXITS = {
     # The op of a traced graph decides when it runs.
     "sizes_of_data": Exit("depend on data", only_traced(None), took=TRACED),
     "three_dims_of_data": Exit(DIMS, lambda tensors: [t[0] for t in only_traced(None)(tensors)]),
-    "one_head_of_keys": Exit(SHAPES, each(lambda t: t[:, :1], "kv")),
+    "one_head_of_keys": Exit("", each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
+    "some_heads_of_keys": Exit(SHAPES, each(lambda t: t[:, :2], "kv")),
+    "one_head_of_values": Exit(SHAPES, each(lambda t: t[:, :1], "v")),
     "one_batch_of_keys": Exit(SHAPES, each(lambda t: t[:1], "kv")),
     "one_batch_of_values": Exit(SHAPES, each(lambda t: t[:1], "v")),
     "fewer_values": Exit(SHAPES, each(lambda t: t[:, :, :100], "v")),

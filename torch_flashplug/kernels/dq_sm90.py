@@ -99,7 +99,7 @@ class QueryGradientSm90:
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.form = Form(self.element, WARPGROUPS, TILE_N)
+        self.form = Form(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:

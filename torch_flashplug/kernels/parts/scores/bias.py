@@ -29,9 +29,11 @@ from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
 from ..element import Element
-from ..fragments import LOG2_E, rows_and_columns
+from ..fragments import rows_and_columns
 from ..pieces import Tile
+from .bias_read import Read
 from .chain import Form, Place, SlabForm, Stage
+from .natural import add, natural
 
 if TYPE_CHECKING:
     from ..arguments.operands import Scales
@@ -46,19 +48,18 @@ class Fp32:
 
 
 @dataclass(frozen=True)
-class Bias(Stage):
-    """Of a call."""
-
-    bias: cute.Tensor  # (B, Hq, Sq, Sk)
-    scale: Float32  # of the scores
+class Bias(Read):
+    """Of a call: read where it lies by kernels that have no room for tiles of it."""
 
     def tma(self, form: Form) -> Stage:
+        if not form.room:
+            return self
         moved = MovedBias if self.bias.element_type.width == 16 else MovedBias32
         return moved(*moved.tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: SlabForm) -> Stage:
-        """Where there is no TMA."""
-        return SlabBias.create(smem, form, self)
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
+        """Where TMA brings nothing."""
+        return SlabBias.create(smem, form, self) if form.room else self
 
 
 @dataclass(frozen=True)
@@ -240,23 +241,6 @@ class SlabBringing(Stage):
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
         sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
-
-
-def natural(scales: Scales) -> Scales:
-    """What scores in natural units have left to be multiplied with. log2(e) is hidden from LLVM, which would multiply
-    hidden scores, too, ahead of their -inf, and then subtract: one instruction more for each.
-    """
-    text = "mov.f32 {$w0}, {$r0};"
-    log2_e = cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[Float32(LOG2_E)])
-    return replace(scales, log2=log2_e, natural=Float32(1.0))
-
-
-@cute.jit
-def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
-    """Both (2, columns) of a thread."""
-    for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)
 
 
 def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:

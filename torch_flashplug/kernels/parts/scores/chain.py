@@ -59,6 +59,7 @@ class Form:
     warpgroups: int
     columns: int
     transposed: bool = False  # as in Place
+    room: bool = True  # in shared memory, for what stages hold of a block
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SlabForm:
     rows: int
     columns: int
     elementwise: bool  # tensors of any strides at any address
+    room = True
 
 
 @dataclass(frozen=True)
