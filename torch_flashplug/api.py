@@ -216,10 +216,11 @@ def explain(
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
         return Plan(call, "math", reasons=reasons, stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
+    fault = problem.stock_fault(query, key, value, attn_mask, scale)
     if outside is not None:
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
-        return Plan(call, "stock", reasons=reasons, stock_choice=_right(choice, scale) if mended else _name(choice))
+        return Plan(call, "stock", reasons=reasons, stock_choice=_right(choice, fault) if mended else _name(choice))
     facts = (
         DEVICES[device]
         if device is not None
@@ -238,22 +239,24 @@ def explain(
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     error = native.forced_error(described, facts, mode) if impossible else ""
     mended = problem.is_asked(mode) and made["backend"] == "stock" and not impossible
-    return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
+    return Plan(call, **fields, error=error, stock_choice=_right(choice, fault) if mended else _name(choice))
 
 
 def _name(choice: int) -> str:
     return "" if choice == _UNKNOWN else SDPBackend(choice).name
 
 
-def _right(choice: int, scale: float | None) -> str:
-    """What the router makes of stock's choice (right_for_scale in src/router.cpp)."""
-    if not problem.gives_nan(scale, choice):
+def _right(choice: int, fault: str) -> str:
+    """What the router makes of stock's choice (made_right in src/router.cpp)."""
+    if choice not in problem.FAULTY[fault]:
         return _name(choice)
-    flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
+    of_scale = fault == "scale"
+    flags = {"EFFICIENT_ATTENTION": of_scale and torch.backends.cuda.mem_efficient_sdp_enabled(),
              "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
     right = " or ".join(name for name, enabled in flags.items() if enabled)
-    nan = f"{_name(choice)} would give NaN with this scale"
-    return f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
+    said = "give NaN with this scale" if of_scale else "read an LSE that it keeps only where operands have gradients"
+    wrong = f"{_name(choice)} would {said}"
+    return f"{right}; {wrong}" if right else f"{wrong}, and is all that torch.nn.attention.sdpa_kernel allows"
 
 
 def _in_one_line(

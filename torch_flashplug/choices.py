@@ -119,6 +119,7 @@ _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LO
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
+_WIDE_BIASES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
@@ -285,6 +286,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "bias", 1, 128, 1, ANY, 1, ANY, 0, 1.288, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 1.112, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 65, 128, 1, ANY, 1, ANY, 0, 0.981, _BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias", 193, 256, 1, ANY, 1, ANY, 0, 1.706, _WIDE_BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias32", 193, 256, 1, ANY, 1, ANY, 0, 1.634, _WIDE_BIASES),
     # Dropout of 0.1 (96 cells). Short forwards with no mask wait for the host, and lose: 0.93.
     ChoiceRow("fwd", "square", 90, False, "dropout", 1, 128, 128, ANY, 128, ANY, 2048, 1.505, _DROPOUT),
     ChoiceRow("fwd", "square", 90, False, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 2048, 1.491, _DROPOUT),

@@ -144,6 +144,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS, 128, 128, 2, 3000),
     KernelRow("fwd", 90, 128, 128, BIAS32, 128, 64, 2, 2000),
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
+    KernelRow("fwd", 90, 192, 128, BIASES, 128, 64, 2, 1700),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
     KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),

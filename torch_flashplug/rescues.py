@@ -74,8 +74,8 @@ RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("bias32", "rows", "whole_dims"),
         "read a mask of fp32 as one of 16 bits (cuDNN: NaN)",
-        f"{_SEEN}: pytorch#191612, q of bf16 and fp16",
-        features=("bias32",),
+        f"{_SEEN}: pytorch#191612, q of bf16 and fp16; 2026-11-24 H200: with a dropout_p of 0.1, too",
+        features=("bias32", "dropout"),
     ),
     Rescue(
         ("bias", "rows", "whole_dims"),

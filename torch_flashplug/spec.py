@@ -239,7 +239,7 @@ class HopperSpec(KernelSpec):
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
             return pairs + self._stage_bytes(self.tile_m, self.tile_n) + 2 * BARRIER_BYTES
         if self.in_parts:
-            return max(self._dq_bytes(), self._dkdv_bytes()) + BARRIER_BYTES
+            return max(self._dq_bytes(self.dq_stages_v, self.dq_has_room), self._dkdv_bytes() + BARRIER_BYTES)
         if self.is_backward:
             return self._bwd_bytes() + self.dq_writer_units * DQ_WRITERS * self._dq_unit_bytes()
         q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
@@ -263,28 +263,18 @@ class HopperSpec(KernelSpec):
     @property
     def dq_stages_v(self) -> int:
         """partbwd: blocks of V in shared memory of dQ's kernel."""
-        return 2 if self._dq_fits(2) else 1
+        return 2 if self._dq_bytes(2) <= SMEM_BYTES[self.arch] else 1
 
     @property
     def dq_has_room(self) -> bool:
         """partbwd: for what stages hold of a block, beside dQ's operands; they read it where it lies otherwise."""
-        return self._dq_fits(1)
+        return self._dq_bytes(1) <= SMEM_BYTES[self.arch]
 
-    def _dq_fits(self, stages_v: int) -> bool:
-        need = self._dq_operand_bytes(stages_v) + self._dq_stage_bytes() + BARRIER_BYTES
-        return need <= SMEM_BYTES[self.arch]
-
-    def _dq_stage_bytes(self) -> int:
-        return self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
-
-    def _dq_operand_bytes(self, stages_v: int) -> int:
-        """Q and dO of every warpgroup, two blocks of K, V."""
+    def _dq_bytes(self, stages_v: int, has_room: bool = True) -> int:
+        """Q and dO of every warpgroup, two blocks of K, V, what stages hold, barriers."""
         q, k, v, do = (self.row_bytes(operand) for operand in "qkvo")
-        return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v)
-
-    def _dq_bytes(self) -> int:
-        """Those, and what stages hold."""
-        return self._dq_operand_bytes(self.dq_stages_v) + self.dq_has_room * self._dq_stage_bytes()
+        held = has_room * self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
+        return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v) + held + BARRIER_BYTES
 
     def _dkdv_bytes(self) -> int:
         """The rings of steps, K and V, dS twice (in parts: P and dS), what stages hold."""

@@ -64,7 +64,9 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   }
   if (rescued) return {};
   if (!measured) return {};
-  if (plan->gate.closed && kernel.kind != kDecode) return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
+  const bool one_block = p.Sk <= kernel.tile_n;  // of keys: there is nothing to split
+  if (plan->gate.closed && kernel.kind != kDecode && !one_block)
+    return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
   return slower_by_row(plan->choice_row, kernel, tables);
 }

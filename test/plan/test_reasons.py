@@ -51,7 +51,7 @@ MET = {
     "unmeasured gpu": Met(PLAIN, "a100", family="fa2"),
     "no row": Met(PLAIN, rows=()),
     "slower": Met(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
-    "decode gate": Met(call(FEW, (16, 64), (64, 64)), kernels=FORWARDS),
+    "decode gate": Met(call(FEW, (16, 640), (64, 64)), kernels=FORWARDS),
     "deterministic": Met(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": Met(LONG | {"grad": 1}, kernels=FORWARDS),
     "no bias gradient": Met(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),

@@ -81,8 +81,8 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         *((served(call((64, 16, 16), (rows, rows), (64, 64), dropout_p=0.1, grad=1, causal=causal)), backend)
           for causal, rows, backend in ((0, 127, "stock"), (0, 128, "fa3"), (1, 511, "stock"), (1, 512, "fa3"))),
     ),
-    "gradients too up to D 128, and the bias's own": (
-        (served(long(d, **bias, grad=grad, bias_grad=own and grad)), "fa3" if d <= 128 or not grad else "stock")
+    "ours, gradients too, and the bias's own": (
+        (served(long(d, **bias, grad=grad, bias_grad=own and grad)), "fa3")
         for d in EIGHTS for bias in ({"bias": 1}, {"bias32": 1}) for grad in (0, 1) for own in (0, 1)
     ),
     "Few query rows (decode) read it where it lies": (

@@ -135,6 +135,35 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("kind", ["misaligned", "wide", "dropout", "compiled"])
+def test_the_gradient_of_a_mask_alone_where_ours_cannot_run(kind: str) -> None:
+    """Stock's efficient attention keeps no LSE where no operand wants a gradient, and its backward reads one: an error,
+    or the end of the context.
+    """
+    sizes = {"misaligned": (257, 9, 64), "wide": (129, 96, 264), "dropout": (33, 33, 64), "compiled": (33, 40, 264)}
+    Sq, Sk, D = sizes[kind]
+    q = odd((1, 1, Sq, D)) if kind == "misaligned" else half(1, 1, Sq, D)
+    k, v, mask = half(1, 1, Sk, D), half(1, 1, Sk, D), half(Sq, Sk).requires_grad_()
+    attend = torch.compile(sdpa) if kind == "compiled" else sdpa
+    p = 0.1 * (kind == "dropout")
+    assert torch_flashplug.explain(q, k, v, mask, p).stock_choice.startswith("MATH; EFFICIENT_ATTENTION would")
+    native.counters(reset=True)
+    out = attend(q, k, v, attn_mask=mask, dropout_p=p)
+    grad_out = half(*out.shape)
+    (grad,) = torch.autograd.grad(out, mask, grad_out)
+    torch.cuda.synchronize()
+    assert native.counters()["ours_fwd"] == 0
+    wide = mask.detach().double().requires_grad_()
+    exact = (q.double() @ k.double().mT * D**-0.5 + wide).softmax(-1) @ v.double()
+    (right,) = torch.autograd.grad(exact, wide, grad_out.double())
+    if kind == "dropout":
+        assert grad.isfinite().all() and grad.any()
+    else:
+        torch.testing.assert_close(grad.double(), right, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
 def test_such_scales_under_vmap() -> None:
     """Masked: math, because torch's own rule for the efficient attention refuses the mask."""
     q, k, v = (half(2, 4, 129, 64) for _ in range(3))
