@@ -50,10 +50,11 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(few(1, keys, d, 4, 4)), "fa2" if d < 33 or keys > 1024 else "fa3")
         for d in EIGHTS if d < 57 or d == 120 or 192 < d < 256 for keys in (512, 1024, 1032, 8192)
     ),
-    "D 65 to 112 and more than 1024 keys, or `is_causal` and few tiles: stock": (
+    "D 65 to 112 and more than 1024 keys, or `is_causal`, few tiles and more keys than one block of a tile: stock": (
         *((served(few(1, keys, d, 4, 4)), "stock" if keys > 1024 else "fa3")
           for d in EIGHTS if 64 < d < 113 for keys in (512, 1024, 1032, 8192)),
         (served(few(4, 4096, 128, 4, causal=1)), "stock"),
+        (served(call((2, 8, 8), (64, 64), (64, 64), causal=1)), "fa3"),
     ),
     "Last dim not contiguous: every size; else up to 64 to 1024 keys": (
         *((served(call((2, 4, 4), (s, s), (64, 64), last_stride_k=2)), "fa2") for s in (128, 1024, 8192)),
