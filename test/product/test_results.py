@@ -181,14 +181,14 @@ def spread(sides: list[float]) -> str:
 
 
 def test_the_table_of_float_masks():
-    """Gradients of D up to 128: those above are forced, in math."""
-    rows = [row for row in rows_of("masks-h100") if not row["grad"] or row["shape"][5] <= 128]
+    rows, wide = rows_of("masks-h100"), [row for row in rows_of("masks-h200") if row["mask"].startswith("bias_")]
+    sides = [[row for row in rows if row["grad"] == grad] for grad in (False, True)]
+    assert wide and all(row["grad"] and row["shape"][5] == 256 for row in wide)
     said = table("docs/benchmarks.md", "Float masks")
     assert {label for label, *_ in said} == set(FLOATS)
     for label, *cells in said:
-        named = [row for row in rows if row["mask"] == FLOATS[label] or label == "all"]
-        for grad, cell in enumerate(cells):
-            of = [row for row in named if row["grad"] == bool(grad)]
+        for side, cell in zip((*sides, wide), cells, strict=True):
+            of = [row for row in side if row["mask"] == FLOATS[label] or label == "all"]
             assert cell == (spread(over("stock", of)) if of else "-"), label
 
 
