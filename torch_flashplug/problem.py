@@ -16,13 +16,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend
 
-from . import native, rows
+from . import digested, native, rows
 from .elements import NUMBERS
 from .spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
+_MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -86,6 +87,11 @@ def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
         return f"attn_mask {list(mask.shape)} does not broadcast to (batch, heads, rows, keys), {list(wanted)}"
     if mask.device != query.device:
         return f"attn_mask is on {mask.device}, query on {query.device}"
+    if mask.dtype == torch.bool and None not in wanted:
+        (stride,), (Sq, Sk) = _hints(mask.stride()[-2:-1]), wanted[2:]
+        looked_at = digested.looked_at(Sq) if stride == 0 or _hints(mask.shape)[-2] == 1 else Sq
+        if digested.numbers_of(looked_at, Sq, Sk) > _MOST_NUMBERS:
+            return f"attn_mask {list(mask.shape)} has more scores than kernels count"
     return None
 
 
