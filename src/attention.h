@@ -101,7 +101,7 @@ bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same de
 void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's
 // Of 32 bits, for each plane of a mask of so many rows: Sq, or those of a block that is like the others.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
-bool can_be_digested(const Problem& p);  // not more of them than kernels count
+bool can_be_digested(AtenTensorHandle mask, const Problem& p);  // not more of them than kernels count
 
 // ---- bias.cpp: masks of floats ----
 

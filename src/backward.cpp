@@ -111,7 +111,7 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
 bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
   if (standin() == Standin::kMath) return false;
-  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(call.forward.mask, p)) return false;
   Problem problem = p;
   problem.grad = true;
   problem.bias_grad = call.wanted[3];

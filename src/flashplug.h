@@ -85,6 +85,7 @@ enum class Why : int {
   kEmpty,
   kHeadDimStep,
   kHeadDimLimit,
+  kHeadDimOfFeatures,
   kLastStride,
   kAlignment,
   kNoKernel,
@@ -100,10 +101,10 @@ enum class Why : int {
 };
 // Why a family's kernels do not take a call; test_reasons meets every one.
 inline constexpr const char* kWhyNames[] = {
-    "none",        "device",      "arch",          "dtype",       "mixed dtype",     "feature",
-    "together",    "scale",       "probability",   "empty",       "head dim step",   "head dim",
-    "last stride", "alignment",   "no kernel",     "splits",      "unmeasured gpu",  "no row",
-    "slower",      "decode gate", "deterministic", "no backward", "no bias gradient"};
+    "none",          "device",      "arch",        "dtype",         "mixed dtype",   "feature",
+    "together",      "scale",       "probability", "empty",         "head dim step", "head dim",
+    "features' dim", "last stride", "alignment",   "no kernel",     "splits",        "unmeasured gpu",
+    "no row",        "slower",      "decode gate", "deterministic", "no backward",   "no bias gradient"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
@@ -190,8 +191,17 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, con
 int find_kernel_row(const Problem& p, Kind kind, int family, const DeviceFacts& device, const Tables& tables);
 double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device);
 int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
+// What a choice row asks of one of the numbers of a call.
+struct Range {
+  const char* of;
+  int64_t given, low, high;
+  bool holds() const { return given >= low && given <= high; }
+};
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles);
+// Of the rows of a class that serve the one whose ranges hold best; -1: none serves.
+int nearest_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables);  // of kind kPartBwd
-Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables);
+Reason slower_by_row(const Plan& plan, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // The same, from memory where this thread has made that plan lately (memo.cpp). Valid until its next call.

@@ -68,7 +68,7 @@ bool dense(AtenTensorHandle mask) {
 
 bool broadcasts(AtenTensorHandle mask, const Problem& p) {
   int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(p));
+  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(mask, p));
 }
 
 Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
@@ -230,8 +230,11 @@ int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
 }
 
-bool can_be_digested(const Problem& p) {
-  return digest_numbers(p.Sq, p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
+bool can_be_digested(AtenTensorHandle mask, const Problem& p) {
+  if (is_digest(mask)) return true;  // a forward of ours asked
+  int64_t size[4], stride[4];
+  if (!spread(mask, p, size, stride)) return true;  // refused where it is read
+  return digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
 }
 
 }  // namespace flashplug

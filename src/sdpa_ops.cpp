@@ -52,7 +52,7 @@ Facts read_facts(const ForwardCall& call) {
 bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
   const TensorClass& query = facts.operand[0];
-  if ((p.needs & kMask) != 0 && !can_be_digested(p)) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(call.mask, p)) return false;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(call);
     if (call.digest != nullptr) digest_in_torch(call, p, query);

@@ -164,7 +164,7 @@ class Plan:
     mask: str = ""  # how kernels of ours read a mask of floats
     rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
-    error: str = ""  # what the call raises, where a forced backend cannot run it
+    error: str = ""  # what the call raises: a forced backend that cannot run it, or stock or math, which refuse it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
 
     def __str__(self) -> str:
@@ -211,16 +211,19 @@ def explain(
         )
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
+    refusal = functools.partial(problem.refusal, query, key, value, attn_mask, is_causal, enable_gqa)
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
-        return Plan(call, "math", reasons=reasons, stock_choice=_name(choice))
+        return Plan(call, "math", reasons=reasons, error=refusal(dropout_p), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     fault = problem.stock_fault(query, key, value, attn_mask, scale)
     if outside is not None:
-        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside)
+        left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
-        return Plan(call, "stock", reasons=reasons, stock_choice=_right(choice, fault) if mended else _name(choice))
+        stocks = _right(choice, fault) if mended else _name(choice)
+        return Plan(call, "stock", reasons=reasons, error=refusal(), stock_choice=stocks)
     facts = (
         DEVICES[device]
         if device is not None
@@ -237,8 +240,9 @@ def explain(
         few = made["kernel"].startswith("decode")
         fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
-    error = native.forced_error(described, facts, mode) if impossible else ""
-    mended = problem.is_asked(mode) and made["backend"] == "stock" and not impossible
+    stocks = made["backend"] == "stock" and not impossible
+    error = native.forced_error(described, facts, mode) if impossible else refusal() if stocks else ""
+    mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=_right(choice, fault) if mended else _name(choice))
 
 

@@ -40,7 +40,7 @@ def looked_at(Sq: int) -> int:
 def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest for gradients."""
     batches, heads, numbers = digest.shape
-    rows = Sq if numbers == _numbers(Sq, Sq, Sk) else looked_at(Sq)
+    rows = Sq if numbers == numbers_of(Sq, Sq, Sk) else looked_at(Sq)
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (lines * N + 2 * (M + M * N))
@@ -49,7 +49,7 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
 
 
-def _numbers(rows: int, Sq: int, Sk: int) -> int:
+def numbers_of(rows: int, Sq: int, Sk: int) -> int:
     """Of a plane's digest for gradients, as src/mask.cpp counts them."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend
 
-from . import native, rows
+from . import digested, native, rows
 from .elements import NUMBERS
 from .spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
+_MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -54,7 +56,7 @@ def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
     lost = recorded and attn_mask.dtype == torch.bool
-    return decides_itself(attn_mask) or lost or not _mask_fits(query, key, attn_mask)
+    return decides_itself(attn_mask) or lost or _misfit(query, key, attn_mask) is not None
 
 
 def takes_math(mode: int) -> bool:
@@ -71,13 +73,26 @@ def _kernels_allowed() -> bool:
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
 
 
-def _mask_fits(query: Tensor, key: Tensor, mask: Tensor) -> bool:
-    """mask_fits of src/mask.cpp; sizes that depend on data may fit."""
+def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
+    """Why a mask is none that kernels take, as mask_fits of src/mask.cpp; None if it is. Sizes that depend on data may
+    fit.
+    """
     if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
-        return False
-    wanted = _hints((*query.shape[:3], key.shape[2]))[-mask.dim() :]
-    fits = all(None in {have, want} or have in {1, want} for have, want in zip(_hints(mask.shape), wanted))
-    return 2 <= mask.dim() <= 4 and fits and mask.device == query.device
+        return f"attn_mask is of {mask.dtype}, kernels take bool, fp32 or the query's dtype"
+    if not 2 <= mask.dim() <= 4:
+        return f"attn_mask {list(mask.shape)} has {mask.dim()} dims, kernels take 2 to 4"
+    wanted = _hints((*query.shape[:3], key.shape[2]))
+    pairs = zip(_hints(mask.shape), wanted[-mask.dim() :])
+    if not all(None in {have, want} or have in {1, want} for have, want in pairs):
+        return f"attn_mask {list(mask.shape)} does not broadcast to (batch, heads, rows, keys), {list(wanted)}"
+    if mask.device != query.device:
+        return f"attn_mask is on {mask.device}, query on {query.device}"
+    if mask.dtype == torch.bool and None not in wanted:
+        (stride,), (Sq, Sk) = _hints(mask.stride()[-2:-1]), wanted[2:]
+        looked_at = digested.looked_at(Sq) if stride == 0 or _hints(mask.shape)[-2] == 1 else Sq
+        if digested.numbers_of(looked_at, Sq, Sk) > _MOST_NUMBERS:
+            return f"attn_mask {list(mask.shape)} has more scores than kernels count"
+    return None
 
 
 def outside_dispatcher(
@@ -107,11 +122,9 @@ def outside_dispatcher(
             "shapes need broadcasting or do not fit (more than one key head, and another number of query heads, need "
             "enable_gqa=True); stock attention decides"
         )
-    if attn_mask is not None and not _mask_fits(query, key, attn_mask):
-        return (
-            f"attn_mask {list(attn_mask.shape)} has not 2 to 4 dims that broadcast to (batch, heads, rows, keys), or "
-            "lies on another device, or is not of bool, fp32 or the query's dtype; stock attention takes or rejects it"
-        )
+    misfit = None if attn_mask is None else _misfit(query, key, attn_mask)
+    if misfit is not None:
+        return f"{misfit}; stock attention takes or rejects it"
     if not _kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -120,6 +133,32 @@ def outside_dispatcher(
     if native.backend_of(mode) == "math":
         return "math is forced, but torch.nn.attention.sdpa_kernel does not allow it; stock attention decides"
     return None
+
+
+def refusal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    dropout_p: float = 0.0,
+) -> str:
+    """What stock raises for a call, as its math tells of tensors without data; "" if nothing, or where it is not known
+    what it would get. dropout_p: if it is math that gets it, the only one to refuse some.
+    """
+    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    if any(tensor.is_nested for tensor in given) or decides_itself(*given) or torch.is_autocast_enabled("cuda"):
+        return ""
+    sizes = [_hints(tensor.shape) for tensor in given]
+    if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
+        return ""
+    shown = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, given)]
+    try:
+        F.scaled_dot_product_attention(*shown, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+    except (RuntimeError, IndexError) as error:
+        return str(error)
+    return ""
 
 
 def describe(

@@ -68,7 +68,7 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
-  return slower_by_row(plan->choice_row, kernel, tables);
+  return slower_by_row(*plan, tables);
 }
 
 // What one family makes of a call: its plan, or stock's with its reason.

@@ -96,24 +96,49 @@ Operands operands_of(const Problem& p, const KernelRow& kernel) {
   return whole_dims(p) ? kUnaligned : kOddDims;
 }
 
-bool holds(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
-  const int64_t d = std::max(p.D, p.Dv), packed = packed_rows(p);
-  const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
-  return row.family == kernel.family && (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.grad &&
-         row.features == p.needs && d >= row.d_min && d <= row.d_max && p.Sq >= row.min_sq && p.Sq <= row.max_sq &&
-         p.Sk >= row.min_sk && p.Sk <= row.max_sk && tiles >= row.min_tiles && packed >= row.min_packed &&
-         packed <= row.max_packed && (row.tile_m == 0 || row.tile_m == kernel.tile_m);
+bool is_of_class(const ChoiceRow& row, const Problem& p, int kind, const KernelRow& kernel) {
+  return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
+         (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.grad && row.features == p.needs;
+}
+
+int64_t ranges_missed(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t tiles) {
+  const auto ranges = ranges_of(row, p, kernel, tiles);
+  return std::count_if(ranges.begin(), ranges.end(), [](const Range& range) { return !range.holds(); });
 }
 
 int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
-  const Operands operands = operands_of(p, kernel);
   const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
-    return choice.kind == kind && (choice.operands & operands) != 0 && holds(choice, p, kernel, tiles);
+    return is_of_class(choice, p, kind, kernel) && ranges_missed(choice, p, kernel, tiles) == 0;
   });
   return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
 }
 
 }  // namespace
+
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
+  const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
+  const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
+  return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},
+           {"Sq", p.Sq, row.min_sq, row.max_sq},
+           {"Sk", p.Sk, row.min_sk, row.max_sk},
+           {"tiles", tiles, row.min_tiles, tiles},
+           {"packed rows", packed_rows(p), row.min_packed, row.max_packed},
+           {"rows of a tile", kernel.tile_m, tile_m, tile_m}}};
+}
+
+int nearest_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  int nearest = -1;
+  int64_t fewest = 0;
+  for (size_t i = 0; i < tables.choices.size(); ++i) {
+    const ChoiceRow& row = tables.choices[i];
+    if (row.serve == 0 || !is_of_class(row, p, kernel.kind, kernel)) continue;
+    const int64_t missed = ranges_missed(row, p, kernel, tiles);
+    if (nearest >= 0 && missed >= fewest) continue;
+    nearest = static_cast<int>(i);
+    fewest = missed;
+  }
+  return nearest;
+}
 
 int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   return find_row_of_kind(p, kernel.kind, kernel, tiles, tables);
@@ -123,9 +148,9 @@ int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& table
   return find_row_of_kind(p, kPartBwd, fused, 0, tables);
 }
 
-Reason slower_by_row(int choice_row, const KernelRow& kernel, const Tables& tables) {
-  if (choice_row < 0) return Reason{Why::kNoRow, kernel.family};
-  const ChoiceRow& row = tables.choices[choice_row];
+Reason slower_by_row(const Plan& plan, const Tables& tables) {
+  if (plan.choice_row < 0) return Reason{Why::kNoRow, plan.kernel_row, plan.tiles};
+  const ChoiceRow& row = tables.choices[plan.choice_row];
   return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
 }
 

@@ -153,8 +153,15 @@ int unsupported(const Problem& p, const DeviceFacts& device, const Tables& table
     most = largest_head_dims(p, family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);
-  if (most.d != 0 && p.D > most.d) out.add(Why::kHeadDimLimit, p.D, most.d, 0);
-  if (most.d != 0 && p.Dv > most.dv) out.add(Why::kHeadDimLimit, p.Dv, most.dv, 2);
+  const auto too_wide = [&](int64_t given, int64_t HeadDims::* of, int operand) {
+    if (most.d == 0 || given <= most.*of) return;
+    Problem plain = p;
+    plain.needs = 0;
+    const bool narrowed = given <= largest_head_dims(plain, family, !whole, holder, tables).*of;
+    out.add(narrowed ? Why::kHeadDimOfFeatures : Why::kHeadDimLimit, given, most.*of, operand);
+  };
+  too_wide(p.D, &HeadDims::d, 0);
+  too_wide(p.Dv, &HeadDims::dv, 2);
   return out.count;
 }
 

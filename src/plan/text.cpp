@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <limits>
 #include <type_traits>
 
 namespace flashplug {
@@ -41,6 +43,15 @@ std::string elements_text(int family, const char* between, const Tables& tables)
   return out;
 }
 
+// As few digits as say it.
+std::string shortest(double value) {
+  char text[32];
+  int digits = 0;
+  do std::snprintf(text, sizeof text, "%.*g", ++digits, value);
+  while (digits < std::numeric_limits<double>::max_digits10 && std::strtod(text, nullptr) != value);
+  return text;
+}
+
 // Words with the facts of a call where they say {fact}.
 std::string with_facts(std::string words, Problem p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
@@ -48,21 +59,48 @@ std::string with_facts(std::string words, Problem p) {
     const size_t at = words.find(hole);
     if (at == std::string::npos) return;
     if constexpr (std::is_floating_point_v<std::decay_t<decltype(fact)>>)
-      words.replace(at, hole.size(), fixed(fact));
+      words.replace(at, hole.size(), shortest(fact));
     else
       words.replace(at, hole.size(), number(static_cast<int64_t>(fact)));
   });
   return words;
 }
 
-// Of features that kernels have, but none has all of them.
-std::string together_reason(int64_t needs) {
+std::string needs_text(int64_t needs) {
   std::string names;
   for (size_t i = 0; i < std::size(kFeatures); ++i) {
     if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatures[i].name);
   }
-  return names.empty() ? "every kernel has features that this call does not need (torch_flashplug/features.py)"
-                       : "no kernel has exactly " + names + " together; stock attention serves this call";
+  return names;
+}
+
+// Of features that kernels have, but none has all of them.
+std::string together_reason(int64_t needs) {
+  if (needs == 0) return "every kernel has features that this call does not need (torch_flashplug/features.py)";
+  if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
+    return "is_causal is given beside attn_mask, which stock attention refuses, too; pass one mask that says both";
+  return "no kernel has exactly " + needs_text(needs) + " together; stock attention serves this call";
+}
+
+// What was measured of such calls, and this one is not.
+std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, const DeviceFacts& device,
+                              const Tables& tables) {
+  const KernelRow& kernel = tables.kernels[kernel_row];
+  const int nearest = nearest_choice_row(p, kernel, tiles, tables);
+  std::string missed;
+  if (nearest >= 0) {
+    for (const Range& range : ranges_of(tables.choices[nearest], p, kernel, tiles)) {
+      if (range.holds()) continue;
+      const bool low = range.given < range.low;
+      missed += (missed.empty() ? "" : ", ") + std::string(range.of) + (low ? " >= " : " <= ") +
+                number(low ? range.low : range.high) + " (here " + number(range.given) + ")";
+    }
+  }
+  return std::string("no measured row for this ") + (missed.empty() ? "class of calls" : "call") +
+         " (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+         (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest asks for " + missed) +
+         "; auto takes only what was measured; force it with sdpa_backend('" + tables.families[kernel.family].backend +
+         "')";
 }
 
 // How the keys of a packed tile are split.
@@ -164,13 +202,17 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kScale:
       return "scale is not finite; stock attention serves this call";
     case Why::kProbability:
-      return "dropout_p=" + fixed(p.dropout_p) + " is not above 0 and up to 1; stock attention refuses or ignores it";
+      return "dropout_p=" + shortest(p.dropout_p) +
+             " is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)";
     case Why::kEmpty:
       return "a dimension is 0; stock attention handles empty tensors";
     case Why::kHeadDimStep:
       return name + " has head dim " + given + ", kernels take multiples of " + allowed + "; pad the head dim";
     case Why::kHeadDimLimit:
       return name + " has head dim " + given + ", kernels take up to " + allowed +
+             "; stock attention serves larger ones";
+    case Why::kHeadDimOfFeatures:
+      return name + " has head dim " + given + ", kernels with " + needs_text(p.needs) + " take up to " + allowed +
              "; stock attention serves larger ones";
     case Why::kLastStride:
       return name + " has stride " + given + " in its last dim, kernels need 1; call .contiguous()";
@@ -188,10 +230,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
              " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=" + tables.families[reason.allowed].backend +
              " or sdpa_backend('" + tables.families[reason.allowed].backend + "')";
     case Why::kNoRow:
-      return "no measured row for this class of calls (compute capability " + capability(device.cc) +
-             (p.grad ? ", with grad" : ", no grad") +
-             "); auto takes only what was measured; force it with sdpa_backend('" +
-             tables.families[reason.given].backend + "')";
+      return unmeasured_reason(static_cast<int>(reason.given), reason.allowed, p, device, tables);
     case Why::kSlower:
       return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
              " x stock's speed, auto needs the table's serve ratio; stock is faster";

@@ -198,11 +198,11 @@ three_reasons
   a100
     stock
       fa2: attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf
-        alone; also: dropout_p=0.500, these kernels have no dropout; pass dropout_p=0; also: value
-        has head dim 264, kernels take up to 256; stock attention serves larger ones
+        alone; also: dropout_p=0.5, these kernels have no dropout; pass dropout_p=0; also: value has
+        head dim 264, kernels take up to 256; stock attention serves larger ones
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias):
   - attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone
-  - dropout_p=0.500, these kernels have no dropout; pass dropout_p=0
+  - dropout_p=0.5, these kernels have no dropout; pass dropout_p=0
   - value has head dim 264, kernels take up to 256; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):

@@ -172,8 +172,9 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     stock
-      fa3: no measured row for this class of calls (compute capability 9.0, no grad); auto takes
-        only what was measured; force it with sdpa_backend('fa3')
+      fa3: no measured row for this call (compute capability 9.0, no grad): the nearest asks for
+        packed rows <= 32 (here 64); auto takes only what was measured; force it with
+        sdpa_backend('fa3')
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
@@ -263,7 +264,7 @@ mask
 dropout
   h100
     stock
-      fa3: dropout_p=0.100, these kernels have no dropout; pass dropout_p=0
+      fa3: dropout_p=0.1, these kernels have no dropout; pass dropout_p=0
 bottom_right
   h100
     stock
@@ -303,8 +304,8 @@ deterministic_grad
 three_reasons
   h100
     stock
-      fa3: dropout_p=0.500, these kernels have no dropout; pass dropout_p=0; also: query has head
-        dim 60, kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels
+      fa3: dropout_p=0.5, these kernels have no dropout; pass dropout_p=0; also: query has head dim
+        60, kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels
         take up to 128; stock attention serves larger ones
 """,
         )
@@ -338,7 +339,7 @@ decode_1x8k_d128_gqa4
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
 torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16):
-  - dropout_p=0.500, these kernels have no dropout; pass dropout_p=0
+  - dropout_p=0.5, these kernels have no dropout; pass dropout_p=0
   - query has head dim 60, kernels take multiples of 8; pad the head dim
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
@@ -374,5 +375,5 @@ def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
 def test_every_reason_of_a_refused_call_is_listed() -> None:
     call = REFUSED["three_reasons"] | {"dropout_p": 1.5}
     reasons = native.plan(call, DEVICES["h100"])["reasons"]["fa3"]
-    for part in ("dropout_p=1.500 is not above 0 and up to 1", "head dim 60", "head dim 264"):
+    for part in ("dropout_p=1.5 is not above 0 and up to 1", "head dim 60", "head dim 264"):
         assert part in reasons

@@ -44,6 +44,7 @@ MET = {
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
     "head dim": Met(call((1, 8, 8), (512, 512), (264, 264))),
+    "features' dim": Met(call((1, 8, 8), (512, 512), (256, 256), bias=1, dropout=1, dropout_p=0.5)),
     "last stride": Met(PLAIN | {"last_stride_v": 2}),
     "alignment": Met(PLAIN | {"align_k": 2}),
     "no kernel": Met(PLAIN, "l4", sdpa_backend("fa2").mode, "fa2", LARGE),
@@ -72,6 +73,30 @@ def test_every_reason_is_met(why: str) -> None:
     plan = native.plan(met.call, DEVICES[met.device], met.mode)
     assert plan["why"][met.family] == why
     assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
+
+
+@pytest.mark.parametrize(
+    "facts, said",
+    [
+        ({"dropout": 1, "dropout_p": 0.1}, "the nearest asks for tiles >= 2048 (here 32)"),
+        ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "Sq >= 128 (here 100), tiles >= 2048 (here 8)"),
+        ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
+        ({"dropout": 1, "dropout_p": 1.5}, "dropout_p=1.5 is not above 0"),
+        ({"bias": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias and dropout take up to 128"),
+        ({"D": 264}, "kernels take up to 256"),
+        ({"causal": 1, "D": 264}, "kernels take up to 256"),
+        ({"causal": 1, "mask": 1}, "which stock attention refuses, too"),
+        ({"causal": 1, "bias": 1}, "which stock attention refuses, too"),
+    ],
+)
+def test_reasons_name_their_cause(facts: dict, said: str) -> None:
+    assert said in native.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
+
+
+@pytest.mark.parametrize("p, said", [(1e-8, "1e-08"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (1.0, "1")])
+def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
+    reasons = native.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
+    assert reasons["fa2"].startswith(f"dropout_p={said}, ")
 
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -120,10 +120,12 @@ class Exit:
     took: dict[str, int] | None = None  # None: STOCK
     backend: str = "stock"  # that explain says
     device: str | None = "h100"  # that explain is asked about; None: the tensors' own
+    raises: str = ""  # in what explain says that math makes of it
+    settings: dict[str, bool | float] = field(default_factory=dict)
 
 
 DIMS, DEVICES, SHAPES = "need 4 dims", "different devices", "need broadcasting or do not fit"
-MASKS = "2 to 4 dims that broadcast"
+MASKS, MASK_DIMS = "does not broadcast to (batch, heads, rows, keys)", "kernels take 2 to 4"
 EXITS = {
     "none": Exit("", took=OURS, backend="fa3"),
     "traced": Exit("", only_traced(128), took=TRACED, backend="fa3"),
@@ -145,19 +147,27 @@ EXITS = {
     "sizes_of_data": Exit("depend on data", only_traced(None), took=TRACED),
     "three_dims_of_data": Exit(DIMS, lambda tensors: [t[0] for t in only_traced(None)(tensors)]),
     "one_head_of_keys": Exit("", each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
-    "some_heads_of_keys": Exit(SHAPES, each(lambda t: t[:, :2], "kv")),
+    "some_heads_of_keys": Exit(SHAPES, each(lambda t: t[:, :2], "kv"), raises="must match the size"),
     "one_head_of_values": Exit(SHAPES, each(lambda t: t[:, :1], "v")),
     "one_batch_of_keys": Exit(SHAPES, each(lambda t: t[:1], "kv")),
     "one_batch_of_values": Exit(SHAPES, each(lambda t: t[:1], "v")),
-    "fewer_values": Exit(SHAPES, each(lambda t: t[:, :, :100], "v")),
-    "narrower_keys": Exit(SHAPES, each(lambda t: t[..., :32], "k")),
+    "fewer_values": Exit(SHAPES, each(lambda t: t[:, :, :100], "v"), raises="Expected size"),
+    "narrower_keys": Exit(SHAPES, each(lambda t: t[..., :32], "k"), raises="Expected size"),
     "masked": Exit("", masked(128, 128), took=OURS, backend="fa3"),
-    **{f"mask_of_{len(sizes)}_dims": Exit(MASKS, masked(*sizes)) for sizes in ((128,), (1, 1, 1, 128, 128))},
+    "mask_of_1_dims": Exit(MASK_DIMS, masked(128)),
+    "mask_of_5_dims": Exit(MASK_DIMS, masked(1, 1, 1, 128, 128)),
     "traced_masked": Exit("", only_traced(128, 128, 128), took=TRACED, backend="fa3"),
-    "traced_mask_of_one_dim": Exit(MASKS, only_traced(128, 128), took=STOCK),
-    "traced_mask_of_other_rows": Exit(MASKS, only_traced(128, 3, 128), took=STOCK),
+    "traced_mask_of_one_dim": Exit(MASK_DIMS, only_traced(128, 128), took=STOCK),
+    "traced_mask_of_other_rows": Exit(MASKS, only_traced(128, 3, 128), took=STOCK, raises="broadcast"),
     "subclass_of_mask": Exit("subclass", lambda tensors: [*tensors, subclass(torch.ones(128, 128, dtype=torch.bool))]),
-    "mask_of_other_rows": Exit(MASKS, masked(3, 128), took=STOCK),
+    "mask_of_other_rows": Exit(MASKS, masked(3, 128), took=STOCK, raises="broadcast"),
+    "mask_of_fp64": Exit("attn_mask is of torch.float64", lambda tensors: [*tensors, torch.zeros(128, 128).double()],
+                         took=NOTHING, raises="attn_mask dtype"),
+    "math_of_other_rows": Exit("math is forced", masked(3, 128), forced("math"), NOTHING, "math", raises="broadcast"),
+    "math_of_causal_and_mask": Exit("math is forced", masked(128, 128), forced("math"), NOTHING, "math",
+                                    raises="Explicit attn_mask", settings={"is_causal": True}),
+    "math_of_dropout_above_1": Exit("math is forced", list, forced("math"), NOTHING, "math",
+                                    raises="dropout probability", settings={"dropout_p": 1.5}),
     "stock": Exit("stock is forced", scope=forced("stock")),
     "math": Exit("math is forced", list, forced("math"), NOTHING, "math"),
     "math_of_three_dims": Exit("math is forced", each(lambda t: t[0]), forced("math"), NOTHING, "math"),
@@ -179,12 +189,13 @@ def test_explain_says_what_the_router_did(name: str, mode: str) -> None:
     with road_to("cpu") as road, sdpa_backend(mode):
         tensors = way.change(road.qkv())
         with way.scope():
-            plan = torch_flashplug.explain(*tensors, device=way.device)
+            plan = torch_flashplug.explain(*tensors, device=way.device, **way.settings)
             with contextlib.suppress(RuntimeError, IndexError):  # stock's, of what it refuses
-                F.scaled_dot_product_attention(*tensors)
+                F.scaled_dot_product_attention(*tensors, **way.settings)
             took = road.took()
     assert took == (STOCK if way.took is None else way.took)
-    assert plan.backend == way.backend and not plan.error, plan
+    assert plan.backend == way.backend, plan
+    assert way.raises in plan.error and bool(way.raises) == bool(plan.error), plan
     assert plan.reasons and all(way.words in why for why in plan.reasons.values()), plan
 
 

@@ -93,6 +93,20 @@ def test_a_mask_whose_op_never_ran_is_forgotten(road: Road) -> None:
     assert torch.equal(mask, mask_on(road))
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+def test_one_row_for_very_many_queries_is_ours(road: Road, expanded: bool) -> None:
+    """A mask of its own for each of so many has more scores than kernels count; this one is digested as 128 rows."""
+    rows = 1 << 18
+    q = torch.zeros(1, 1, rows, 64, dtype=torch.bfloat16, device=road.device)
+    row = torch.ones(1, 1, 1, rows, dtype=torch.bool, device=road.device)
+    dense = torch.ones(2 * rows, dtype=torch.bool, device=road.device).as_strided((rows, rows), (1, 1))
+    row = row.expand(-1, -1, rows, -1) if expanded else row
+    call_without_op(road, q, q, q, row)
+    assert torch_flashplug.explain(q, q, q, row, device="h100").backend == "fa3"
+    refused = torch_flashplug.explain(q, q, q, dense, device="h100")
+    assert refused.backend == "stock" and "more scores than kernels count" in refused.reasons["fa3"]
+
+
 def test_under_a_mode_masked_calls_are_stocks(road: Road) -> None:
     q, k, v = road.qkv()
     mask = mask_on(road)
