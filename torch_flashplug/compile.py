@@ -26,8 +26,15 @@ from .spec import KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
 
-# By target, kind and mask: where ptxas at its usual level spills a few registers of some kernel, and at this one none.
-PTXAS = dict.fromkeys((("sm_80", "bwd", "full"), ("sm_80", "bwd", "causal"), ("sm_80", "detbwd", "full")), "-O2")
+# By target, architecture, kind and mask: where ptxas at its usual level spills a few registers of some kernel, and at
+# this one none.
+PTXAS = dict.fromkeys(
+    (
+        *(("sm_80", 80, "bwd", mask) for mask in ("full", "causal", "mask", "bias")),
+        *(("sm_80", 80, "detbwd", "full"), ("sm_80", 80, "decode", "bias"), ("sm_90a", 80, "bwd", "bias")),
+    ),
+    "-O2",
+)
 
 _PACKAGE = Path(__file__).parent
 _lock = threading.Lock()  # the DSL compiles one kernel at a time in a process
@@ -69,7 +76,7 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
     """Empty: the usual one."""
-    return PTXAS.get((target, spec.kind, spec.mask), "")
+    return PTXAS.get((target, spec.arch, spec.kind, spec.mask), "")
 
 
 def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:

@@ -172,33 +172,40 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 64, 64, FULL, 16, 64, 3, 280),
     KernelRow("decode", 80, 64, 64, FULL, 64, 128, 2, 920),
     KernelRow("decode", 80, 128, 128, FULL, 16, 128, 1, 850),
-    KernelRow("decode", 80, 128, 128, FULL + MASK, 64, 64, 2, 800),
+    KernelRow("decode", 80, 64, 64, MASK + BIAS, 64, 64, 3, 560),
+    KernelRow("decode", 80, 128, 128, FULL + MASK + BIAS, 64, 64, 2, 800),
     KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
-    KernelRow("decode", 80, 256, 256, FULL + MASK, 64, 64, 1, 1500),
+    KernelRow("decode", 80, 256, 256, FULL + MASK + BIAS, 64, 64, 1, 1500),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
     KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
-    KernelRow("fwd", 80, 64, 64, MASK, 64, 128, 1, 890),
+    KernelRow("fwd", 80, 64, 64, MASK + BIAS32 + DROPPED + MASK_DROPPED, 64, 128, 1, 890),
+    KernelRow("fwd", 80, 64, 64, BIAS, 64, 64, 1, 500),
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, BOTH + MASK, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, BOTH + MASK, 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 256, 256, BOTH + MASK + BIASES, 64, 64, 1, 1670),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
+    # Stages need registers, which warps with a quarter of the columns have.
+    KernelRow("bwd", 80, 64, 64, MASK + BIAS + DROPPED + MASK_DROPPED, 64, 64, 1),
+    KernelRow("bwd", 80, 128, 128, MASK + BIAS + DROPPED + MASK_DROPPED, 64, 64, 1),
     KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
-    KernelRow("bwd", 80, 256, 256, BOTH, 64, 64, 1),
+    KernelRow("bwd", 80, 256, 256, BOTH + MASK + BIAS, 64, 64, 1),
     KernelRow("detbwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("detbwd", 80, 128, 128, BOTH, 64, 128, 2),
+    KernelRow("detbwd", 80, 64, 64, MASK, 64, 64, 1),
+    KernelRow("detbwd", 80, 128, 128, MASK, 64, 64, 1),
     KernelRow("detbwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("detbwd", 80, 192, 192, BOTH, 64, 64, 1),
     KernelRow("detbwd", 80, 256, 256, BOTH + MASK, 64, 64, 1),
@@ -232,10 +239,10 @@ def _drops(spec: KernelSpec) -> bool:
 
 def _only_forced(spec: KernelSpec) -> bool:
     """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
-    for all that bring a mask.
+    for all that bring a mask, a bias or dropout.
     """
     few = spec.is_decode and not spec.features
-    return BY_ARCH[spec.arch].later and not spec.elementwise and not few and not _drops(spec)
+    return BY_ARCH[spec.arch].later and not spec.elementwise and not few
 
 
 def _has_bias(spec: KernelSpec) -> bool:
@@ -247,7 +254,7 @@ PACKS = (
     Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
-    Pack("sm90a_dropout", "sm_90a", _drops),
+    Pack("sm90a_dropout", "sm_90a", lambda spec: not _only_forced(spec) and _drops(spec)),
     Pack("sm80", "sm_80", lambda spec: True),
 )
 

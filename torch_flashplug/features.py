@@ -87,14 +87,14 @@ _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
-    Combination(frozenset({"mask"}), {90: (*_LONG[90], "decode"), 80: ("fwd", "detbwd", "decode")}),
-    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
-    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias")}),
-    Combination(frozenset({"dropout"}), {90: _LONG[90]}),
-    Combination(frozenset({"causal", "dropout"}), {90: _LONG[90]}),
+    Combination(frozenset({"mask"}), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
+    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias"), 80: ("fwd", "bwd", "decode")}),
+    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias"), 80: ("fwd",)}),
+    Combination(frozenset({"dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
+    Combination(frozenset({"causal", "dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
-    Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd")}),
+    Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
 )
 
 

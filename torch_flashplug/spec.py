@@ -59,7 +59,9 @@ RESULT_PAD = 8  # decode: floats between rows of results; eight rows of an accum
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """Identifies one compiled kernel; equal specs share one object file. What it costs, and whether that fits, depends
-    on its architecture: an instance is a HopperSpec or an AmpereSpec.
+    on its architecture: an instance is a HopperSpec or an AmpereSpec, which say of a CTA its `threads` and
+    `smem_bytes()`; of a thread that multiplies `accumulator_registers()` and `register_budget()`, those that it needs,
+    about, and has; of a tile `illegal_shape()`: what no kernel can have, and what it could be, or None.
     """
 
     kind: str  # one of KINDS
@@ -116,27 +118,6 @@ class KernelSpec:
     def in_order(self) -> bool:
         """A backward in which all key blocks that add to a query do so in the same order in every run."""
         return self.kind == "detbwd"
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        raise NotImplementedError
-
-    def smem_bytes(self) -> int:
-        """Of a CTA."""
-        raise NotImplementedError
-
-    def accumulator_registers(self) -> int:
-        """Of a thread that multiplies."""
-        raise NotImplementedError
-
-    def illegal_shape(self) -> str | None:
-        """What of this tile no kernel can have, and what it could be; None if nothing."""
-        raise NotImplementedError
-
-    def register_budget(self) -> tuple[int, int]:
-        """Registers that a multiplying thread needs, about, and has."""
-        raise NotImplementedError
 
     @property
     def scratch_rows(self) -> int:
@@ -328,9 +309,10 @@ class AmpereSpec(KernelSpec):
 
     @property
     def column_parts(self) -> int:
-        """bwd: warps that share the columns of 32 keys' dK and dV. Loads of single elements need registers."""
+        """bwd: warps that share the columns of 32 keys' dK and dV: of few keys as many as can."""
         widest = max(self.d, self.dv)
-        return 4 if self.elementwise else next(parts for parts in (1, 2, 4) if widest <= parts * AMPERE_COLUMNS)
+        fewest = 4 if (self.tile_m, self.tile_n) == PARTS_TILE else 1
+        return next(parts for parts in (1, 2, 4) if parts >= fewest and widest <= parts * AMPERE_COLUMNS)
 
     @property
     def slabs(self) -> int:
@@ -349,7 +331,12 @@ class AmpereSpec(KernelSpec):
         return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
 
     def smem_bytes(self) -> int:
-        return self.operand_bytes() + (self._stage_bytes(self.tile_m, self.tile_n) if self.kind == "fwd" else 0)
+        return self.operand_bytes() + self.has_room * self._stage_bytes(self.tile_m, self.tile_n)
+
+    @property
+    def has_room(self) -> bool:
+        """fwd: for what stages hold of a block, in tiles of 16-bit elements; they read others where they lie."""
+        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].bytes("q")
 
     def operand_bytes(self) -> int:
         """fwd: Q, later O, and K and V. decode: Q, the rings; in their place at last, every team's results. bwd: K and
@@ -389,11 +376,13 @@ class AmpereSpec(KernelSpec):
     def _illegal_backward(self) -> str | None:
         if self.in_parts:
             return "sm_80 has no backward in parts; use bwd or detbwd"
-        tile, stages = (PARTS_TILE, 1) if self.column_parts == 4 else (BACKWARD_TILE, 2)
-        if (self.tile_m, self.tile_n, self.stages) != (*tile, stages):
+        few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # loads of single elements need registers
+        tiles = {PARTS_TILE: 1} if few else {PARTS_TILE: 1, BACKWARD_TILE: 2}
+        if tiles.get((self.tile_m, self.tile_n)) != self.stages:
             given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
-            return f"{given}; a backward of these head dims has {tile} and {stages}"
-        if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.elementwise):
+            has = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
+            return f"{given}; a backward of these head dims has {has}"
+        if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.column_parts == 4):
             return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both, and vectors"
         return None
 

@@ -34,7 +34,9 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
-BIASED = [spec for spec in configs.specs(90) if spec.features in ({"bias"}, {"bias32"})]  # others: test_dropout
+BACKENDS = {90: "fa3", 80: "fa2"}
+# Others: test_dropout.
+BIASED = [spec for arch in BACKENDS for spec in configs.specs(arch) if spec.features in ({"bias"}, {"bias32"})]
 
 
 def drawn(*sizes: int) -> Tensor:
@@ -77,11 +79,11 @@ def dtype_of(case: Case, wide: bool) -> torch.dtype:
     return torch.float32 if wide else case.torch_dtype
 
 
-def attend(case: Case, bias: Tensor, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def attend(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple[Tensor, Tensor, Tensor]:
     """Ours, fp64's and plain torch's."""
     inputs = make_inputs(case, device, SEED)
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(backend):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa, scale=case.scale)
     assert native.counters()["ours_fwd"] == 1
     exact, low = (
@@ -99,38 +101,49 @@ def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
     assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
 
 
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
+    d, wide = (64, 128, 256)[len(bias) % 3], len(bias) % 2 == 0
+    case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=DTYPES[len(bias) // 2 % 2])
+    given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
+    assert_within_budget(case.name, *attend(case, given, kernels_on, "fa2"), seed=SEED)
+
+
 @pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.kind == "fwd"], ids=KernelSpec.name)
 def test_every_forward(kernels_on: str, spec: KernelSpec) -> None:
     """By sizes that make the plan choose it, where rows compete."""
-    wide = "bias32" in spec.features
+    wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     facts = {"bias32" if wide else "bias": 1}
     for heads, rows in (((1, 3, 3), 64), ((1, 2, 1), 200), ((4, 16, 16), 192), ((2, 17, 17), 256)):
         case = new_case(spec.name(), heads, (rows, 72), (spec.d, spec.dv), dtype=spec.dtype)
-        if planned(case, **facts)["kernel"] == spec.name():
+        if planned(case, backend=backend, **facts)["kernel"] == spec.name():
             break
     else:
         pytest.fail(f"no call is planned for {spec.name()}")
     given = hidden(drawn(300, 336))[100 : 100 + rows, 40:112].to(kernels_on, dtype_of(case, wide))
-    assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
+    assert_within_budget(case.name, *attend(case, given, kernels_on, backend), seed=SEED)
 
 
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (3, 7)])
-def test_sizes(kernels_on: str, sizes: tuple[int, int], wide: bool) -> None:
+def test_sizes(kernels_on: str, sizes: tuple[int, int], wide: bool, backend: str) -> None:
     case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
     given = drawn(1, 3, *sizes).to(kernels_on, dtype_of(case, wide))
-    assert_within_budget(f"{sizes}", *attend(case, given, kernels_on), seed=SEED)
+    assert_within_budget(f"{sizes}", *attend(case, given, kernels_on, backend), seed=SEED)
 
 
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
-def test_scales(kernels_on: str, scale: float) -> None:
+def test_scales(kernels_on: str, scale: float, backend: str) -> None:
     case = new_case("scales", (1, 2, 2), (70, 136), (64, 64), scale=scale)
     given = hidden(drawn(300, 336))[60:130, 20:156].to(kernels_on, case.torch_dtype)
-    assert_within_budget(f"{scale}", *attend(case, given, kernels_on), seed=SEED)
+    assert_within_budget(f"{scale}", *attend(case, given, kernels_on, backend), seed=SEED)
 
 
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
-def test_numbers_that_are_none(kernels_on: str, wide: bool) -> None:
+def test_numbers_that_are_none(kernels_on: str, wide: bool, backend: str) -> None:
     """As torch's math has them: NaN and inf spoil their own row, a row of the smallest number is a mean, one of -inf is
     0.
     """
@@ -138,7 +151,7 @@ def test_numbers_that_are_none(kernels_on: str, wide: bool) -> None:
     dtype = dtype_of(case, wide)
     given = drawn(70, 136).to(kernels_on, dtype)
     given[3, 5], given[9, 130], given[20], given[21] = math.nan, math.inf, torch.finfo(dtype).min, -math.inf
-    out, exact, low = attend(case, given, kernels_on)
+    out, exact, low = attend(case, given, kernels_on, backend)
     spoilt = torch.zeros(70, dtype=torch.bool, device=kernels_on)
     spoilt[[3, 9]] = True
     assert out[..., spoilt, :].isnan().all() and exact[..., spoilt, :].isnan().all()
@@ -176,13 +189,13 @@ FEW: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0) -> None:
+def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0, backend: str = "fa3") -> None:
     """Out and LSE of the own op, by a kernel that splits keys."""
     fact = "bias32" if bias.dtype == torch.float32 else "bias"
-    assert planned(case, num_splits, **{fact: 1})["kernel"].startswith("decode_")
+    assert planned(case, num_splits, backend=backend, **{fact: 1})["kernel"].startswith("decode_")
     inputs = make_inputs(case, device, SEED)
     native.counters(reset=True)
-    operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits))
+    operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits, backend))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
     assert native.counters()["ours_fwd"] == 1
     exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle, plain))
@@ -193,11 +206,11 @@ def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0) -> Non
 
 @pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.is_decode], ids=KernelSpec.name)
 def test_every_decode(kernels_on: str, spec: KernelSpec) -> None:
-    wide = "bias32" in spec.features
+    wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
         case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
-        assert planned(case, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
-        check_few(case, drawn(2, 1, Sq, keys).to(kernels_on, dtype_of(case, wide)), kernels_on)
+        assert planned(case, backend=backend, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
+        check_few(case, drawn(2, 1, Sq, keys).to(kernels_on, dtype_of(case, wide)), kernels_on, backend=backend)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
@@ -209,14 +222,23 @@ def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
     check_few(case, laid_out(FEW[bias](Sq), kernels_on, dtype_of(case, wide)), kernels_on, num_splits)
 
 
-def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False) -> None:
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("bias", FEW)
+def test_few_rows_of_every_gpus_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
+    Sq = (1, 7, 32)[len(bias) % 3]
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=DTYPES[Sq % 2])
+    given = laid_out(FEW[bias](Sq), kernels_on, case.torch_dtype)
+    check_few(case, given, kernels_on, num_splits, "fa2")
+
+
+def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False, backend: str = "fa3") -> None:
     """Of query, key and value, by a backward of ours."""
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     native.counters(reset=True)
     torch.use_deterministic_algorithms(order)
     try:
-        with torch_flashplug.sdpa_backend("fa3"):
+        with torch_flashplug.sdpa_backend(backend):
             out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
             found = torch.autograd.grad(out, leaves, inputs.grad_out)
     finally:
@@ -232,12 +254,19 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
 
 @pytest.mark.parametrize("spec", [s for s in BIASED if s.is_backward and s.kind != "dbias"], ids=KernelSpec.name)
 def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
-    wide = "bias32" in spec.features
+    wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     case = new_case(spec.name(), (2, 2, 1), (200, 336), (spec.d, spec.dv), dtype=spec.dtype)
     facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.in_parts}
-    assert planned(case, **facts)["gradients"] == spec.name()
+    assert planned(case, backend=backend, **facts)["gradients"] == spec.name()
     given = drawn(2, 1, 200, 336).to(kernels_on, dtype_of(case, wide))
-    check_gradients(case, given, kernels_on, order=spec.in_parts)
+    check_gradients(case, given, kernels_on, order=spec.in_parts, backend=backend)
+
+
+@pytest.mark.parametrize("bias", [name for name in BIASES if name != "large"])
+def test_gradients_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
+    d = (64, 128, 256)[len(bias) % 3]
+    case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=DTYPES[len(bias) % 2])
+    check_gradients(case, laid_out(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
 
 
 @pytest.mark.parametrize("order", [False, True])

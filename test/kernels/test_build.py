@@ -224,7 +224,7 @@ def test_cache_key_follows_the_sources(monkeypatch):
     spec = SPECS[0]
     before = compiler.key(spec, "sm_90a")
     assert spec.name() in before and before == compiler.key(spec, "sm_90a")
-    monkeypatch.setattr(compiler, "PTXAS", {("sm_90a", spec.kind, spec.mask): "-O1"})
+    monkeypatch.setattr(compiler, "PTXAS", {("sm_90a", spec.arch, spec.kind, spec.mask): "-O1"})
     slower = compiler.key(spec, "sm_90a")
     monkeypatch.setattr(compiler, "fingerprint", lambda spec: "changed")
     assert len({compiler.key(spec, "sm_90a"), slower, before}) == 3

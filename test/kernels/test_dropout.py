@@ -36,7 +36,10 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
-DROPPED = [spec for spec in configs.specs(90) if "dropout" in spec.features and spec.kind != "dbias"]
+BACKENDS = {90: "fa3", 80: "fa2"}
+DROPPED = [
+    spec for arch in BACKENDS for spec in configs.specs(arch) if "dropout" in spec.features and spec.kind != "dbias"
+]
 bits_of = torch.ops.torch_flashplug.dropout_mask
 
 
@@ -130,12 +133,12 @@ def next_seed(device: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def ours(*ways: str, order: bool = False) -> Iterator[None]:
+def ours(*ways: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """One call, by kernels of these directions."""
     native.counters(reset=True)
     torch.use_deterministic_algorithms(order)
     try:
-        with torch_flashplug.sdpa_backend("fa3"):
+        with torch_flashplug.sdpa_backend(backend):
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -182,7 +185,7 @@ def test_every_forward_keeps_what_the_op_says(kernels_on: str, spec: KernelSpec)
         keys = torch.arange(first, min(first + spec.dv, Sk))
         v[:, :, keys, keys - first] = 1.0
         torch.manual_seed(SEED)
-        with ours("ours_fwd"):
+        with ours("ours_fwd", backend=BACKENDS[spec.arch]):
             out = F.scaled_dot_product_attention(q, k, v, **settings(spec, p, mask))
         assert torch.equal(out[..., : len(keys)] != 0, kept[..., keys])
 
@@ -198,12 +201,12 @@ def test_every_backward_keeps_what_its_forward_did(kernels_on: str, spec: Kernel
     """
     B, Hq, Sq, Sk, p, device = 2, 2, 150, 200, 0.3, kernels_on
     order = spec.in_order or (spec.in_parts and "mask" in spec.features)  # what makes the plan choose it, or parts do
-    every = order or not spec.in_parts
+    every, backend = order or not spec.in_parts, BACKENDS[spec.arch]
     if every:
         case = new_case(spec.name(), (B, Hq, Hq), (Sq, Sk), (spec.d, spec.dv), dtype=spec.dtype)
         needed = dict.fromkeys(spec.features - {"dropout"}, 1)
         facts = needed | {"dropout_p": p, "grad": 1, "deterministic": int(order)}
-        assert planned(case, **facts)["gradients"] == spec.name()
+        assert planned(case, backend=backend, **facts)["gradients"] == spec.name()
     mask = mask_of(spec, Sq, Sk, device)
     visible = seen(spec, (B, Hq, Sq, Sk), mask, device)
     kept = bits_of(next_seed(device), B, Hq, Sq, Sk, p) & visible
@@ -216,7 +219,7 @@ def test_every_backward_keeps_what_its_forward_did(kernels_on: str, spec: Kernel
         wanted = "qkv" if every else alone
         leaves = {one: tensor.detach().requires_grad_(one in wanted) for one, tensor in zip("qkv", (q, k, v))}
         torch.manual_seed(SEED)
-        with ours("ours_fwd", "ours_bwd", order=order):
+        with ours("ours_fwd", "ours_bwd", order=order, backend=backend):
             out = F.scaled_dot_product_attention(*leaves.values(), **settings(spec, p, mask))
             found = torch.autograd.grad(out, [leaves[one] for one in wanted], grad)
         return found[wanted.index(name)]
@@ -248,11 +251,13 @@ def rounded_outputs(case: Case, inputs: Inputs, out: Tensor) -> dict[str, float]
     return {"dq": error * k, "dk": error * q * case.Sq * case.Hq / case.Hkv, "dv": 0.0}
 
 
-def check(case: Case, p: float, device: str, mask: Tensor | None = None, order: bool = False) -> Inputs:
+def check(
+    case: Case, p: float, device: str, mask: Tensor | None = None, *, order: bool = False, backend: str = "fa3"
+) -> Inputs:
     """Output and gradients against fp64."""
     inputs, rule = make_inputs(case, device, SEED), masking(case, p, mask, device)
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    with ours("ours_fwd", "ours_bwd", order=order):
+    with ours("ours_fwd", "ours_bwd", order=order, backend=backend):
         out = F.scaled_dot_product_attention(
             *inputs, attn_mask=mask, dropout_p=p, is_causal=case.causal, enable_gqa=case.gqa
         )
@@ -283,6 +288,16 @@ def test_numbers(kernels_on: str, d: int, causal: bool, sizes: tuple[int, int], 
     check(case, p, kernels_on, order=sizes == (200, 333))
 
 
+@pytest.mark.parametrize("p, sizes", [(0.1, (1, 1)), (0.123, (129, 63)), (1.0, (65, 129)), (0.5, (200, 333))])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_numbers_of_every_gpus_kernels(
+    kernels_on: str, d: int, causal: bool, p: float, sizes: tuple[int, int]
+) -> None:  # fmt: skip
+    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *("causal",) * causal, dtype=DTYPES[causal])
+    check(case, p, kernels_on, backend="fa2")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(72, 72), (96, 40), (192, 128), (256, 256)])
 def test_other_head_dims(kernels_on: str, dims: tuple[int, int], causal: bool) -> None:
@@ -290,14 +305,16 @@ def test_other_head_dims(kernels_on: str, dims: tuple[int, int], causal: bool) -
     check(case, 0.2, kernels_on)
 
 
-@pytest.mark.parametrize("order", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_beside_a_mask(kernels_on: str, d: int, order: bool) -> None:
+@pytest.mark.parametrize(
+    "d, order, backend",
+    [*((d, order, "fa3") for d in (64, 128, 256) for order in (False, True)), *((d, False, "fa2") for d in (64, 128))],
+)
+def test_beside_a_mask(kernels_on: str, d: int, order: bool, backend: str) -> None:
     case = new_case(f"masked {d}", HEADS, (200, 300), (d, d), dtype=DTYPES[order])
     mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(SEED)) < 0.6
     mask[..., 65, :] = mask[..., 128:, 128:256] = False
     mask[..., :64, 128:256] = True
-    check(case, 0.2, kernels_on, mask.to(kernels_on), order)
+    check(case, 0.2, kernels_on, mask.to(kernels_on), order=order, backend=backend)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
@@ -308,7 +325,7 @@ def test_beside_a_bias(kernels_on: str, d: int, order: bool, wide: bool) -> None
     case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=DTYPES[order])
     bias = torch.randn(4, 200, 300, generator=torch.Generator().manual_seed(SEED)) * 2
     bias[..., 65, :] = bias[..., 128:, 128:256] = -math.inf
-    check(case, 0.2, kernels_on, bias.to(kernels_on, torch.float32 if wide else case.torch_dtype), order)
+    check(case, 0.2, kernels_on, bias.to(kernels_on, torch.float32 if wide else case.torch_dtype), order=order)
 
 
 def test_few_rows_are_a_forward(kernels_on: str) -> None:

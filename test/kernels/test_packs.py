@@ -24,13 +24,14 @@ SPECS = [spec for family in FAMILIES for spec in configs.specs(family.arch)]
 COMPILED_ONLY = dict.fromkeys(
     ("sm_100", "sm_120"),
     [spec for spec in configs.specs(80) if spec.dtype == "bf16" and spec.d in {64, 128} and spec.kind != "detbwd"
-     and (spec.kind != "bwd" or spec.d == 64 or spec.elementwise) and spec.tile_n != 112],
+     and (spec.kind != "bwd" or spec.d == 64 or spec.elementwise) and spec.tile_n != 112
+     and spec.features <= {"causal", "mask"}],
 )  # fmt: skip
 BUILT = [(pack.target, spec) for pack in configs.PACKS for spec in pack.specs()]
 BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
 # At most so many kernels: each costs every clean build seconds and 90 KB. A feature gets a pack of its own.
-# Masks are in 30, 12 and 12 of those without a name of their own.
-CEILINGS = {"sm90a": 225, "sm90a_bias": 70, "sm90a_fa2": 110, "sm90a_dropout": 85, "sm80": 145}
+# Those of every GPU have theirs among the others: 72 in sm90a_fa2 and in sm80. Masks are in 30 of sm90a.
+CEILINGS = {"sm90a": 225, "sm90a_bias": 70, "sm90a_fa2": 165, "sm90a_dropout": 85, "sm80": 200}
 
 
 def test_every_kernel_of_the_table_is_in_a_pack():

@@ -33,7 +33,7 @@ REFUSED = {
     "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
     "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
     "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
-    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5, bias=1),
+    "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=1.5, bias=1),
 }
 # A table of its own: vectors up to 128 in two sizes, elements up to 64; and all backwards.
 FORWARDS = (
@@ -197,12 +197,12 @@ two_devices
 three_reasons
   a100
     stock
-      fa2: attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf
-        alone; also: dropout_p=0.5, these kernels have no dropout; pass dropout_p=0; also: value has
-        head dim 264, kernels take up to 256; stock attention serves larger ones
+      fa2: no kernel has exactly bias and dropout together; stock attention serves this call; also:
+        dropout_p=1.500 is not above 0 and up to 1; stock attention refuses or ignores it; also:
+        value has head dim 264, kernels take up to 256; stock attention serves larger ones
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias):
-  - attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone
-  - dropout_p=0.5, these kernels have no dropout; pass dropout_p=0
+  - no kernel has exactly bias and dropout together; stock attention serves this call
+  - dropout_p=1.500 is not above 0 and up to 1; stock attention refuses or ignores it
   - value has head dim 264, kernels take up to 256; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):

@@ -111,13 +111,13 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
 @pytest.mark.parametrize(
     "d, facts, device, kernel, gradients",
     [
-        (64, {}, "l4", "fwd_sm80_bf16_d64_mask_m64n128s1", "math's backward"),
-        (96, {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "detbwd_sm80_bf16_d256_mask_m64n64s1"),
-        (96, {"deterministic": 1}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
-        (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
-        (128, {}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "math's backward"),
-        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "partbwd_sm90_bf16_d256_mask_m64n64s2"),
-        (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d128_mask_m64n64s2", ""),
+        (64, {}, "l4", "fwd_sm80_bf16_d64_mask_m64n128s1", "bwd_sm80_bf16_d64_mask_m64n64s1"),
+        (96, {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "detbwd_sm80_bf16_d128_mask_m64n64s1"),
+        (96, {"deterministic": 1}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "detbwd_sm80_bf16_d128_mask_m64n64s1"),
+        (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d128_mask_m64n64s1"),
+        (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "bwd_sm80_bf16_d256_mask_m64n64s1"),
+        (192, {}, "l4", "fwd_sm80_bf16_d256_mask_m64n64s1", "math's backward"),
+        (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_mask_m64n64s3", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
         (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
         (64, {"align_k": 2}, "a100", "", "call .contiguous()"),
@@ -130,3 +130,27 @@ def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: s
     )
     assert plan["kernel"] == kernel
     assert gradients in (plan["gradients"] if kernel else plan["reasons"]["fa2"])
+
+
+BIASED, DROPPED = {"bias": 1}, {"dropout_p": 0.1}
+WANTED = "attn_mask wants a gradient, and no kernel of it takes this call"
+
+
+@pytest.mark.parametrize(
+    "d, facts, device, kernel, gradients",
+    [
+        (64, BIASED, "l4", "fwd_sm80_bf16_d64_bias_m64n64s1", "bwd_sm80_bf16_d64_bias_m64n64s1"),
+        (256, BIASED, "a100", "fwd_sm80_bf16_d256_bias_m64n64s1", "bwd_sm80_bf16_d256_bias_m64n64s1"),
+        (256, BIASED, "l4", "", "kernels take up to 128"),
+        (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", WANTED),
+        (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math's backward"),
+        (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
+        (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
+        (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math's backward"),
+        (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
+        (192, DROPPED, "a100", "", "kernels take up to 128"),
+        (64, DROPPED | BIASED, "a100", "", "no kernel has exactly bias and dropout together"),
+    ],
+)
+def test_what_else_every_gpus_kernels_take(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
+    test_masks_of_every_gpus_kernels(d, {"mask": 0} | facts, device, kernel, gradients)

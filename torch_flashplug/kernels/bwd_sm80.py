@@ -8,8 +8,9 @@ order in which registers hold it.
 
 Up to head dim 64 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
 multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Up to 128 two warps
-share the columns of their keys and hand each other P and dS behind barriers of their own. Above, and element by
-element, no warp has room for as much: four share the columns of 32 keys, and all warps meet several times a step.
+share the columns of their keys and hand each other P and dS behind barriers of their own. Above, element by element,
+and beside stages that hold something of scores, no warp has room for as much: four share the columns of 32 keys, and
+all warps meet several times a step.
 """
 
 from __future__ import annotations
@@ -220,11 +221,14 @@ class Here:
     def masked(self) -> cutlass.Boolean:
         return self.run.masked(self.step)
 
-    def of(self, slab: int, first: int) -> Chain:
-        """For that slab of keys, and queries from `first` on."""
+    def hold(self, slabs: int) -> tuple[Chain, ...]:
+        """For so many slabs of keys."""
+        return tuple(self.chain.hold(HALF) for _ in range(slabs))
+
+    def place_of(self, slab: int, first: int) -> Place:
+        """Of that slab, and of queries from `first` on."""
         row, column = self.place.row + slab * SLAB, self.place.column + first
-        place = replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
-        return self.chain.hold(HALF).at(place)
+        return replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
 
 
 class BackwardSm80(BackwardCall):
@@ -338,7 +342,7 @@ class BackwardSm80(BackwardCall):
         my = self.share(tiles.k, first_slab, part, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
-        column = lane % 4 * 2 + part * HALF
+        column, scale_log2 = lane % 4 * 2 + part * HALF, chain.scales(scales).log2
         place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
 
         run = order.walk.queries(keys.tile)
@@ -357,9 +361,9 @@ class BackwardSm80(BackwardCall):
                 gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, run, last_step))
             here = Here(chain, place, run, step)
             if cutlass.const_expr(self.parts == 1):
-                self.step_alone(my, queries, tiles, i % 2, here, scales.log2, first_slab)
+                self.step_alone(my, queries, tiles, i % 2, here, scale_log2, first_slab)
             else:
-                self.step_in_pairs(my, queries, tiles, i % 2, here, scales.log2, first_slab, part)
+                self.step_in_pairs(my, queries, tiles, i % 2, here, scale_log2, first_slab, part)
             last, last_step = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block, step
             step = later
         sm80.arrive()
@@ -380,33 +384,40 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def weigh(
-        self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, first: int, scale_log2: Float32
+        self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, chains: tuple[Chain, ...], first: int,
+        scale_log2: Float32,
     ) -> list[fragments.OperandA]:  # fmt: skip
         """P in place of scores, of the queries from `first` on, and in 16 bits."""
         if here.masked:
-            self.hide(scores, here, first)
+            self.ask(scores, here, chains, first, masked=True)
+        else:
+            self.ask(scores, here, chains, first, masked=False)
         P = []
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
-            P[s].take(scores[s])
+            P[s].take(scores[s], chains[s].at(here.place).kept(masked=True))
         return P
 
-    def hide(self, scores: sm80.Accumulators, here: Here, first: int) -> None:
-        """What stages hide of a masked step. They have no registers across steps: what they need comes now."""
+    def ask(
+        self, scores: sm80.Accumulators, here: Here, chains: tuple[Chain, ...], first: int, masked: bool
+    ) -> None:  # fmt: skip
+        """Stages of a step's scores. They have no registers across steps: what they need comes now."""
         for s, acc in enumerate(scores):
-            chain = here.of(s, first)
-            chain.begin(here.block, masked=True)
-            chain.apply(fragments.rows_and_columns(acc), here.block, masked=True)
+            chain = chains[s].at(here.place_of(s, first))
+            chain.begin(here.block, masked)
+            chain.make_ready(here.block, masked)
+            chain.apply(fragments.rows_and_columns(acc), here.block, masked)
 
     @cute.jit
     def slope(
-        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor
+        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, here: Here, chains: tuple[Chain, ...]
     ) -> list[fragments.OperandA]:  # fmt: skip
         """dS in 16 bits; dP is lost."""
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             slopes = fragments.rows_and_columns(dP[s])
+            chains[s].at(here.place).derive(slopes, masked=True)
             differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
             dS.append(fragments.OperandA.create(dP[s], self.element))
             dS[s].take(dP[s])
@@ -426,13 +437,14 @@ class BackwardSm80(BackwardCall):
             zero = fragments.zero_of(slot)
             keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
             my.product.scores(S, keys, rows, first)
-            P = self.weigh(S, queries.facts(0, slot, first), here, first, scale_log2)
+            chains = here.hold(SLABS)
+            P = self.weigh(S, queries.facts(0, slot, first), here, chains, first, scale_log2)
             columns = my.columns.over(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
                 my.product.accumulate(my.dV, lefts, columns.beside(do), first + query)
             my.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
-            dS = self.slope(S, dP, queries.facts(1, slot, first))
+            dS = self.slope(S, dP, queries.facts(1, slot, first), here, chains)
             for s in cutlass.range_constexpr(SLABS):
                 sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
@@ -451,13 +463,14 @@ class BackwardSm80(BackwardCall):
         rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         my.product.scores(S, my.keys, rows)
-        P = self.weigh(S, queries.facts(0, slot, half * HALF), here, 0, scale_log2)
+        chains = here.hold(SLABS)
+        P = self.weigh(S, queries.facts(0, slot, half * HALF), here, chains, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
         left = sm80.Matrices.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
         self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
         my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
-        dS = self.slope(S, dP, queries.facts(1, slot, half * HALF))
+        dS = self.slope(S, dP, queries.facts(1, slot, half * HALF), here, chains)
         self.meet(first_slab)  # P has been read
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
@@ -497,7 +510,7 @@ class BackwardSm80(BackwardCall):
         my = self.share(k, slab, half, part)
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
-        column = lane % 4 * 2 + half * HALF
+        column, scale_log2 = lane % 4 * 2 + half * HALF, chain.scales(scales).log2
         place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
         left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
@@ -514,7 +527,7 @@ class BackwardSm80(BackwardCall):
             q, do = queries.q.moved(zero), queries.do.moved(zero)
             now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
             dS, P = now.weights, now.weights.moved(weights.bytes)
-            self.weigh_together(my, queries, now, q, do, here, scales.log2, slab, half)
+            self.weigh_together(my, queries, now, q, do, here, scale_log2, slab, half)
             cute.arch.sync_threads()
             columns, weights_of = my.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
@@ -544,8 +557,9 @@ class BackwardSm80(BackwardCall):
         my.product.scores(S, keys, rows)
         sm80.arrive()  # dO
         my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
-        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, 0, scale_log2)
-        dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF))
+        chains = here.hold(1)
+        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, chains, 0, scale_log2)
+        dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF), here, chains)
         sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32
 from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.decode import DecodeCall, FewRows
+from .parts.arguments.operands import Scales
 from .parts.combine import Combine, Partials, Share, follow, starts_early
 from .parts.packed import Part
 from .parts.pieces import Pieces
@@ -166,7 +167,8 @@ class DecodeSm80(DecodeCall):
         q = sm80.Tile(start, self.tile_m, self.d)
         bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
         first_head, _ = part.place(Int32(0))
-        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scale * fragments.LOG2_E)
+        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2)
         column = team * self.keys + lane % 4 * PAIR
         here = chain.hold(self.keys).at(  # its row is the tile's first, packed
             Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
@@ -178,7 +180,7 @@ class DecodeSm80(DecodeCall):
         self.load_queries(tensors.q, q, part)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, bound)
-        lse = softmax.finish(fragments.rows_and_columns(out), scale)
+        lse = softmax.finish(fragments.rows_and_columns(out), scales.natural)
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)

@@ -81,7 +81,7 @@ class ForwardSm80(ForwardCall):
         self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.form = SlabForm(self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise)
+        self.form = SlabForm(self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room)
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
@@ -178,7 +178,7 @@ class ForwardSm80(ForwardCall):
                     slabs[i].softmax.raise_to(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
                 slabs[i].softmax.weigh(slabs[i].scores)
-                slabs[i].P.take(slabs[i].S)
+                slabs[i].P.take(slabs[i].S, slabs[i].chain.kept(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
@@ -189,5 +189,6 @@ def ask(slabs: list[Slab], block: Int32, count: Int32, masked: bool) -> None:
     """Stages of a block's scores. They have no registers across blocks: what they need comes now."""
     for slab in slabs:
         slab.chain.begin(block, masked)
+        slab.chain.make_ready(block, masked)
     for slab in slabs:
         slab.chain.apply(slab.scores, block, masked, count)

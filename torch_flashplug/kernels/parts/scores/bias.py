@@ -203,6 +203,7 @@ class SlabBias(Stage):
     def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabForm, of: Bias) -> SlabBias:
         tile = sm80.Tile(Int32(0), form.rows, form.columns)
         assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
+        assert ROWS % form.rows == 0, "one that all queries share has as many"
         tile = tile.moved(Int32(smem.allocate(tile.bytes, 128).toint()))
         return cls(form, tile, of.bias, of.scale)
 
@@ -210,7 +211,8 @@ class SlabBias(Stage):
         return natural(scales)
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
-        return SlabBringing(self, self.bias[tile.sequence, head, None, None], tile.block * self.form.rows)
+        plane, rows = self.bias[tile.sequence, head, None, None], self.form.rows
+        return SlabBringing(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
 
     def at(self, place: Place) -> Stage:
         slab = place.row % self.form.rows // sm80.SLAB * sm80.SLAB

@@ -36,7 +36,7 @@ class Read(Stage):
     def at(self, place: Place) -> Stage:
         """Rows behind the last one have what it has."""
         if place.transposed:
-            return Columns(self.bias, self.scale, place)
+            return Columns(self.bias, self.scale, place, place.head)
         last = self.bias.shape[2] - 1
         lines = ((place.batch, place.head, cutlass.min(place.row + 8 * r, last)) for r in range(2))
         return Lines(self.bias, self.scale, place, starts_of(lines, self.bias))

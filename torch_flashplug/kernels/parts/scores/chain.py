@@ -13,7 +13,7 @@ argument and names no stage. It asks, in this order:
     here.of_head(head)              backward: once a query head
     here.pass_over(count)           a block that this warpgroup does not look at
     here.begin(block, masked)       once a section: what its first block needs is on its way
-    here.make_ready(block, masked)  Hopper, but decode: once a block, before apply: work that needs no scores
+    here.make_ready(block, masked)  but decode: once a block, before apply: work that needs no scores
     here.apply(S, block, masked, count)     scores, before the exponential
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
@@ -25,7 +25,7 @@ argument and names no stage. It asks, in this order:
 who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
 everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
 spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and ask
-`begin` and `apply` for each block; their backward for masked ones alone.
+`begin`, `make_ready` and `apply` for each block.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
 stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
@@ -71,7 +71,7 @@ class SlabForm:
     rows: int
     columns: int
     elementwise: bool  # tensors of any strides at any address
-    room = True
+    room: bool = True
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ class Dropout(Stage):
                 rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
                 word = self.word(key, Uint32(rows), Uint32(place.row // SLAB))
                 self.now[i] = turn_bytes(turn_bits(word, lane, 4), lane, 8)
+                if cutlass.const_expr(place.by_row):  # scores may begin inside a block
+                    self.now[i] = self.now[i] >> ((place.column & -8) >> 1)
             else:
                 rows = place.row // SLAB * 8 + place.row % 8
                 word = self.word(key, Uint32(rows), Uint32(first + 4 * i + lane % 4))
