@@ -28,11 +28,6 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
-bool operands_require_grad(const Attention& call) {
-  const TorchSymbols& torch = torch_symbols();
-  return torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v);
-}
-
 bool is_of(AtenTensorHandle tensor, int32_t dtype) {
   int32_t found = -1;
   return aoti_torch_get_dtype(tensor, &found) == 0 && found == dtype;
@@ -122,13 +117,13 @@ bool eligible_device(int32_t device_type) {
 }
 
 bool wants_grad(const Attention& call) {
-  return (operands_require_grad(call) && aoti_torch_grad_mode_is_enabled()) || wants_bias_grad(call);
+  const TorchSymbols& torch = torch_symbols();
+  const bool of_operands = torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v);
+  return (of_operands && aoti_torch_grad_mode_is_enabled()) || wants_bias_grad(call);
 }
 
 bool wants_bias_grad(const Attention& call) {
   return is_there(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
 }
-
-bool wants_bias_grad_alone(const Attention& call) { return wants_bias_grad(call) && !operands_require_grad(call); }
 
 }  // namespace flashplug

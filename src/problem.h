@@ -140,8 +140,7 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
-bool wants_grad(const Attention& call);  // here and now
-bool wants_bias_grad(const Attention& call);
-bool wants_bias_grad_alone(const Attention& call);  // likewise
+bool wants_grad(const Attention& call);       // here and now
+bool wants_bias_grad(const Attention& call);  // likewise
 
 }  // namespace flashplug

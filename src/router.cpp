@@ -173,13 +173,10 @@ bool efficient_reads(const Call& call) {
   return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
 }
 
-// cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not. Where
-// the mask alone wants a gradient, the efficient one keeps no LSE, and its backward reads it.
-int64_t made_right(int64_t chosen, const Call& call) {
-  const bool nan = is_unusual(scale_of(call.scale)) && (chosen == kChoiceCudnn || chosen == kChoiceFlash);
-  const bool lost = wants_bias_grad_alone(call) && chosen == kChoiceEfficient;
-  if (!nan && !lost) return chosen;
-  if (nan && torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
+// cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not.
+int64_t right_for_scale(int64_t chosen, const Call& call) {
+  if (!is_unusual(scale_of(call.scale)) || (chosen != kChoiceCudnn && chosen != kChoiceFlash)) return chosen;
+  if (torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
   return torch_symbols().math_enabled() ? kChoiceMath : chosen;
 }
 
@@ -200,7 +197,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return verdict.asked ? made_right(chosen, call) : chosen;
+  return verdict.asked ? right_for_scale(chosen, call) : chosen;
 }
 
 void* our_choice(int slot) {

@@ -217,12 +217,11 @@ def explain(
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
         return Plan(call, "math", reasons=reasons, error=refusal(dropout_p), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
-    fault = problem.stock_fault(query, key, value, attn_mask, scale)
     if outside is not None:
         left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
-        stocks = _right(choice, fault) if mended else _name(choice)
+        stocks = _right(choice, scale) if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=refusal(), stock_choice=stocks)
     facts = (
         DEVICES[device]
@@ -243,24 +242,22 @@ def explain(
     stocks = made["backend"] == "stock" and not impossible
     error = native.forced_error(described, facts, mode) if impossible else refusal() if stocks else ""
     mended = problem.is_asked(mode) and stocks
-    return Plan(call, **fields, error=error, stock_choice=_right(choice, fault) if mended else _name(choice))
+    return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
 
 
 def _name(choice: int) -> str:
     return "" if choice == _UNKNOWN else SDPBackend(choice).name
 
 
-def _right(choice: int, fault: str) -> str:
-    """What the router makes of stock's choice (made_right in src/router.cpp)."""
-    if choice not in problem.FAULTY[fault]:
+def _right(choice: int, scale: float | None) -> str:
+    """What the router makes of stock's choice (right_for_scale in src/router.cpp)."""
+    if not problem.gives_nan(scale, choice):
         return _name(choice)
-    of_scale = fault == "scale"
-    flags = {"EFFICIENT_ATTENTION": of_scale and torch.backends.cuda.mem_efficient_sdp_enabled(),
+    flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
              "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
     right = " or ".join(name for name, enabled in flags.items() if enabled)
-    said = "give NaN with this scale" if of_scale else "read an LSE that it keeps only where operands have gradients"
-    wrong = f"{_name(choice)} would {said}"
-    return f"{right}; {wrong}" if right else f"{wrong}, and is all that torch.nn.attention.sdpa_kernel allows"
+    nan = f"{_name(choice)} would give NaN with this scale"
+    return f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
 
 
 def _in_one_line(

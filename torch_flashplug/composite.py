@@ -98,11 +98,10 @@ def _backend(
         "on_cuda": query.device.type in _libraries
     }
     planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
-    fault = problem.stock_fault(query, key, value, attn_mask, scale)
-    if planned == "stock" and fault:
+    if planned == "stock" and native.kind_of_scale(scale) != "positive":
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if choice in problem.FAULTY[fault] and torch.backends.cuda.math_sdp_enabled():
+        if problem.gives_nan(scale, choice) and torch.backends.cuda.math_sdp_enabled():
             return "math"
     return planned
 

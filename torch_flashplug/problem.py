@@ -223,23 +223,10 @@ def is_asked(mode: int) -> bool:
     return native.enabled() and _kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
 
 
-def stock_fault(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None) -> str:
-    """"scale": cuDNN's and flash's kernels give NaN with one of zero or below; "mask": where the mask alone wants a
-    gradient, the efficient attention keeps no LSE, which its backward reads; empty: neither. What the router makes of
-    it is made_right of src/router.cpp.
-    """
-    if native.kind_of_scale(scale) in {"zero", "negative"}:
-        return "scale"
-    alone = attn_mask is not None and wants_grad(attn_mask) and not wants_grad(query, key, value)
-    return "mask" if alone else ""
-
-
-# By the fault: the backends that have it.
-FAULTY = {
-    "": (),
-    "scale": (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value),
-    "mask": (SDPBackend.EFFICIENT_ATTENTION.value,),
-}
+def gives_nan(scale: float | None, stock_choice: int) -> bool:
+    """With a scale of zero or below cuDNN's and flash's kernels do (right_for_scale in src/router.cpp)."""
+    backends = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
+    return native.kind_of_scale(scale) in {"zero", "negative"} and stock_choice in backends
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:

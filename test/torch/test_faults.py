@@ -147,7 +147,6 @@ def test_the_gradient_of_a_mask_alone_where_ours_cannot_run(kind: str) -> None:
     k, v, mask = half(1, 1, Sk, D), half(1, 1, Sk, D), half(Sq, Sk).requires_grad_()
     attend = torch.compile(sdpa) if kind == "compiled" else sdpa
     p = 0.1 * (kind == "dropout")
-    assert torch_flashplug.explain(q, k, v, mask, p).stock_choice.startswith("MATH; EFFICIENT_ATTENTION would")
     native.counters(reset=True)
     out = attend(q, k, v, attn_mask=mask, dropout_p=p)
     grad_out = half(*out.shape)
