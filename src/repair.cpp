@@ -4,7 +4,7 @@
 // - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that: with
 //   TMA, cuDNN rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
 //   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
-//   refuses. Copied, masks excepted.
+//   refuses. Copied; attn_mask, which F.sdpa pads, is not.
 // - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
 //   second such call ends the process. Copied.
 // - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
@@ -13,6 +13,8 @@
 //   alone. Plans from before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as
 //   float), so our calls say the number beside the caller's (-0 for 0), which no other call says. The mask that it
 //   draws stays the forward's (test_repair.py).
+// - Where the gradient of a float mask alone is wanted, F.sdpa asks the efficient forward for no LSE, and its backward
+//   reads it all the same: refused, or, of one head, read at address 0. Made up for.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -226,18 +228,37 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   give_back(grads, stack);
 }
 
+// The LSE that a forward has not left; undefined where there is one.
+Owned missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
+  const auto is_empty = [](AtenTensorHandle tensor) {
+    int64_t numbers = 0;
+    return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
+  };
+  if (!is_there(lse) || !is_empty(lse) || !four_dims({call.q}) || is_empty(call.q)) return {};
+  AtenTensorHandle results[4];
+  stock_efficient_forward(call, results);
+  Owned owned[4];
+  for (int i = 0; i < 4; ++i) owned[i] = Owned(results[i]);
+  return std::move(owned[1]);
+}
+
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientBackward;
-  const Taken taken(stack,
-                    {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
-                     op["philox_seed"], op["philox_offset"]},
-                    {0, 1, 2, 3, 5});  // attn_bias stays as it is
+  Taken taken(stack,
+              {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
+               op["philox_seed"], op["philox_offset"]},
+              {0, 1, 2, 3, 5});  // attn_bias stays as it is
+  const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const auto listed = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
+  auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = taken.handles;
+  // Dropout does not change it.
+  const Owned made = missing_lse(lse, {q, k, v, is_there(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
+  if (made.defined()) lse = made.get();
   AtenTensorHandle grads[4];
-  stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted,
-                           box::to<bool>(stack[op["is_causal"]]), box::to_optional_double(stack[op["scale"]]), grads);
+  stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted, is_causal, scale, grads);
   give_back(grads, stack);
 }
 

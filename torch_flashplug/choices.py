@@ -273,6 +273,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
     # Float masks: 150 cells of more rows than decode has, 96 of decode. Where the ratio is below 1 stock is wrong all
     # the same for rows that see no key (rescues.py). Of fp32 ones the lowest is D 64, Sq 16384: bytes of the bias.
+    # Rows do not tell whether the mask's own gradient is wanted: with it the lowest is 1.85 (16 cells; of fp32 none).
     ChoiceRow("decode", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.984, _BIASES),
     ChoiceRow("decode", "square", 90, False, "bias", 65, 128, 1, ANY, 1, ANY, 0, 0.968, _BIASES),
     ChoiceRow("decode", "square", 90, False, "bias", 129, 256, 1, ANY, 1, ANY, 0, 1.172, _BIASES),

@@ -344,6 +344,25 @@ def test_what_auto_leaves_to_stock_may_lie_anywhere(kind: str) -> None:
             torch.testing.assert_close(got.double(), right, atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_masks_gradient_alone(heads: int, offset: int, compiled: bool) -> None:
+    """Of stock alone: one head ends the CUDA context, more raise (LSE is not correctly aligned)."""
+    torch.manual_seed(5)
+    q, k, v = odd((1, heads, 257, 64), offset), half(1, heads, 9, 64), half(1, heads, 9, 64)
+    mask, grad_out = half(257, 9).requires_grad_(), half(1, heads, 257, 64)
+    attend = torch.compile(by, backend="aot_eager", dynamic=False) if compiled else by
+    out = attend(EFFICIENT, q, k, v, attn_mask=mask)
+    (grad,) = torch.autograd.grad(out, mask, grad_out)
+    wide = mask.detach().double().requires_grad_()
+    exact = (q.double() @ k.double().mT * 0.125 + wide).softmax(-1) @ v.double()
+    (right,) = torch.autograd.grad(exact, wide, grad_out.double())
+    torch.testing.assert_close(grad.double(), right, atol=5e-2, rtol=5e-2)
+
+
 # ---- dropout, and what nobody should see ----
 
 
