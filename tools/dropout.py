@@ -11,8 +11,8 @@ import masks
 import torch
 import torch.nn.functional as F
 import workloads
-from harness import Bench, facts_of, refusal, row_of
-from records import GRADIENT_FLOP
+from harness import Bench, facts_of, row_of, time_calls
+from records import GRADIENT_FLOP, OURS
 from torch import Tensor
 
 from torch_flashplug import dropped
@@ -25,10 +25,8 @@ from torch_flashplug.testing import (
     measure_error,
     oracle,
     plain,
-    time_interleaved,
 )
 
-ROUND_MS = 10.0
 SEED = 20261124
 P = 0.1
 
@@ -74,27 +72,19 @@ def _measure(bench: Bench, name: str, case: Case, what: str, beside: masks.Patte
         out = attend()
         return torch.autograd.grad(out, tuple(inputs), inputs.grad_out) if grad else out
 
-    candidates, refused = {}, {}
+    def wrong_of(peer: str) -> str | None:
+        if peer not in OURS:  # which draws other bits
+            return None
+        torch.manual_seed(SEED)
+        out = attend().detach()
+        torch.manual_seed(SEED)
+        seed = torch.empty((), dtype=torch.int64, device=bench.device).random_()
+        return wrong_in(case, inputs, mask, out, seed)
+
+    peers = [peer for peer in ("ours_fa3", "stock", "cudnn", "fa2", "efficient") if peer in bench.providers]
     with torch.set_grad_enabled(grad):
-        for peer in ("ours_fa3", "stock", "cudnn", "fa2", "efficient"):
-            if (provider := bench.providers.get(peer)) is None:
-                continue
-            try:
-                with provider.scope():
-                    torch.manual_seed(SEED)
-                    out = attend().detach()
-                    call()
-            # What cannot run is noted, and the others are measured.
-            except (RuntimeError, NotImplementedError) as error:
-                refused[peer] = refusal(error)
-                continue
-            if bench.check and provider.ours:
-                torch.manual_seed(SEED)
-                seed = torch.empty((), dtype=torch.int64, device=bench.device).random_()
-                if error := wrong_in(case, inputs, mask, out, seed):
-                    raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
-            candidates[peer] = Candidate(call, provider.scope)
-        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+        given = {peer: Candidate(call, bench.providers[peer].scope) for peer in peers}
+        timings, _, refused = time_calls(bench, name, given, wrong_of)
     facts = facts_of(case) | {"flop": case.flop * GRADIENT_FLOP.get(what, 1.0), "dropout_p": P}
     facts |= {} if beside is None else {"mask": beside.name}
     bench.add(row_of(name, timings, **facts, grad=grad, refused=refused))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import providers as who
@@ -20,7 +20,10 @@ from torch_flashplug.testing import (
     oracle,
     paired_ratio,
     plain,
+    time_interleaved,
 )
+
+MASKED_ROUND_MS = 10.0  # of what is beside a mask or dropout
 
 
 @dataclass(slots=True)
@@ -138,6 +141,30 @@ def try_each(
             if provider.ours:
                 print(f"{case.name}: {name} refused: {refused[name]}")
     return candidates, errors, refused
+
+
+def time_calls(
+    bench: Bench, name: str, calls: Mapping[str, Candidate], wrong_in: Callable[[str], str | None]
+) -> tuple[dict, dict[str, str], dict[str, str]]:
+    """Timings of the calls that can run, what `wrong_in`, which makes one of its own, has against a peer's numbers, and
+    why the others cannot. Ours being wrong ends the run.
+    """
+    candidates, wrong, refused = {}, {}, {}
+    for peer, candidate in calls.items():
+        try:
+            with candidate.scope():
+                if bench.check and (error := wrong_in(peer)):
+                    wrong[peer] = error
+                candidate.call()
+        # What cannot run is noted, and the others are measured.
+        except (RuntimeError, NotImplementedError) as error:
+            refused[peer] = refusal(error)
+            continue
+        candidates[peer] = candidate
+    if wrong.keys() & set(OURS):
+        raise SystemExit(f"{name}: wrong, nothing is timed: {wrong}")
+    timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=MASKED_ROUND_MS)
+    return timings, wrong, refused
 
 
 def graphed(candidate: Candidate, calls: int) -> Candidate:

@@ -13,7 +13,7 @@ import providers as who
 import torch
 import torch.nn.functional as F
 import workloads
-from harness import Bench, facts_of, refusal, row_of
+from harness import Bench, facts_of, row_of, time_calls
 from records import GRADIENT_FLOP
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -27,10 +27,8 @@ from torch_flashplug.testing import (
     measure_error,
     oracle,
     plain,
-    time_interleaved,
 )
 
-ROUND_MS = 10.0
 MOST_SCORES = 1 << 31  # of a mask: a byte each, three more where stock makes floats of it
 SEED = 20261123
 SEEN = 0.5  # of random masks
@@ -166,32 +164,20 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
 
         return call
 
-    candidates, wrong, refused = {}, {}, {}
-    attends = {
-        peer: (
-            functools.partial(F.scaled_dot_product_attention, *inputs, mask, enable_gqa=case.gqa),
-            bench.providers[peer].scope,
-        )
-        for peer in ("ours_fa3", "ours_auto", "stock", "efficient")
-        if peer in bench.providers
-    }
+    of_torch = functools.partial(F.scaled_dot_product_attention, *inputs, mask, enable_gqa=case.gqa)
+    attends = dict.fromkeys(("ours_fa3", "ours_auto", "stock", "efficient"), of_torch)
     with torch.set_grad_enabled(grad):
         if pattern.name in FLEX and "flex" in bench.providers:
-            flex = bench.providers["flex"]
-            attends["flex"] = (_flex_call(flex.attend, case, pattern, inputs), flex.scope)
-        for peer, (attend, scope) in attends.items():
-            try:
-                with scope():
-                    if bench.check and (error := wrong_in(case, inputs, mask.detach(), attend().detach())):
-                        wrong[peer] = error
-                    call_of(attend)()
-            # What cannot run is noted, and the others are measured.
-            except (RuntimeError, NotImplementedError) as error:
-                refused[peer] = refusal(error)
-                continue
-            candidates[peer] = Candidate(call_of(attend), scope)
-        if wrong.keys() & who.OURS.keys():
-            raise SystemExit(f"{name}: wrong, nothing is timed: {wrong}")
-        timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+            attends["flex"] = _flex_call(bench.providers["flex"].attend, case, pattern, inputs)
+        timings, wrong, refused = time_calls(
+            bench,
+            name,
+            {
+                peer: Candidate(call_of(attend), bench.providers[peer].scope)
+                for peer, attend in attends.items()
+                if peer in bench.providers
+            },
+            lambda peer: wrong_in(case, inputs, mask.detach(), attends[peer]().detach()),
+        )
     facts = facts_of(case) | {"mask": pattern.name, "flop": case.flop * GRADIENT_FLOP.get(what, 1.0)}
     bench.add(row_of(name, timings, **facts, grad=grad, wrong=wrong, refused=refused))

@@ -32,6 +32,7 @@ CLOCK_FIELDS = (
     "temperature.gpu",
     "driver_version",
 )
+MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # of the picture of masks
 LIMIT = 1.03  # auto may cost this much of stock's time, by the project's promise
 
 
@@ -149,7 +150,8 @@ def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Pat
         return None
     matplotlib.use("Agg")
     grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
-    draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode}
+    draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode,
+             "masks": _plot_masks}  # fmt: skip
     draw = draws.get(str(document["suite"]), _plot_ratios)
     return records.save(draw(document, labels), path)
 
@@ -220,6 +222,39 @@ def _plot_bars(document, labels):
     axis.set_title(f"Attention forward, bf16, suite {document['suite']}\n" + _caption(document))
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    figure.tight_layout()
+    return figure
+
+
+def _plot_masks(document, labels):
+    """One group of bars per kind of mask: speed as a multiple of stock's, one panel per head dim."""
+    import matplotlib.pyplot as plt
+
+    forwards = [row for row in document["rows"] if not row["grad"] and "_beside_" not in row["case"]]
+    rows = [row for row in forwards if row["s"] == MASKED_ROWS]
+    panels = [d for d in MASKED_DIMS if any(row["d"] == d for row in rows)]
+    kinds = list(dict.fromkeys(row["mask"] for row in rows))
+    figure, axes = plt.subplots(len(panels), figsize=(1.5 + 0.95 * len(kinds), 2.9 * len(panels)), squeeze=False)
+    for axis, d in zip(axes.flat, panels, strict=True):
+        times = {row["mask"]: row["all_ms"] for row in rows if row["d"] == d}
+        for name, side, colour in (("flex", -0.2, "tab:gray"), ("ours_fa3", 0.2, "tab:blue")):
+            timed = {i: times[kind] for i, kind in enumerate(kinds) if {name, "stock"} <= times.get(kind, {}).keys()}
+            if not timed:
+                continue
+            at = [i + side * ("flex" in each) for i, each in timed.items()]
+            speeds = [each["stock"] / each[name] for each in timed.values()]
+            bars = axis.bar(at, speeds, 0.4, label=labels.get(name, name), color=colour)
+            axis.bar_label(bars, fmt="%.1f", fontsize=8)
+        axis.axhline(1.0, color="black", linewidth=1, label="stock")
+        axis.set_xticks(range(len(kinds)), [kind.replace("_", "\n") for kind in kinds], fontsize=9)
+        axis.set(ylabel=f"head dim {d}", xlim=(-0.5, len(kinds) - 0.5))
+        axis.margins(y=0.15)
+    axes.flat[0].legend(fontsize=9, loc="upper left")
+    figure.suptitle(
+        f"Attention under a mask, forward, bf16, {MASKED_ROWS} rows and keys:\n"
+        "speed as a multiple of F.sdpa without the plugin (higher is better)\n" + _caption(document),
+        fontsize=10,
+    )
     figure.tight_layout()
     return figure
 

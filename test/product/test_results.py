@@ -104,7 +104,7 @@ def test_numbers_that_json_does_not_know_are_words():
     assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
 
 
-@pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train"])
+@pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks"])
 def test_pictures_are_drawn_from_files_alone(name, tmp_path):
     pytest.importorskip("matplotlib")
     import providers
