@@ -198,11 +198,12 @@ three_reasons
   a100
     stock
       fa2: no kernel has exactly bias and dropout together; stock attention serves this call; also:
-        dropout_p=1.500 is not above 0 and up to 1; stock attention refuses or ignores it; also:
-        value has head dim 264, kernels take up to 256; stock attention serves larger ones
+        dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends
+        the process with others); also: value has head dim 264, kernels take up to 256; stock
+        attention serves larger ones
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias):
   - no kernel has exactly bias and dropout together; stock attention serves this call
-  - dropout_p=1.500 is not above 0 and up to 1; stock attention refuses or ignores it
+  - dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)
   - value has head dim 264, kernels take up to 256; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):

@@ -86,7 +86,7 @@ forward, full, misaligned
 forward, full, last dim not contiguous
    8..256 222 222 222 222 222 222 222 222
 forward and backward, full
-   8..256 ... ... 333 333 333 333 333 333
+   8..256 ... 333 333 333 333 333 333 333
 forward and backward, full, Dv 128
        64 ... ... ... ... ... 333 333 333
       192 ... ... 333 333 333 333 333 333

@@ -93,10 +93,10 @@ def test_reasons_name_their_cause(facts: dict, said: str) -> None:
     assert said in native.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
 
 
-@pytest.mark.parametrize("p, said", [(1e-8, "1e-08"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (1.0, "1")])
+@pytest.mark.parametrize("p, said", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
 def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
     reasons = native.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
-    assert reasons["fa2"].startswith(f"dropout_p={said}, ")
+    assert reasons["fa2"].startswith(f"dropout_p={said} is not above 0 and up to 1; ")
 
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
@@ -141,14 +141,14 @@ WANTED = "attn_mask wants a gradient, and no kernel of it takes this call"
     [
         (64, BIASED, "l4", "fwd_sm80_bf16_d64_bias_m64n64s1", "bwd_sm80_bf16_d64_bias_m64n64s1"),
         (256, BIASED, "a100", "fwd_sm80_bf16_d256_bias_m64n64s1", "bwd_sm80_bf16_d256_bias_m64n64s1"),
-        (256, BIASED, "l4", "", "kernels take up to 128"),
+        (256, BIASED, "l4", "", "kernels with bias take up to 128"),
         (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", WANTED),
         (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math's backward"),
         (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
         (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math's backward"),
         (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
-        (192, DROPPED, "a100", "", "kernels take up to 128"),
+        (192, DROPPED, "a100", "", "kernels with dropout take up to 128"),
         (64, DROPPED | BIASED, "a100", "", "no kernel has exactly bias and dropout together"),
     ],
 )
