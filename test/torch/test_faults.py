@@ -269,3 +269,24 @@ def test_math_backward_is_a_step_of_a_ring(causal: int, biased: bool) -> None:
         torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i])
     if bias is not None:
         torch.testing.assert_close(torch.cat([part[3] for part in parts], 3), whole[3])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_head_of_keys_is_every_querys(road: Road) -> None:
+    """Without enable_gqa, as stock's math broadcasts it: eager, traced, mapped."""
+    q, k, v = (tensor.detach() for tensor in road.qkv())
+    k, v = k[:, :1], v[:, :1]
+    exact = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
+    roads = {
+        "eager": sdpa,
+        "compiled": torch.compile(sdpa, backend="aot_eager", dynamic=True),
+        "mapped": lambda *given: torch.vmap(sdpa, in_dims=(0, None, None))(given[0][None], *given[1:])[0],
+    }
+    for attend in roads.values():
+        road.took()
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out = attend(*leaves)
+        assert road.took()["ours_fwd"] == 1
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+        grads = torch.autograd.grad(out.float().sum(), leaves)
+        assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
