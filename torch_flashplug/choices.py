@@ -114,12 +114,12 @@ _NO_GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite choice"
 _GRAD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
 _GROUPED = "2026-11-23 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
+_FEW = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
-_WIDE_BIASES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
@@ -241,7 +241,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # (but for one disturbed cell, tools/results/LOG.md), 278 above and with D != Dv. Tiles are blocks of 128 keys. Few
     # steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
     # Few rows, the forward by decode's kernels: 64 rows, 64 keys (12 cells) and 384 (12).
-    ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _GROUPED),
+    ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
@@ -283,14 +283,14 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, False, "bias", 1, 64, 65, ANY, 1, ANY, 0, 0.966, _BIASES),
     ChoiceRow("fwd", "square", 90, False, "bias", 65, 128, 65, ANY, 1, ANY, 0, 0.910, _BIASES),
     ChoiceRow("fwd", "square", 90, False, "bias", 129, 256, 65, ANY, 1, ANY, 0, 0.994, _BIASES),
-    ChoiceRow("fwd", "mixed", 90, False, "bias", 129, 192, 65, ANY, 1, ANY, 0, 1.007, _WIDE_BIASES),
+    ChoiceRow("fwd", "mixed", 90, False, "bias", 129, 192, 65, ANY, 1, ANY, 0, 1.007, _MASKS),
     ChoiceRow("fwd", "square", 90, False, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 0.806, _BIASES),
     ChoiceRow("fwd", "square", 90, False, "bias32", 65, 256, 1, ANY, 1, ANY, 0, 1.155, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias", 1, 128, 1, ANY, 1, ANY, 0, 1.288, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 1, 64, 1, ANY, 1, ANY, 0, 1.112, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias32", 65, 128, 1, ANY, 1, ANY, 0, 0.981, _BIASES),
-    ChoiceRow("fwd", "square", 90, True, "bias", 193, 256, 1, ANY, 1, ANY, 0, 1.706, _WIDE_BIASES),
-    ChoiceRow("fwd", "square", 90, True, "bias32", 193, 256, 1, ANY, 1, ANY, 0, 1.634, _WIDE_BIASES),
+    ChoiceRow("fwd", "square", 90, True, "bias", 193, 256, 1, ANY, 1, ANY, 0, 1.706, _MASKS),
+    ChoiceRow("fwd", "square", 90, True, "bias32", 193, 256, 1, ANY, 1, ANY, 0, 1.634, _MASKS),
     # Dropout of 0.1 (96 cells). Short forwards with no mask wait for the host, and lose: 0.93.
     ChoiceRow("fwd", "square", 90, False, "dropout", 1, 128, 128, ANY, 128, ANY, 2048, 1.505, _DROPOUT),
     ChoiceRow("fwd", "square", 90, False, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 2048, 1.491, _DROPOUT),
