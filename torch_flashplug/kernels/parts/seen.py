@@ -7,6 +7,8 @@ n-th block each, so that all have work where a cache is filled in part.
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ LANES = 4  # of a warp, at the keys of a block: those of a quad hold the same ro
 BLOCKS = WARP // LANES
 AT_ONCE = 4  # looks at the mask that a warp has under way
 INT_BITS = 32
+TRUES = 0x01010101  # a word of four keys that are seen
 
 
 class MaskOfFew(Seams):
@@ -58,25 +61,36 @@ class Line:
         return cls(mask, batch, cutlass.min(head, heads - 1), query)
 
     @cute.jit
-    def load(self, key: Int32, bytes_: cute.Tensor):
-        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. By a vector where it can be, by
-        words where there are some more keys on either side.
+    def load(self, key: Int32, bytes_: cute.Tensor, vectors: cutlass.Constexpr[bool]):
+        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. vectors: as `by_vectors` says; else
+        by words where there are some more keys on either side.
         """
         keys = self.mask.shape[3]
         place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
         start, dense = self.mask.iterator + offset_of(self.mask, place), self.mask.stride[3] == 1
-        if dense & (start.toint() % BYTES == 0) & (key + BYTES <= keys):
-            cute.autovec_copy(vector_at(start, Int32, cute.size(bytes_)), bytes_)
+        bytes_.fill(0)
+        if cutlass.const_expr(vectors):
+            if key < keys:
+                cute.autovec_copy(vector_at(start, Int32, cute.size(bytes_)), bytes_)
         elif dense & (key >= BEFORE) & (key + BYTES + BEHIND <= keys):
             words = bytes_at(start)
             for i in cutlass.range_constexpr(cute.size(bytes_)):
                 bytes_[i] = words[i]
         else:
-            bytes_.fill(0)
             for i in cutlass.range_constexpr(BYTES):
                 byte = self.mask[self.batch, self.head, self.query, cutlass.min(key + i, keys - 1)].to(Int32)
                 byte = cutlass.select_(key + i < keys, byte, Int32(0))
                 bytes_[i // 4] = bytes_[i // 4] | byte << i % 4 * 8
+
+
+def by_vectors(mask: cute.Tensor) -> Boolean:
+    """Whether all rows begin at a vector of 16 keys, and end at one. The same for a whole call: so one of two codes is
+    never fetched.
+    """
+    (*sizes, keys), (*strides, between_keys) = mask.shape, mask.stride
+    offsets = [cutlass.select_(size > 1, stride, stride * 0) for size, stride in zip(sizes, strides, strict=True)]
+    together = functools.reduce(operator.or_, offsets, mask.iterator.toint() | keys)
+    return (between_keys == 1) & (together % BYTES == 0)
 
 
 def one_for_all(mask: cute.Tensor) -> Boolean:
@@ -130,49 +144,77 @@ class BoundSeen:
         """Every thread, before roles part."""
         blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        by_head = self.mask.shape[1] > 1
-        begin = cutlass.select_(by_head, part.first_row, Int32(0))
-        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
-        lines = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
         if thread < GROUPS // WARP:
             self.seen[thread] = self.hidden[thread] = 0
         cute.arch.sync_threads()
-        looks, warps = cute.ceil_div(blocks, BLOCKS) * lines, cute.arch.block_dim()[0] // WARP
-        for first in cutlass.range(warp, looks, warps * AT_ONCE, unroll=1):
-            self.look(part, first, warps, blocks, begin, lines, log)
+        if by_vectors(self.mask):
+            if one_for_all(self.mask):
+                self.look_at_one(part, blocks, log)
+            else:
+                self.look(part, blocks, log, vectors=True)
+        else:
+            self.look(part, blocks, log, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
             self.sort((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def look(
-        self, part: Part, first: Int32, warps: Int32, blocks: Int32, begin: Int32, lines: Int32, log: Int32
-    ):  # fmt: skip
-        """A warp at rows of the mask, at some blocks of one each; LANES lanes at a block."""
-        lane = cute.arch.lane_idx()
-        steps, every = self.tile_n // (LANES * BYTES), (1 << BYTES) - 1
+    def look_at_one(self, part: Part, blocks: Int32, log: Int32):
+        """As `look`, at the one line of a batch: little is fetched and run before the bytes are under way."""
+        line, lane = Line.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
+        warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
+        steps = self.tile_n // (LANES * BYTES)
         found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for i in cutlass.range_constexpr(AT_ONCE):
-            number = first + i * warps
-            head, query = part.place(begin + number % lines)
-            line = Line.of(self.mask, part.batch, head, query)
-            block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
-            for step in cutlass.range_constexpr(steps):
-                line.load(block * self.tile_n + (step * LANES + lane % LANES) * BYTES, found[None, i, step])
-        for i in cutlass.range_constexpr(AT_ONCE):
-            some, all_ = Int32(0), Int32(every)
-            for step in cutlass.range_constexpr(steps):
-                bits = bits_of_words([found[word, i, step] for word in range(BYTES // 4)])
-                some, all_ = some | bits, all_ & bits
-            seen, hidden = (cute.arch.vote_ballot_sync(one) for one in (some != 0, all_ != every))
-            nth, quad = (first + i * warps) // lines * BLOCKS + lane // LANES, (1 << LANES) - 1
-            if lane % LANES == 0 and nth < blocks:
-                word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
-                if (seen >> lane & quad) != 0:
-                    cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
-                if (hidden >> lane & quad) != 0:
-                    cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
+        for at in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
+            for i in cutlass.range_constexpr(AT_ONCE):
+                nth = at + i * warps * BLOCKS + lane // LANES
+                first = (nth * part.splits + part.split) * self.tile_n + lane % LANES * BYTES
+                for step in cutlass.range_constexpr(steps):
+                    line.load(first + step * LANES * BYTES, found[None, i, step], vectors=True)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                if at + i * warps * BLOCKS < blocks:
+                    self.note(found[None, i, None], at + i * warps * BLOCKS + lane // LANES, blocks, log)
+
+    @cute.jit
+    def look(self, part: Part, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
+        """Warps at rows of the mask, at BLOCKS blocks of one each; LANES lanes at a block."""
+        by_head = self.mask.shape[1] > 1
+        begin = cutlass.select_(by_head, part.first_row, Int32(0))
+        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
+        lines = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        looks, warps = cute.ceil_div(blocks, BLOCKS) * lines, cute.arch.block_dim()[0] // WARP
+        steps = self.tile_n // (LANES * BYTES)
+        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
+        for first in cutlass.range(warp, looks, warps * AT_ONCE, unroll=1):
+            for i in cutlass.range_constexpr(AT_ONCE):
+                number = first + i * warps
+                head, query = part.place(begin + number % lines)
+                line = Line.of(self.mask, part.batch, head, query)
+                block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
+                for step in cutlass.range_constexpr(steps):
+                    key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
+                    line.load(key, found[None, i, step], vectors)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                nth = (first + i * warps) // lines * BLOCKS + lane // LANES
+                self.note(found[None, i, None], nth, blocks, log)
+
+    @cute.jit
+    def note(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
+        """What a warp has found, (4, steps) words a lane: a quad of one block, the nth of this split."""
+        lane, quad = cute.arch.lane_idx(), (1 << LANES) - 1
+        words = [found[i] for i in range(cute.size(found))]
+        some, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
+        # Bytes of other bits than the lowest, which are true, too, count as hidden here: only their bits are looked at.
+        seen = cute.arch.vote_ballot_sync(some != 0) >> lane & quad
+        hidden = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
+        if lane % LANES == 0 and nth < blocks:
+            word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
+            if seen != 0:
+                cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
+            if hidden != 0:
+                cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
     def sort(self, groups: Int32, log: Int32):
@@ -242,13 +284,20 @@ class MaskBits(Stage):
     @cute.jit
     def begin(self, block: Int32):
         """Its bytes are on their way; who uses them waits."""
+        if by_vectors(self.mask):
+            self.fetch(block, vectors=True)
+        else:
+            self.fetch(block, vectors=False)
+
+    @cute.jit
+    def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
         row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
         for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
             key = block * self.place.block + part * 2 * WARP + lane % LANES * BYTES
-            self.line(row).load(key, self.now[None, 0, part])
+            self.line(row).load(key, self.now[None, 0, part], vectors)
             if not one_for_all(self.mask):
-                self.line(row + SLAB // 2).load(key, self.now[None, 1, part])
+                self.line(row + SLAB // 2).load(key, self.now[None, 1, part], vectors)
 
     @cute.jit
     def words(self, r: int, part: int) -> tuple[Int32, Int32]:
