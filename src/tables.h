@@ -61,6 +61,7 @@ struct KernelRow {
   int32_t counters;       // of a block of rows of a backward's scratch; 0: it has no scratch
   int32_t scratch_rows;   // what rows of a backward's scratch are rounded up to
   int32_t dkdv_alone;     // in parts: faster than the fused kernel where dQ is not wanted
+  int32_t at_once;        // decode: CTAs of an SM that read faster than one does
   double last_tile;       // what the least of a head's last tiles costs, of a full one's time
 };
 

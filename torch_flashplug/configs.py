@@ -46,6 +46,7 @@ class KernelRow:
     elementwise: bool = False
     last_tile: float = 1.0  # what the least of a head's last tiles costs, of a full one's time
     dkdv_alone: bool = True  # in parts: dK and dV alone take less time than the fused kernel
+    at_once: int = 1  # decode: CTAs of an SM that read faster than one does
     elements: tuple[str, ...] = ()  # names of elements.py; none: all that such kernels are made of
 
     def specs(self) -> list[KernelSpec]:
@@ -95,7 +96,8 @@ class KernelRow:
 # but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192. fwd of sm_80: 2026-11-22, the
 # same way; D 64 128x112 by what it takes at 512 keys.
 # decode: 2026-11-22, fitted together with GATE of choices.py; tiles of 128 rows, (192, 128) and 192 by whether packing
-# pays (bench --suite decode --filter wide_).
+# pays (bench --suite decode --filter wide_). at_once: 2026-11-24, H200, D 64 beside a mask, 537 MB in 2, 3, 4 splits of
+# 64 tiles: 152, 141, 130 us; D 128 242, 281, 250.
 # decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, brought to the scale of Hopper's rows; 256 by
 # few calls. Two CTAs an SM hide more than a deeper ring of one: of 22 tiles these were the fastest from memory.
 # fmt: off
@@ -150,7 +152,8 @@ KERNEL_ROWS = (
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + MASK + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + MASK + DROPPED, 64, 128, 2),
-    KernelRow("decode", 90, 64, 64, FULL + MASK + BIASES, 64, 64, 4, 300),
+    KernelRow("decode", 90, 64, 64, FULL + BIASES, 64, 64, 4, 300),
+    KernelRow("decode", 90, 64, 64, MASK, 64, 64, 4, 300, at_once=2),
     KernelRow("decode", 90, 64, 64, FULL, 128, 128, 4, 400),
     KernelRow("decode", 90, 128, 128, FULL + MASK + BIASES, 64, 64, 3, 500),
     KernelRow("decode", 90, 128, 128, FULL, 128, 96, 4, 1250),

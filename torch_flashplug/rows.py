@@ -38,7 +38,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "scratch_rows dkdv_alone"),
+        *_members(c_int32, "scratch_rows dkdv_alone at_once"),
         *_members(c_double, "last_tile"),
     )
 

@@ -40,10 +40,10 @@ int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
   return std::min<int64_t>(row.max_cluster, tables.gate.cluster);
 }
 
-// How often the SMs are filled; tiles of few rows share SMs where there are many.
+// How often the SMs are filled.
 double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
   const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
-  return std::max(1.0, ctas / std::max(device.sm_count, 1));
+  return std::max(1.0, ctas / (row.at_once * std::max(device.sm_count, 1)));
 }
 
 // Time of a call: K and V come from memory while every CTA works through its own blocks, whichever takes longer, and
@@ -98,12 +98,12 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
-// More CTAs than SMs do not read faster. Every size that a cluster can have is tried; beyond, what CTAs work and what
+// More CTAs than SMs read faster where a kernel says so. Every size that a cluster can have is tried; beyond, what CTAs work and what
 // is combined weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
 Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
-  const int64_t most = possible_splits(p, row, device.sm_count / packed_tiles(p, row));
+  const int64_t most = possible_splits(p, row, row.at_once * device.sm_count / packed_tiles(p, row));
   Splits best;
   const auto consider = [&](int64_t wanted) {
     const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));

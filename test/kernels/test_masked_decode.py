@@ -104,6 +104,19 @@ def test_masks(kernels_on: str, Sq: int, mask: str, num_splits: int) -> None:
     check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](Sq)), num_splits)
 
 
+@pytest.mark.parametrize("backend", BACKENDS.values())
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("Sk", [1, 2, 5, 19, 64, 336])
+def test_where_rows_begin_and_end(kernels_on: str, Sk: int, heads: int, offset: int, backend: str) -> None:
+    """At words and vectors, or between them; what lies around a row, all seen, is none of its keys."""
+    case = new_case(f"{Sk} {heads} {offset}", HEADS, (2, Sk), (64, 64))
+    around = torch.ones(2 * heads * 2 * Sk + 8, dtype=torch.bool)
+    rows = around[offset : offset + 2 * heads * 2 * Sk].view(2, heads, 2, Sk)
+    rows.copy_(drawn(2, heads, 2, Sk))
+    check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, rows), 1, backend)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_every_gpus_kernels(kernels_on: str, mask: str, num_splits: int) -> None:
