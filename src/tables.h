@@ -195,6 +195,7 @@ struct GateRow {
   double combine_ns;    // What more splits cost: a second kernel,
   double combine_rate;  // and partial results through memory, bytes per ns
   double read_share;    // of the memory's rate, which reading K and V comes to
+  double shared_ns;     // what CTAs must save by sharing SMs
   double unknown_rate;  // of a device that does not tell its memory's, bytes per ns
   double cluster_share[kMostInCluster + 1];  // of the SMs, which clusters of so many CTAs may fill; 0: any number
 };

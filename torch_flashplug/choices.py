@@ -35,6 +35,7 @@ class Gate:
     combine_ns: float  # beyond a cluster: a second kernel,
     combine_rate: float  # and partial results, written to memory and read: bytes per ns
     read_share: float  # of the memory's rate, which reading K and V comes to
+    shared_ns: float = 1700  # what CTAs must save by sharing SMs: more splits wait longer where most keys are hidden
     cluster: int = CLUSTER  # CTAs of one cluster at most
     # Of the SMs, which clusters of so many CTAs may fill; 0: any number. Those above a pair are put beside each other
     # on some SMs while others idle: threes keep three quarters of the SMs evenly busy, larger ones half.

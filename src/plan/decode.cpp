@@ -98,12 +98,11 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
-// More CTAs than SMs read faster where a kernel says so. Every size that a cluster can have is tried; beyond, what CTAs work and what
-// is combined weigh least together where they are equal: at blocks * cost / n = n * partial_ns.
-Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+// Every size that a cluster can have is tried; beyond, what CTAs work and what is combined weigh least together where
+// they are equal: at blocks * cost / n = n * partial_ns.
+Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {
   const int64_t blocks = ceil_div(p.Sk, row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
-  const int64_t most = possible_splits(p, row, row.at_once * device.sm_count / packed_tiles(p, row));
   Splits best;
   const auto consider = [&](int64_t wanted) {
     const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
@@ -114,6 +113,19 @@ Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& de
   for (int64_t n = 2; n <= std::min(cluster, most); ++n) consider(n);
   if (most > cluster) consider(std::clamp(equal, cluster + 1, most));
   return best;
+}
+
+// More CTAs than SMs read faster where a kernel says so; but more splits take longer to add up, too, than this knows
+// where a mask hides most keys.
+Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  const auto of = [&](int64_t ctas) {
+    return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
+  };
+  const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
+  const Splits alone = of(device.sm_count);
+  if (row.at_once == 1) return alone;
+  const Splits shared = of(row.at_once * device.sm_count);
+  return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
 }
 
 }  // namespace flashplug
