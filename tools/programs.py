@@ -55,7 +55,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug import env, native
 from torch_flashplug.demo.scopes import Scope, plugin_off
-from torch_flashplug.testing import Candidate, time_interleaved
+from torch_flashplug.testing import Candidate, paired_ratio, time_interleaved
 
 BAR, NOISE = 1.2, 0.3
 ORDERS = ("stock_first", "plugin_first")
@@ -126,14 +126,16 @@ def examine(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
 def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str, Scope]) -> Record:
     """Times of a scenario, and of its attention by itself; of that, stock's time for what we serve."""
     call = functools.partial(program_models.run, model, scenario, task.batch(model, scenario, 0))
-    rounds, calls = (3, 1) if scenario.kind == "greedy" else (5, 3)
-    limits = {"rounds": rounds, "min_calls": calls, "max_calls": calls, "warmup": 1}
+    # The host is the slower side, and its speed drifts: single calls, many rounds, the median of their ratios.
+    limits = {"rounds": 7 if scenario.kind == "greedy" else 21, "min_calls": 1, "max_calls": 1, "warmup": 1}
     times = time_interleaved({side: Candidate(call, scope) for side, scope in sides.items()}, **limits)
     with Witness("") as witness:
         call()
     kinds = collections.Counter((program_models.call_key(arguments), served) for arguments, served in witness.calls)
     found = {(program_models.call_key(arguments), served): arguments for arguments, served in witness.calls}
     record = {f"{side}_ms": timing.ms for side, timing in times.items()}
+    record |= {"ours_over_stock": paired_ratio(times["ours"], times["stock"])}
+    record |= {"spread": max(timing.spread for timing in times.values())}
     record |= dict.fromkeys(("attention_stock_ms", "attention_ours_ms", "attention_stock_ms_served"), 0.0)
     for kind, count in kinds.items():
         for side, scope in sides.items():
@@ -279,8 +281,12 @@ def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence
                 row |= {"dims": twin.get("dims", ""), "calls": twin.get("calls", row["served"])}
                 row["reasons"] = {"compiled: a graph gives no reasons": row["calls"] - row["served"]}
             timed = told.get(("times", name, "times"), {})
-            document["rows"].append(row | {key: value for key, value in timed.items() if "_ms" in key})
+            document["rows"].append(row | times_of(timed))
     return document
+
+
+def times_of(timed: Record) -> Record:
+    return {key: value for key, value in timed.items() if "_ms" in key or key in ("ours_over_stock", "spread")}
 
 
 def totals(rows: Sequence[Record]) -> Record:
@@ -291,7 +297,9 @@ def totals(rows: Sequence[Record]) -> Record:
     made: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
     if timed:
         made["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
-        made["ours_over_stock_ms"] = statistics.geometric_mean(row["ours_ms"] / row["stock_ms"] for row in timed)
+        made["ours_over_stock_ms"] = statistics.geometric_mean(
+            row["ours_over_stock"] for row in timed if "ours_over_stock" in row
+        )
     return made
 
 
@@ -318,6 +326,20 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
         for record in start([dataclasses.replace(task, mode="times") for task in eager], threads, until):
             records[record["program"]]["times"].append(record)
     return assemble(records, orders)
+
+
+def time_again(document: Record, programs: Sequence[str], seconds: float) -> Record:
+    """An earlier run's, with new times in its rows."""
+    scenarios = {program: dict.fromkeys(row["scenario"] for row in document["rows"] if row["program"] == program)
+                 for program in programs}  # fmt: skip
+    tasks = [Task("times", program, tuple(names), "cuda", False) for program, names in scenarios.items() if names]
+    found = {
+        (record["program"], record.get("scenario")): record for record in start(tasks, 1, time.monotonic() + seconds)
+    }
+    for row in document["rows"]:
+        row.update(times_of(found.get((row["program"], row["scenario"]), {})))
+    failed = [record for record in found.values() if "failed" in record]
+    return {"rows": document["rows"], "absent": document["absent"], "failed": document["failed"] + failed}
 
 
 # ---- what it says ----
@@ -359,6 +381,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=report.ROOT / "tools" / "results")
     parser.add_argument("--quick", action="store_true", help="short texts, one batch: errors are noisy")
     parser.add_argument("--no-times", action="store_true", help="errors and who served what, nothing else")
+    parser.add_argument("--again", type=Path, help="an earlier run's JSON: the times of its rows alone, taken again")
     parser.add_argument("--seconds", type=float, default=3600.0, help="what has not ended by then is told as failed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--gpu", type=int, help=argparse.SUPPRESS)
@@ -373,7 +396,11 @@ def main() -> int:
     unknown = {*programs, *orders, *filter(None, options.scenarios.split(","))} - {*PROGRAMS, *ORDERS, *SCENARIOS}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    clocks, found = report.read_clocks(), run_all(options, programs, orders)
+    clocks = report.read_clocks()
+    if options.again:
+        found = time_again(records.read(options.again), programs, options.seconds)
+    else:
+        found = run_all(options, programs, orders)
     document = report.header("programs", clocks, report.commit()) | {"transformers": transformers.__version__}
     document |= {"violations": violations(found["rows"]), "totals": totals(found["rows"])} | found
     print_table(document, Console(width=200))

@@ -43,12 +43,16 @@ def dropping() -> list[Case]:
     """The grid's, of training's lengths, and short ones."""
     short = [_named_by_shape(heads, (s, s), (64, 64)) for heads, s in (((16, 12, 12), 128), ((16, 12, 12), 256))]
     short += [_named_by_shape((2, 8, 8), (s, s), (128, 128)) for s in (128, 512)]
+    shapes = (((16, 12, 12), (64, 64)), ((2, 12, 12), (64, 64)), ((2, 8, 8), (128, 128)))
+    short += [_named_by_shape(heads, (s, s), dims, causal=True) for heads, dims in shapes for s in (128, 256, 384)]
     return [*(case for case in grid("dropout", (64, 128)) if 512 <= case.Sq <= 8192), *short]
 
 
-def _named_by_shape(heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int]) -> Case:
+def _named_by_shape(
+    heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int], causal: bool = False
+) -> Case:
     (B, Hq, Hkv), (Sq, Sk), (D, Dv) = heads, seq, dims
-    return _case(f"d{D}v{Dv}_b{B}h{Hq}x{Hkv}_q{Sq}k{Sk}", heads, seq, dims)
+    return _case(f"{'causal_' * causal}d{D}v{Dv}_b{B}h{Hq}x{Hkv}_q{Sq}k{Sk}", heads, seq, dims, causal)
 
 
 def masked_beside() -> list[Case]:

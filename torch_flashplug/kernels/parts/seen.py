@@ -62,8 +62,8 @@ class Line:
 
     @cute.jit
     def load(self, key: Int32, bytes_: cute.Tensor, vectors: cutlass.Constexpr[bool]):
-        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. vectors: as `by_vectors` says; else
-        by words where there are some more keys on either side.
+        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. vectors: as `by_vectors` says;
+        else by words where there are some more keys on either side.
         """
         keys = self.mask.shape[3]
         place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
