@@ -223,10 +223,10 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
 
 // As `numbers` of kernels/parts/digest.py.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
-  constexpr int64_t kTile = 64, kWords = 128;
+  constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
   const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
-                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile);
-  const int64_t forward = lines * N + 2 * (M + M * N) + of_rows * (of_columns + 1) * kWords;
+                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile), tall = ceil_div(Sq, kTall);
+  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * kWords;
   return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
 }
 

@@ -183,7 +183,8 @@ def trial(spec: KernelSpec, *stages: str):
 
     def add_stages(part) -> None:
         of = part.seams
-        part.seams = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})(of.element, of.transposed)
+        kind = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})
+        part.seams = kind(of.element, of.transposed, of.listed)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:

@@ -132,6 +132,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
     # Blocks from lists: tiles that divide 128 x 128. Costs are not measured yet; nothing is chosen by them.
+    KernelRow("fwd", 90, 64, 64, MASK, 192, 128, 2, 1840),
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),

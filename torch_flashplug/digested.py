@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spec import LISTED
+from .spec import LISTED, TALL
 from .words import THREADS, TILE, bits, words
 
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
@@ -23,7 +23,7 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
     planes = mask[:, :, :rows].flatten(0, 1)
     found = states(planes)
     of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
-    made = [found, *_lists(of_all, never_empty=True), words(planes)]
+    made = [found, *_lists(of_all, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), words(planes)]
     if sum(part.numel() for part in made) < numbers * len(planes):
         columns = words(planes.mT)
         if rows < Sq:
@@ -43,7 +43,7 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     rows = Sq if numbers == numbers_of(Sq, Sq, Sk) else looked_at(Sq)
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
-    before = batches * heads * (lines * N + 2 * (M + M * N))
+    before = batches * heads * (lines * N + 2 * (M - (-Sq // TALL)) * (N + 1))
     packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
     found = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
     return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
@@ -53,7 +53,8 @@ def numbers_of(rows: int, Sq: int, Sk: int) -> int:
     """Of a plane's digest for gradients, as src/mask.cpp counts them."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
-    lists, packed = 2 * (M + N + 3 * M * N), of_rows * (of_columns + 1) + of_columns * (of_rows + 1)
+    lists = 2 * (M + N + 3 * M * N - (-Sq // TALL) * (N + 1))
+    packed = of_rows * (of_columns + 1) + of_columns * (of_rows + 1)
     return lines * N + lists + packed * THREADS
 
 
@@ -68,6 +69,13 @@ def states(planes: Tensor) -> Tensor:
     blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & there)]
     some, hidden = (x.any(-1).any(2) for x in blocks)
     return torch.where(some, torch.where(hidden, MASKED, WHOLE), NONE).int()
+
+
+def tall(states: Tensor, Sq: int) -> Tensor:
+    """Of blocks of TALL queries, (P, ceil(Sq / TALL), N): what their lines say where they say the same."""
+    begin = torch.arange(0, Sq, TALL, device=states.device)
+    first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
+    return torch.where(first == last, first, MASKED)
 
 
 def _lists(states: Tensor, *, never_empty: bool) -> tuple[Tensor, Tensor]:

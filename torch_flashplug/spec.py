@@ -32,6 +32,7 @@ BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel coun
 PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
 BIAS_TILES = ((128, 64), (128, 128))  # of the gradient of a bias
 LISTED, SHARE = 128, 64  # block-sparse calls: queries and keys of a listed block; keys that turns are counted by
+TALL = 192  # queries of one in the lists of a mask's digest for tiles that no block of LISTED holds
 
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of one wgmma
@@ -126,6 +127,11 @@ class KernelSpec:
         return LISTED if features.walks_lists(self.features) else self.tile_m
 
     @property
+    def listed(self) -> int:
+        """Queries of the blocks whose lists it walks over."""
+        return TALL if self.kind == "fwd" and self.tile_m == TALL else LISTED
+
+    @property
     def ctas_per_sm(self) -> int:
         """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
         two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
@@ -163,7 +169,8 @@ class KernelSpec:
         if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
             tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
             illegal = f"features {self.mask}; a {self.kind} of sm_{self.arch} has {' or '.join(tags)} (features.py)"
-        if illegal is None and features.walks_lists(self.features) and (LISTED % self.tile_m or LISTED % self.tile_n):
+        in_blocks = self.listed % self.tile_m == 0 and LISTED % self.tile_n == 0
+        if illegal is None and features.walks_lists(self.features) and not in_blocks:
             illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask} use divisors of {LISTED} for both"
         if illegal is not None:
             return f"{self.name()}: {illegal}"

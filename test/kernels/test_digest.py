@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_flashplug import digested, library
 from torch_flashplug.digested import MASKED, NONE, WHOLE
-from torch_flashplug.spec import LISTED
+from torch_flashplug.spec import LISTED, TALL
 from torch_flashplug.words import THREADS, TILE, words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +100,14 @@ def states(mask: Tensor) -> Tensor:
     return torch.where(some, torch.where(hidden, MASKED, WHOLE), NONE).int()
 
 
+def tall(blocks: Tensor, Sq: int) -> Tensor:
+    """Of TALL queries: those of which the lines that they lie in say the same, others are masked."""
+    lines = [{m * TALL // LISTED, (min((m + 1) * TALL, Sq) - 1) // LISTED} for m in range(-(-Sq // TALL))]
+    parts = [blocks[:, sorted(of)] for of in lines]
+    same = [(part == part[:, :1]).all(1) for part in parts]
+    return torch.stack([part[:, 0].where(as_one, MASKED) for part, as_one in zip(parts, same, strict=True)], 1)
+
+
 class Digested:
     """What a digest left, read in its order."""
 
@@ -179,6 +187,7 @@ def check(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -> None:
     left, blocks, lines = Digested(numbers), states(plain), -(-rows // LISTED)
     assert torch.equal(left.take(P, lines, blocks.shape[2]), blocks[:, :lines])
     left.check_lists(blocks, never_empty=True)
+    left.check_lists(tall(blocks, Sq), never_empty=True)
     assert torch.equal(left.take(P, of_rows, of_columns + 1, THREADS), words(looked))
     if gradients:
         left.check_lists(blocks.mT, never_empty=False)

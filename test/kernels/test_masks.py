@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import _start, choices, configs, native, rescues
 from torch_flashplug.elements import DTYPES
-from torch_flashplug.spec import LISTED, KernelSpec
+from torch_flashplug.spec import LISTED, TALL, KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
@@ -161,7 +161,7 @@ def test_what_autograd_keeps_of_a_row_for_all(kernels_on: str, rows: int) -> Non
     with torch_flashplug.sdpa_backend("fa3"):
         kept = F.scaled_dot_product_attention(*inputs, attn_mask=mask).grad_fn._saved_attn_bias
     blocks, words = rows // LISTED * 5, 2 * 11 + 10 * 3
-    lists = 2 * (rows // LISTED + 5) + 6 * blocks
+    lists = 2 * (rows // LISTED + 5) + 6 * blocks + 2 * -(-rows // TALL) * 6
     assert kept.shape == (2, 1, 5 + lists + 128 * words)
     assert rows == 128 or kept.nbytes < 2 * rows * 640 / 8 + 2**14
 
@@ -218,6 +218,54 @@ def table() -> Iterator[Callable]:
 
     yield push
     _start.push_tables()
+
+
+FORWARDS = [spec for spec in MASKED if spec.kind == "fwd"]
+TALL_ONES = [spec for spec in FORWARDS if spec.tile_m == TALL]
+
+
+@pytest.fixture
+def forward_alone() -> Iterator[Callable]:
+    """Pushes this forward's row, and all of backwards."""
+
+    def push(spec: KernelSpec) -> None:
+        kernels = [row for row in configs.KERNEL_ROWS if row.kind not in {"fwd", "decode"} or spec in row.specs()]
+        native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+
+    yield push
+    _start.push_tables()
+
+
+@pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
+def test_every_forward(kernels_on: str, spec: KernelSpec, forward_alone: Callable) -> None:
+    """Also of tiles that the plan would choose for longer calls alone."""
+    case = new_case(spec.name(), HEADS, (300, 333), (spec.d, spec.dv), dtype=spec.dtype)
+    forward_alone(spec)
+    assert planned(case, backend=BACKENDS[spec.arch], mask=1)["kernel"] == spec.name()
+    out, exact, low = attend(case, MASKS["by_batch"]().to(kernels_on), kernels_on, backend=BACKENDS[spec.arch])
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
+
+
+@pytest.mark.parametrize("mask", sorted(MASKS.keys() - {"by_batch"}))
+@pytest.mark.parametrize("spec", TALL_ONES, ids=KernelSpec.name)
+def test_tall_tiles(kernels_on: str, spec: KernelSpec, mask: str, forward_alone: Callable) -> None:
+    """Whose blocks have parts in two lines of a digest; backwards follow that know none of them."""
+    case = new_case(f"{spec.name()} {mask}", HEADS, (300, 333), (spec.d, spec.dv), dtype=spec.dtype)
+    forward_alone(spec)
+    seen = on(kernels_on, MASKS[mask]())
+    out, exact, low = attend(case, seen, kernels_on)
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
+    check_gradients(case, seen, kernels_on, order=len(mask) % 2 == 0)
+
+
+@pytest.mark.parametrize("Sq", [1, 64, 129, 191, 192, 193, 384, 577])
+@pytest.mark.parametrize("spec", TALL_ONES[:1], ids=KernelSpec.name)
+def test_tall_tiles_of_lengths(kernels_on: str, spec: KernelSpec, Sq: int, forward_alone: Callable) -> None:
+    case = new_case(f"tall {Sq}", (1, 2, 1), (Sq, 300), (spec.d, spec.dv), dtype=spec.dtype)
+    forward_alone(spec)
+    seen = (band(Sq, 300, 100) & drawn(2, Sq, 300, share=0.9)).to(kernels_on)
+    out, exact, low = attend(case, seen, kernels_on, poison=True)
+    assert_within_budget(case.name, out, exact, low, seed=SEED)
 
 
 @pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)

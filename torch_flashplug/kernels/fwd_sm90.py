@@ -327,12 +327,12 @@ class ForwardSm90(ForwardCall):
                     here.make_ready(run.nth(j), section.masked)
                     warpgroup.wait_group(1)
                     ring_k.release(now)
+                    here.ahead(run.next(j, section), section.masked)
                     here.apply(S.values, run.nth(j), section.masked, now)
                     softmax.step(S.values, first=False, masked=here.hides(section.masked))
                     warpgroup.wait_group(0)
                     ring_v.release(before)
                     P.take(S.acc, here.kept(section.masked))
-                    here.ahead(run.next(j, section), section.masked)
                     if cutlass.const_expr(not self.early_rescale):
                         softmax.rescale(output)
 

@@ -4,8 +4,9 @@ the mask holds when it is replayed.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
 rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.
-All that comes of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What
-gradients need is made where there is room for it.
+Tiles of TALL queries have lists of their own, of blocks of which each has a part in two lines of LISTED. All that comes
+of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What gradients need
+is made where there is room for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
-from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, WARP, WARPGROUP
+from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
 from .listed import Lists
 from .scores.words import BITS, THREADS, TILE, shifted
 from .scratch import vector_at
@@ -36,8 +37,8 @@ PER_ROW = LISTED // BYTES
 def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
     """How many 32-bit numbers a plane's digest takes, as src/mask.cpp counts them."""
     lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
-    of_rows, of_columns = ((size + TILE - 1) // TILE for size in (rows, Sk))
-    taken = lines * N + 2 * (M + M * N) + of_rows * (of_columns + 1) * THREADS
+    of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
+    taken = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * THREADS
     if gradients:
         taken += 2 * (N + M * N) + of_columns * (of_rows + 1) * THREADS + 2 * M * N
     return taken
@@ -67,6 +68,11 @@ class Digested:
         return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
 
     @property
+    def tall(self) -> Int32:
+        """Rows of a plane's tall blocks."""
+        return cute.ceil_div(self.sizes[1], TALL)
+
+    @property
     def lines(self) -> Int32:
         """Rows of a plane's blocks that have states of their own: those behind have the last one's."""
         return cute.ceil_div(self.rows, LISTED)
@@ -77,10 +83,13 @@ class Digested:
         return tuple(cute.ceil_div(size, TILE) for size in (self.rows, self.sizes[2]))
 
     def places(self) -> tuple[Int64, ...]:
-        """Where states begin, lists of keys, words of rows, lists of queries, words of columns, turns."""
+        """Where states begin, lists of keys, those of tall blocks, words of rows; lists of queries, words of columns,
+        turns.
+        """
         (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
         lengths = (
-            *(planes * self.lines * N, 2 * planes * M * (N + 1), planes * rows * (columns + 1) * THREADS),
+            *(planes * self.lines * N, *(2 * planes * m * (N + 1) for m in (M, self.tall))),
+            planes * rows * (columns + 1) * THREADS,
             *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # gradients'
         )
         return tuple(itertools.accumulate(lengths, initial=Int64(0)))
@@ -90,12 +99,13 @@ class Digested:
         return self.vector(0)
 
     def words(self, transposed: bool) -> cute.Tensor:
-        return self.vector(4 if transposed else 2)
+        return self.vector(5 if transposed else 3)
 
-    def lists(self, transposed: bool, ordered: bool = False) -> Lists:
-        """Of each block of queries; transposed: of keys. ordered: with turns."""
-        lines, room = reversed(self.blocks) if transposed else self.blocks
-        (*_, turns), at, R = self.places(), self.start + self.places()[3 if transposed else 1], self.sizes[0] * lines
+    def lists(self, transposed: bool, ordered: bool = False, listed: int = LISTED) -> Lists:
+        """Of each block of queries; transposed: of keys. ordered: with turns. listed: queries of a block."""
+        M, N = self.blocks
+        place, lines, room = (4, N, M) if transposed else (2, self.tall, N) if listed == TALL else (1, M, N)
+        (*_, turns), at, R = self.places(), self.start + self.places()[place], self.sizes[0] * lines
         counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
         masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
         whole = cute.make_tensor(at + R, counts), cute.make_tensor(at + (2 * R + Int64(R) * room), index)
@@ -119,7 +129,7 @@ class Digest:
         (M, N), planes = digested.blocks, digested.sizes[0]
         grid = (planes * digested.lines, N, 1)
         self.pack(mask, digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
-        lists = planes * (M + cutlass.select_(digested.gradients, N, 0))
+        lists = planes * (M + digested.tall + cutlass.select_(digested.gradients, N, 0))
         self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
     @cute.kernel
@@ -233,21 +243,28 @@ class Digest:
         where nothing is seen it has one block, whose words hide all of it.
         """
         (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
-        number = cute.arch.block_idx()[0]
+        number, tall = cute.arch.block_idx()[0], digested.tall
+        of_tall, of_keys = number - planes * M, number - planes * (M + tall)
         if number < planes * M:
             first = (Int64(number // M) * lines + cutlass.min(number % M, lines - 1)) * N
-            self.list_line(digested.lists(False), digested.states(), number, first, (Int32(1), N, N), True)
+            self.list_line(digested.lists(False), digested.states(), number, (first, first), (Int32(1), N, N), True)
+        elif of_keys < 0:
+            lists, begin = digested.lists(False, listed=TALL), of_tall % tall * TALL
+            rows = (begin // LISTED, (begin + TALL - 1) // LISTED)
+            both = tuple((Int64(of_tall // tall) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
+            self.list_line(lists, digested.states(), of_tall, both, (Int32(1), N, N), True)
         else:
-            of_keys = number - planes * M
             first = Int64(of_keys // N) * lines * N + of_keys % N
-            self.list_line(digested.lists(True), digested.states(), of_keys, first, (N, lines, M), False)
+            self.list_line(digested.lists(True), digested.states(), of_keys, (first, first), (N, lines, M), False)
 
     @cute.jit
     def list_line(
-        self, lists: Lists, states: cute.Tensor, line: Int32, first: Int64, steps: tuple[Int32, Int32, Int32],
-        never_empty: cutlass.Constexpr[bool],
+        self, lists: Lists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
+        steps: tuple[Int32, Int32, Int32], never_empty: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """steps: between the states of a line, how many it has, and how many blocks: the last state is all others'."""
+        """A block is what two states say where they are the same, else masked. steps: between the states of a line, how
+        many it has, and how many blocks: the last state is all others'.
+        """
         stride, there, count = steps
         lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
         before = (1 << lane) - 1
@@ -255,7 +272,9 @@ class Digest:
         for begin in cutlass.range(0, count, WARP, unroll=1):
             nth, state = begin + lane, Int32(NONE)
             if nth < count:
-                state = cute.arch.load(states.iterator + (first + Int64(cutlass.min(nth, there - 1)) * stride), Int32)
+                place = Int64(cutlass.min(nth, there - 1)) * stride
+                state, other = (cute.arch.load(states.iterator + (begins + place), Int32) for begins in first)
+                state = cutlass.select_(state == other, state, Int32(MASKED))
             hides, shows = (cute.arch.vote_ballot_sync(state == kind) for kind in (MASKED, WHOLE))
             if state == MASKED:
                 cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), nth)

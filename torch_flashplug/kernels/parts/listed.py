@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...spec import LISTED
+from ...spec import LISTED, TALL
 from .fragments import zero_of
 from .pieces import Tile
 from .walk import Run, RunOfKeys, Section, Sizes, Walk
@@ -52,10 +52,18 @@ class Listed(Walk):
 
     keys: Lists  # of each block of queries
     queries: Lists  # of each block of keys
+    rows = LISTED  # queries of a block
     uneven = True
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundLists:
         return BoundLists(self, sizes, tile_m, tile_n)
+
+
+@dataclass(frozen=True)
+class TallListed(Listed):
+    """With keys' lists for blocks of more queries."""
+
+    rows = TALL
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class BoundLists:
     uneven = True
 
     def keys(self, tile: Tile) -> KeysRun:
-        row = tile.block // (LISTED // self.tile_m)
+        row = tile.block // (self.of.rows // self.tile_m)
         return KeysRun.create(self.of.keys, self.of.keys.row(tile.sequence, tile.head, row), LISTED // self.tile_n)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> KeysRun:

@@ -8,9 +8,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
+from ...spec import TALL
 from .digest import Digest, Digested, Turns
-from .listed import Listed
-from .scores.chain import Chain
+from .listed import Listed, TallListed
+from .scores.chain import Stage
 from .scores.words import ListedBits
 from .seams import Seams
 
@@ -28,13 +29,14 @@ class Mask(Seams):
             Turns()(digested(call), stream)
 
     def walk(self, call: object) -> Listed:
-        lists = digested(call).lists(self.transposed, self.ordered)
-        return Listed(lists, lists)  # a kernel walks in one direction
+        lists = digested(call).lists(self.transposed, self.ordered, self.listed)
+        kind = TallListed if self.listed == TALL else Listed
+        return kind(lists, lists)  # a kernel walks in one direction
 
-    def chain(self, call: object) -> Chain:
+    def visible(self, call: object) -> Stage:
+        """Words know of keys beyond the last, too."""
         of = digested(call)
-        words = ListedBits(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
-        return Chain((*super().chain(call).stages, words))
+        return ListedBits(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
 
 
 class OrderedMask(Mask):

@@ -19,7 +19,7 @@ argument and names no stage. It asks, in this order:
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
     here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
-    here.ahead(block, masked)       behind the last use in a step: what the next block needs is on its way
+    here.ahead(block, masked)       once a step, behind make_ready: what the next block needs is on its way
 
 `count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
 who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
@@ -28,8 +28,9 @@ spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Ke
 `begin`, `make_ready` and `apply` for each block.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
-stage may keep one register across a step where the backward has few left (D 128); what is loaded ahead goes into the
-register that was used last, not into a second one.
+stage may keep one register across a step where the backward has few left (D 128): it asks `ahead` behind the last use,
+so that what comes takes the place of what was used. The forward asks as soon as S is there: for the sake of a load
+behind its later waits ptxas waited for all products before the first exponential.
 """
 
 from __future__ import annotations

@@ -34,18 +34,22 @@ BITS = 32
 
 @dataclass(frozen=True)
 class Words(Stage):
-    """Reads a block's words one step ahead."""
+    """Reads a block's words one step ahead, before the last one's are used or after: they have registers of their own,
+    which cost nothing where these are free by then.
+    """
 
     words: cute.Tensor  # (n,) Int32: rows, or columns
     planes_of_batch: Int32
     planes_of_head: Int32
     queries: Int32 | None = None  # that there are words of: those behind have the last one's; None: all
     now: cute.Tensor | None = None  # (words of a block,) registers
+    coming: cute.Tensor | None = None  # the same of the block that was asked for last
     place: Place | None = None
     line: Int32 | None = None  # of tiles: plane and row
 
     def hold(self, columns: int) -> Stage:
-        return replace(self, now=cute.make_rmem_tensor((-(-columns // TILE),), Int32))
+        now, coming = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
+        return replace(self, now=now, coming=coming)
 
     def at(self, place: Place) -> Stage:
         stage = replace(self, place=place)
@@ -68,10 +72,16 @@ class Words(Stage):
     def ahead(self, block: Int32) -> None:
         self.fetch(block)
 
+    def make_ready(self, block: Int32) -> None:
+        for i in range(cute.size(self.now)):
+            word = self.coming[i]
+            if self.place.transposed:  # where a tile of keys has none, its words are another's
+                word = cutlass.select_(self.place.row < self.place.sizes.Sk, word, Int32(0))
+            self.now[i] = word
+
     @cute.jit
     def fetch(self, block: Int32):
-        """Of a block, into the registers that were used last."""
-        place, count = self.place, cute.size(self.now)
+        place, count = self.place, cute.size(self.coming)
         _, columns = self.tiles()
         first = block * place.block // TILE
         line = Int64(self.line)
@@ -86,16 +96,16 @@ class Words(Stage):
         start = self.words.iterator + (line * (columns + 1) * THREADS + thread)
         if cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
-                self.now[i] = cute.arch.load(start + Int64(cutlass.min(first + i, columns)) * THREADS, Int32)
+                self.coming[i] = cute.arch.load(start + Int64(cutlass.min(first + i, columns)) * THREADS, Int32)
         else:
             shift = block * place.block % TILE // 2
             below = cute.arch.load(start + Int64(cutlass.min(first, columns)) * THREADS, Int32)
             for i in cutlass.range_constexpr(count):
                 above = cute.arch.load(start + Int64(cutlass.min(first + i + 1, columns)) * THREADS, Int32)
-                self.now[i] = shifted(below, above, shift)
+                self.coming[i] = shifted(below, above, shift)
                 below = above
         if cutlass.const_expr(place.by_row and place.transposed):  # scores may begin inside a block
-            self.now[0] = self.now[0] >> ((place.column & -8) >> 1)
+            self.coming[0] = self.coming[0] >> ((place.column & -8) >> 1)
 
     def bit(self, r: int, c: int) -> cutlass.Boolean:
         """Of score (r, c) of a block."""
