@@ -61,6 +61,13 @@ Owned in_output_layout(Owned out, AtenTensorHandle query);
 Owned laid_out_like(Owned grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
 
+// The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).
+struct ReadCall {
+  ForwardCall call;
+  Owned copies[kNumOperands];
+};
+ReadCall as_kernels_read(const ForwardCall& call, const Problem& p);
+
 // ---- signed_scale.cpp ----
 
 // The same call with a positive scale: the sign of another one goes to the query.

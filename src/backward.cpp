@@ -28,22 +28,30 @@ class Given {
  public:
   Given(const BackwardCall& call, const Problem& p, const KernelRow& row)
       : call_(call),
-        positive_(with_positive_scale(call.forward, p)),
+        read_(as_kernels_read(call.forward, p)),
+        positive_(with_positive_scale(read_.call, p)),
         out_(read_by(row, call.out)),
         grad_out_(read_by(row, call.grad_out)) {}
 
   void to(Arguments* arguments) const {
     arguments->tensor("q", positive_.q.get());
-    arguments->tensor("k", call_.forward.k);
-    arguments->tensor("v", call_.forward.v);
+    arguments->tensor("k", read_.call.k);
+    arguments->tensor("v", read_.call.v);
     arguments->tensor("o", out_.get());
     arguments->tensor("do", grad_out_.get());
     arguments->tensor("lse", call_.lse);
     arguments->scale(positive_.scale);
   }
 
+  // Of its size and type, which a kernel could read.
+  AtenTensorHandle like(int operand) const {
+    const AtenTensorHandle operands[kNumOperands] = {read_.call.q, read_.call.k, read_.call.v};
+    return operands[operand];
+  }
+
  private:
   const BackwardCall& call_;
+  const ReadCall read_;
   const SignedScale positive_;
   const Owned out_, grad_out_;
 };
@@ -66,7 +74,7 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
-    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise) : Owned::share(operands[i]);
+    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise) : Owned::share(given.like(i));
   Arguments arguments(row, p, query.device_index);
   given.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));

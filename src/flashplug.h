@@ -181,7 +181,11 @@ bool made_of(const KernelRow& row, const Problem& p);    // a kernel that takes 
 bool has_features(const KernelRow& row, int64_t needs);  // a kernel that does what a call needs, and nothing else to it
 bool whole_rows(const Problem& p);                       // the elements of a row follow each other, in every operand
 bool whole_units(const Problem& p);                      // rows and addresses are what TMA and vector loads need
-bool efficient_takes(const Problem& p);                  // stock's efficient attention, whatever the device
+// Whether operands are copied first, into whole units: where no kernel that has what a masked call or one with dropout
+// needs goes element by element. as_read(): what kernels get.
+bool copies_operands(const Problem& p, const Tables& tables);
+Problem as_read(const Problem& p, const Tables& tables);
+bool efficient_takes(const Problem& p);  // stock's efficient attention, whatever the device
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1
 // With shapes unknown: may some call of this class be ours?

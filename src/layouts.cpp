@@ -72,6 +72,17 @@ bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(
 
 Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
 
+ReadCall as_kernels_read(const ForwardCall& call, const Problem& p) {
+  ReadCall read{call, {}};
+  if (!copies_operands(p, tables())) return read;
+  AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
+  for (int i = 0; i < kNumOperands; ++i) {
+    read.copies[i] = readable(*operands[i]);
+    *operands[i] = read.copies[i].get();
+  }
+  return read;
+}
+
 Owned aligned_ones(Owned tensor) {
   constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
   const Shape shape = shape_of(tensor.get());

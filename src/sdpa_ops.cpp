@@ -49,8 +49,10 @@ Facts read_facts(const ForwardCall& call) {
 
 // Ours: two allocations (three where keys are split) and one call of a kernel. False where no kernel could be had (auto
 // mode goes on to stock).
-bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, ForwardResult* result) {
+bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
+  const ReadCall read = as_kernels_read(given, p);
+  const ForwardCall& call = read.call;
   const TensorClass& query = facts.operand[0];
   if ((p.needs & kMask) != 0 && !can_be_digested(call.mask, p)) return false;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
@@ -105,7 +107,7 @@ bool our_forward(const ForwardCall& call, const Facts& facts, const Plan& plan, 
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
-  if (!writable) result->out = in_output_layout(std::move(result->out), call.q);
+  if (!writable) result->out = in_output_layout(std::move(result->out), given.q);
   count(Path::kOursForward);
   return true;
 }

@@ -162,6 +162,7 @@ class Plan:
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
     mask: str = ""  # how kernels of ours read a mask of floats
+    copies: str = ""  # which operands are copied first, since no such kernel reads them as they lie
     rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
     error: str = ""  # what the call raises: a forced backend that cannot run it, or stock or math, which refuse it
@@ -171,7 +172,8 @@ class Plan:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
-        lines += [("mask", self.mask), ("stock would", self.rescue), ("gradients", self.gradients)]
+        lines += [("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
+        lines += [("gradients", self.gradients)]
         lines += [("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:

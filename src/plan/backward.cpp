@@ -64,9 +64,10 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 
 // Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
 // math's. Auto takes ours on a GPU that was not measured only where math's would follow.
-BackwardPlan plan_backward(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables,
+BackwardPlan plan_backward(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
+  const Problem p = as_read(given, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
   if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;

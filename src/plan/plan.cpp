@@ -49,11 +49,13 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 }
 
 // Why kernels that could run should not, unless they are forced. A preferred backend goes ahead of what was measured.
-Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, Plan* plan) {
+// given: what stock would get.
+Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+                Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
-  if (measured) plan->rescue_row = find_rescue(p, tables);
+  if (measured) plan->rescue_row = find_rescue(given, tables);
   const bool rescued = plan->rescue_row >= 0;
   if (rescued && (p.needs & kBiases) == 0) return {};  // right goes before fast
   // What could follow our forward there is slower than what stock has for both, and may not repeat its sums. To a bias
@@ -72,11 +74,12 @@ Reason unwanted(const Problem& p, const DeviceFacts& device, Mode mode, const Ta
 }
 
 // What one family makes of a call: its plan, or stock's with its reason.
-Plan attempt(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family) {
+Plan attempt(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables, int family) {
+  const Problem p = as_read(given, tables);
   Plan plan;
   Reason& why = plan.why[family];
   why = resolve(p, device, mode, tables, family, &plan);
-  if (!why && !mode.forces_kernels()) why = unwanted(p, device, mode, tables, &plan);
+  if (!why && !mode.forces_kernels()) why = unwanted(p, given, device, mode, tables, &plan);
   if (!why) plan.backend = backend_of(family);
   return plan;
 }

@@ -100,6 +100,23 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
+// Stock's kernels get copies as well (repair.cpp), but for a last dim that is not contiguous, which goes to math. Other
+// plain calls than those that kernels take element by element were measured, and are stock's.
+bool copies_operands(const Problem& p, const Tables& tables) {
+  return (p.needs & ~kCausal) != 0 && !whole_units(p) && whole_dims(p) &&
+         std::none_of(tables.kernels.begin(), tables.kernels.end(),
+                      [&p](const KernelRow& row) { return row.elementwise != 0 && has_features(row, p.needs); });
+}
+
+Problem as_read(const Problem& p, const Tables& tables) {
+  Problem read = p;
+  if (!copies_operands(p, tables)) return read;
+  for (Layout& layout : read.layout) {
+    if (!whole_units(layout)) layout = Layout{};
+  }
+  return read;
+}
+
 // It knows one of the things that calls may need; a call with any other one would come back without it. (Dropout, too,
 // but it draws other bits than kernels of ours and math, and its tensors do not say whose seed they hold: no backward
 // could tell.) And it is made of these dtypes, whatever else is in kDTypes.

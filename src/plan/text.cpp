@@ -258,7 +258,23 @@ std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mod
          " backward; ours: " + reason_text(plan.why, p, device, tables);
 }
 
-std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+// Which operands are copied for kernels of ours, and how much that is.
+std::string copies_text(const Problem& p, const Tables& tables) {
+  if (!copies_operands(p, tables)) return "";
+  const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
+  std::string names;
+  double bytes = 0;
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (whole_units(p.layout[i])) continue;
+    names += (names.empty() ? "" : ", ") + std::string(kOperandNames[i]);
+    bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
+  }
+  return names + ": copied into rows of whole " + number(kUnitBytes) + " bytes first, " + fixed(bytes / 1e6) + " MB";
+}
+
+std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
+                      const Tables& tables) {
+  const Problem p = as_read(given, tables);
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -284,6 +300,7 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
+         ", \"copies\": " + quoted(plan.ours() ? copies_text(given, tables) : "") +
          ", \"gradients\": " + quoted(plan.ours() && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
@@ -301,7 +318,8 @@ std::string call_text(const Problem& p, const Tables& tables) {
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
-std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+std::string forced_error(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Problem p = as_read(given, tables);
   const Plan plan = plan_call(p, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];

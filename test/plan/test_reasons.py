@@ -120,7 +120,8 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
         (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_mask_m64n64s3", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
         (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
-        (64, {"align_k": 2}, "a100", "", "call .contiguous()"),
+        # copied
+        (64, {"align_k": 2}, "a100", "fwd_sm80_bf16_d64_mask_m64n128s1", "bwd_sm80_bf16_d64_mask_m64n64s1"),
     ],
 )
 def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
