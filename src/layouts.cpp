@@ -72,12 +72,28 @@ bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(
 
 Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
 
+namespace {
+
+// What is there of a 4-d tensor, copied, and seen as often as it was: dims of stride 0 but the last stay so.
+Owned copied_once(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t size[4], stride[4];
+  for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
+  const Owned copy = dense_copy(view(tensor, 4, size, shape.stride).get());
+  const int64_t* const made = shape_of(copy.get()).stride;
+  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made[i];
+  return view(copy.get(), 4, shape.size, stride);
+}
+
+}  // namespace
+
 ReadCall as_kernels_read(const ForwardCall& call, const Problem& p) {
   ReadCall read{call, {}};
   if (!copies_operands(p, tables())) return read;
   AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
   for (int i = 0; i < kNumOperands; ++i) {
-    read.copies[i] = readable(*operands[i]);
+    if (is_readable(*operands[i])) continue;
+    read.copies[i] = copied_once(*operands[i]);
     *operands[i] = read.copies[i].get();
   }
   return read;

@@ -47,26 +47,26 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-// Ours: two allocations (three where keys are split) and one call of a kernel. False where no kernel could be had (auto
-// mode goes on to stock).
+// Ours: two allocations (three where keys are split), copies of what no kernel reads, and one call of a kernel. False
+// where no kernel could be had (auto mode goes on to stock).
 bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
   const Problem& p = facts.problem;
-  const ReadCall read = as_kernels_read(given, p);
-  const ForwardCall& call = read.call;
   const TensorClass& query = facts.operand[0];
-  if ((p.needs & kMask) != 0 && !can_be_digested(call.mask, p)) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
-    *result = math_forward(call);
-    if (call.digest != nullptr) digest_in_torch(call, p, query);
-    if (call.dropout_p == 0.0) {  // as the kernels: nothing is drawn, so nothing is returned
+    *result = math_forward(given);
+    if (given.digest != nullptr) digest_in_torch(given, p, query);
+    if (given.dropout_p == 0.0) {  // as the kernels: nothing is drawn, so nothing is returned
       result->seed = Owned();
       result->offset = Owned();
     }
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, call.mode.forces_kernels());
+  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, given.mode.forces_kernels());
   if (kernel == nullptr) return false;
+  const ReadCall read = as_kernels_read(given, p);
+  const ForwardCall& call = read.call;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   int64_t out_stride[4];

@@ -273,7 +273,7 @@ def forward(
     case = call.case
     out = torch.full((case.B, case.Sq, case.Hq, case.Dv), math.nan, dtype=case.torch_dtype).transpose(1, 2)
     lse = torch.full((case.B, case.Hq, case.Sq), math.nan)
-    partials = torch.full((case.B * case.Hq * case.Sq * splits * (case.Dv + 1),), math.nan)
+    partials = torch.full((case.B * case.Hq * case.Sq * splits * (case.Dv + 2),), math.nan)
     launch(function, spec, call, o=out, lse=lse, partials=partials, splits=splits, cluster=cluster)
     return out, lse
 

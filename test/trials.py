@@ -184,7 +184,7 @@ def trial(spec: KernelSpec, *stages: str):
     def add_stages(part) -> None:
         of = part.seams
         kind = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})
-        part.seams = kind(of.element, of.transposed, of.listed)
+        part.seams = kind(of.element, of.transposed, of.listed_rows)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:

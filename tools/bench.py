@@ -252,7 +252,7 @@ SUITES = {
 WANTED = {
     "fa2": {"ours_fa2", "fa2"},
     "odd": {"ours_fa2", "stock"},
-    "masks": {"ours_fa3", "ours_auto", "stock", "efficient", "flex"},
+    "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex"},
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
     "maskdecode": set(masked_decode.MASKED),
 }

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -48,8 +48,8 @@ import report
 import torch
 import transformers
 from program_models import PROGRAMS, SCENARIOS, Record, Scenario, Squares, Task, Witness
+from program_table import print_table, totals, violations
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -57,7 +57,7 @@ from torch_flashplug import env, native
 from torch_flashplug.demo.scopes import Scope, plugin_off
 from torch_flashplug.testing import Candidate, paired_ratio, time_interleaved
 
-BAR, NOISE = 1.2, 0.3
+NOISE = 0.3
 ORDERS = ("stock_first", "plugin_first")
 SECONDS = 300  # that one child may take
 
@@ -249,16 +249,6 @@ def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record
     return row | {name: ours[name] for name in ("dims", "calls", "served", "backwards", "reasons") if name in ours}
 
 
-def violations(rows: Iterable[Record]) -> list[str]:
-    said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}"
-    return [
-        said.format(**row, what=what, ours=row[f"{what}_ours"], stock=row[f"{what}_stock"])
-        for row in rows
-        for what in ("error", "mean")
-        if f"{what}_ours" in row and row[f"{what}_ours"] > BAR * row[f"{what}_stock"]
-    ]
-
-
 def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence[str]) -> Record:
     """Rows, absent programs and failures from the records, by program and mode."""
     document: Record = {"rows": [], "absent": {}, "failed": []}
@@ -287,20 +277,6 @@ def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence
 
 def times_of(timed: Record) -> Record:
     return {key: value for key, value in timed.items() if "_ms" in key or key in ("ours_over_stock", "spread")}
-
-
-def totals(rows: Sequence[Record]) -> Record:
-    """Of one order: both make the same calls, and times are taken once."""
-    once = [row for row in rows if row["order"] == rows[0]["order"]]
-    timed = [row for row in once if "stock_ms" in row]
-    calls, attention = sum(row["calls"] for row in once), sum(row["attention_stock_ms"] for row in timed)
-    made: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
-    if timed:
-        made["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
-        made["ours_over_stock_ms"] = statistics.geometric_mean(
-            row["ours_over_stock"] for row in timed if "ours_over_stock" in row
-        )
-    return made
 
 
 def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequence[str]) -> Record:
@@ -340,35 +316,6 @@ def time_again(document: Record, programs: Sequence[str], seconds: float) -> Rec
         row.update(times_of(found.get((row["program"], row["scenario"]), {})))
     failed = [record for record in found.values() if "failed" in record]
     return {"rows": document["rows"], "absent": document["absent"], "failed": document["failed"] + failed}
-
-
-# ---- what it says ----
-
-
-def print_table(document: Record, console: Console) -> None:
-    table = Table(title="programs on {gpu}, torch {torch}, transformers {transformers}".format(**document))
-    for column in ("program", "scenario", "order", "D", "served"):
-        table.add_column(column, no_wrap=True)
-    numbers = [f"{what}_{side}" for what in ("error", "mean", "tokens") for side in ("stock", "ours")]
-    numbers += ["stock_ms", "ours_ms"]
-    for column in (*numbers, "why not"):
-        justify = "right" if column in numbers else "left"
-        table.add_column(column.replace("_", " "), justify=justify, no_wrap=column == "why not")
-    for row in document["rows"]:
-        colour = "red" if violations([row]) else "default"
-        why = max(row["reasons"], key=row["reasons"].__getitem__, default="") if row["served"] < row["calls"] else ""
-        cells = [row["program"], row["scenario"], row["order"], row["dims"], f"{row['served']}/{row['calls']}"]
-        cells += [f"[{colour}]{row[name]:.3g}[/]" if name in row else "-" for name in numbers]
-        table.add_row(*cells, why[:36])
-    console.print(table)
-    lines = [f"absent: {program} ({reason})" for program, reason in document["absent"].items()]
-    for row in (row for row in document["rows"] if {"wrong_stock", "wrong_ours"} & set(row)):
-        sides = f"stock alone {row.get('wrong_stock', [])}, with the plugin {row.get('wrong_ours', [])}"
-        lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
-    lines += [f"failed: {failure}" for failure in document["failed"]]
-    lines += [f"violation: {line}" for line in document["violations"]]
-    for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
-        console.print(line, markup=False)
 
 
 def main() -> int:

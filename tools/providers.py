@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
+from torch_flashplug import _start, choices, configs, native, rescues
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
 
 ONE_ORDER = "_det"  # suffix of the names of deterministic variants
@@ -46,13 +47,14 @@ WHEELS = {
 }
 SLOW = {"efficient", "math"}  # never near the front
 FORWARD_ONLY = {"fa3"}
-OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2"}  # name -> backend
+TALL = "ours_tall"  # tiles of 192 rows beside bool masks, which no call is given unasked
+OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2", TALL: "fa3"}  # name -> backend
 
 
 def labels() -> dict[str, str]:
     """What a reader of a plot sees for each name, also of those that cannot run here."""
     ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
-    both = ours | {"stock": "F.sdpa without the plugin"}
+    both = ours | {TALL: "torch_flashplug (fa3, tall tiles)", "stock": "F.sdpa without the plugin"}
     peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
     both["flex"] = "FlexAttention (compiled)"
     return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
@@ -108,6 +110,18 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+@contextmanager
+def tall_tiles() -> Iterator[None]:
+    """Ours, with bool masks in the tallest tiles that there are."""
+    kernels = [replace(row, cost=1) if row.cost == configs.UNTIMED else row for row in configs.KERNEL_ROWS]
+    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+    try:
+        with torch_flashplug.sdpa_backend("fa3"):
+            yield
+    finally:
+        _start.push_tables()
+
+
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
     """All that can run here, and for the others the reason why not. `wanted` limits both; without it, our second choice
     and what takes no mask of F.sdpa are left out.
@@ -116,7 +130,7 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
     absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
     for name, backend in OURS.items():
-        found[name] = Provider(name, sdpa, ours(backend), ours=True)
+        found[name] = Provider(name, sdpa, tall_tiles if name == TALL else ours(backend), ours=True)
     found["stock"] = Provider("stock", sdpa, plugin_off)
     for name in ("ours_fa3", "stock"):  # gradients only: both again, the same bits in every run
         again = found[name]
@@ -132,7 +146,7 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
             found[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
     found["flex"] = Provider("flex", _flex, plugin_off)
     if wanted is None:
-        del found["ours_fa2"], found["flex"]
+        del found["ours_fa2"], found[TALL], found["flex"]
     else:
         found = {name: p for name, p in found.items() if name in wanted}
         absent = {name: reason for name, reason in absent.items() if name in wanted}

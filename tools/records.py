@@ -21,7 +21,7 @@ FOLDER_BYTES = 2_000_000  # all of tools/results
 COLOURS = 64  # the most frequent ones
 DPI = (80, 65, 50)  # the first that keeps a picture small enough
 GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # over a forward's: five and seven products where that has two
-OURS = ("ours_fa3", "ours_fa2", "ours_auto")  # the first that was timed is held against the others
+OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first that was timed is held against the others
 AGREED = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # every row of a benchmark has them
 
 

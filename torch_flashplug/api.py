@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,8 +38,9 @@ DEVICES: dict[str, dict[str, int]] = {
 
 
 def _cache_mark() -> str:
-    """What a traced graph depends on besides the program: the table and the flags that decide what is traced."""
+    """What a traced graph depends on besides the program: the table, the flags that decide what is traced, and how."""
     table = zlib.crc32(repr((FAMILIES, configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
+    table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
     flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
     return f"|torch_flashplug:{flags}:{table:08x}"
 

@@ -75,7 +75,7 @@ DECODE = (
     *_OPERANDS,
     *_RESULTS,
     # Where no split goes through memory one float, at any address: nothing is written.
-    _tensor("partials", 1, "fp32", "(B * Hq * Sq * splits * (Dv + 1),), where splits > cluster; the op's scratch"),
+    _tensor("partials", 1, "fp32", "(B * Hq * Sq * splits * (Dv + 2),), where splits > cluster; the op's scratch"),
     _SCALE,
     _number("splits", "int32", "CTAs that share the keys of a tile of rows; at most one for each block of keys"),
     _number("cluster", "int32", "CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1"),

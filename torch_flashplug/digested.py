@@ -41,9 +41,8 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest for gradients."""
     batches, heads, numbers = digest.shape
     rows = Sq if numbers == numbers_of(Sq, Sq, Sk) else looked_at(Sq)
-    lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
-    before = batches * heads * (lines * N + 2 * (M - (-Sq // TALL)) * (N + 1))
+    before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
     packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
     found = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
     return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
@@ -53,9 +52,14 @@ def numbers_of(rows: int, Sq: int, Sk: int) -> int:
     """Of a plane's digest for gradients, as src/mask.cpp counts them."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
-    lists = 2 * (M + N + 3 * M * N - (-Sq // TALL) * (N + 1))
+    lists, turns = _lists_of_keys(Sq, Sk) + 2 * N * (M + 1), 2 * M * N
     packed = of_rows * (of_columns + 1) + of_columns * (of_rows + 1)
-    return lines * N + lists + packed * THREADS
+    return lines * N + lists + packed * THREADS + turns
+
+
+def _lists_of_keys(Sq: int, Sk: int) -> int:
+    """Numbers that these take: of blocks of LISTED and of TALL queries, masked and whole."""
+    return 2 * sum(-(-Sq // rows) for rows in (LISTED, TALL)) * (-(-Sk // LISTED) + 1)
 
 
 def states(planes: Tensor) -> Tensor:

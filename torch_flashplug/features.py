@@ -60,7 +60,7 @@ FEATURES = (
         "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
     ),
     Feature(
-        "dropout", "dropout", "", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
+        "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
         arguments=("seed", "dropout_p"), part="dropout.Dropped",
     ),
 )  # fmt: skip
@@ -92,7 +92,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias"), 80: ("fwd",)}),
     Combination(frozenset({"dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
-    Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
+    Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
 )

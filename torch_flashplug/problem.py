@@ -79,6 +79,8 @@ def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     """
     if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
         return f"attn_mask is of {mask.dtype}, kernels take bool, fp32 or the query's dtype"
+    if mask.layout != torch.strided:
+        return f"attn_mask is of layout {mask.layout}, kernels take dense ones"
     if not 2 <= mask.dim() <= 4:
         return f"attn_mask {list(mask.shape)} has {mask.dim()} dims, kernels take 2 to 4"
     wanted = _hints((*query.shape[:3], key.shape[2]))

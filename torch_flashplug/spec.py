@@ -127,7 +127,7 @@ class KernelSpec:
         return LISTED if features.walks_lists(self.features) else self.tile_m
 
     @property
-    def listed(self) -> int:
+    def listed_rows(self) -> int:
         """Queries of the blocks whose lists it walks over."""
         return TALL if self.kind == "fwd" and self.tile_m == TALL else LISTED
 
@@ -169,9 +169,10 @@ class KernelSpec:
         if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
             tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
             illegal = f"features {self.mask}; a {self.kind} of sm_{self.arch} has {' or '.join(tags)} (features.py)"
-        in_blocks = self.listed % self.tile_m == 0 and LISTED % self.tile_n == 0
+        in_blocks = self.listed_rows % self.tile_m == 0 and LISTED % self.tile_n == 0
         if illegal is None and features.walks_lists(self.features) and not in_blocks:
-            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask} use divisors of {LISTED} for both"
+            tall = f", or {TALL} rows" * (self.kind == "fwd")
+            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask} use divisors of {LISTED} for both{tall}"
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
@@ -352,7 +353,7 @@ class AmpereSpec(KernelSpec):
         if self.is_backward:
             return self.stages * self._step_bytes() + self._keys_bytes()
         if self.is_decode:
-            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 1) * FP32_BYTES
+            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 2) * FP32_BYTES
             return max(self.tile_m * self.row_bytes("q") + self.kv_bytes(), results)
         return self.tile_m * max(self.row_bytes("q"), self.row_bytes("o")) + self.kv_bytes()
 

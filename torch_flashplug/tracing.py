@@ -34,6 +34,7 @@ POP = -1  # argument of `force` that ends the innermost block
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _aten = torch.library.Library("aten", "IMPL")
 _library.define("force(int mode) -> ()")
+_library.define("kept_mask(Tensor mask) -> Tensor")
 
 
 # ---- force: the mode of the sdpa_backend blocks that surround the call being traced ----
@@ -113,6 +114,9 @@ def _trace_forward(
     scale: float | None = None,
 ) -> tuple:
     mask = _mask_behind(mode, attn_bias)
+    if mask is not attn_bias and _may_change(mode, mask):
+        with mode:
+            mask = ops.namespace.kept_mask(mask)
     with mode:
         out, lse, seed, offset = ops.namespace.sdpa_fwd(
             query, key, value, mask, dropout_p, int(is_causal), scale, traced_mode()
@@ -128,7 +132,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
-    mask = attn_bias if bias_grad else _mask_behind(mode, attn_bias)
+    mask = attn_bias if bias_grad or _mask_behind(mode, attn_bias) is attn_bias else _given_by(mode, forward.attn_bias)
     with mode:
         dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
     return dq, dk, dv, dbias if bias_grad else None
@@ -158,9 +162,22 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
     is_bool = isinstance(known, Tensor) and known.dtype == torch.bool
     if not is_bool or not _is_number(shown, 0.0) or not _is_number(hidden, -math.inf):
         return bias
-    found = known.detach()  # another one that this node gives: the graph's own are not kept
-    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(mask), None))
+    return _given_by(mode, mask)
+
+
+def _given_by(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
+    """A tensor of a graph, by what gives it."""
+    found = node.meta["val"].detach()  # another one that this node gives: the graph's own are not kept
+    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
     return found
+
+
+def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
+    """Whether it is an input of a graph for gradients, which may write to it when its forward has run, before the
+    backward reads it: F.sdpa has made floats of it by then, and torch's checks know of those alone.
+    """
+    is_input = _node_behind(mode, mask).op == "placeholder"
+    return is_input and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def _is_number(node: object, number: float) -> bool:
@@ -234,9 +251,19 @@ class _CacheTag:
 cache_tag = _CacheTag()
 
 
+def _kept_mask(mask: Tensor) -> Tensor:
+    """A copy for the backward, once where it is broadcast. An op of its own: torch.compile would take a clone for
+    something to be made again, of what is there by then.
+    """
+    broadcast = [isinstance(stride, int) and stride == 0 for stride in mask.stride()]
+    once = mask[tuple(slice(0, 1) if one else slice(None) for one in broadcast)]
+    return once.clone().expand(mask.shape)
+
+
 def register() -> None:
     """Called once by _start.load()."""
     _library.impl("force", _force, "CompositeImplicitAutograd")
+    _library.impl("kept_mask", _kept_mask, "CompositeExplicitAutograd")
     for side_effect in (ops.namespace.force, ops.namespace.force.default):
         torch.fx.node.has_side_effect(side_effect)
     OVERRIDEABLE.default.py_impl(ProxyTorchDispatchMode)(_trace_forward)

@@ -75,7 +75,7 @@ int64_t packed_tiles(const Problem& p, const KernelRow& row) {
   return p.B * p.Hkv * ceil_div(packed_rows(p), row.tile_m);
 }
 
-int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 1); }
+int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 2); }
 
 // A cluster where that is the faster way to add up, and where clusters find room.
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {

@@ -69,13 +69,13 @@ Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& devic
   const bool one_block = p.Sk <= kernel.tile_n;  // of keys: there is nothing to split
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(p, kernel, plan->tiles, tables);
+  plan->choice_row = find_choice_row(given, kernel, plan->tiles, tables);
   return slower_by_row(*plan, tables);
 }
 
 // What one family makes of a call: its plan, or stock's with its reason.
-Plan attempt(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables, int family) {
-  const Problem p = as_read(given, tables);
+Plan attempt(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+             int family) {
   Plan plan;
   Reason& why = plan.why[family];
   why = resolve(p, device, mode, tables, family, &plan);
@@ -87,9 +87,10 @@ Plan attempt(const Problem& given, const DeviceFacts& device, Mode mode, const T
 }  // namespace
 
 // Stock where no family serves; under a forced backend the op turns that into an error.
-Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Backend wanted = mode.backend();
-  if (mode.family() >= 0) return attempt(p, device, mode, tables, mode.family());
+  const Problem p = as_read(given, tables);
+  if (mode.family() >= 0) return attempt(p, given, device, mode, tables, mode.family());
   Plan plan;
   if (wanted != Backend::kAuto) {
     plan.backend = wanted;
@@ -97,7 +98,7 @@ Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
   }
   decltype(plan.why) why;
   any_family(tables, [&](int family) {
-    const Plan next = attempt(p, device, mode, tables, family);
+    const Plan next = attempt(p, given, device, mode, tables, family);
     why[family] = next.why[family];
     if (family == 0 || next.ours()) plan = next;
     return next.ours();

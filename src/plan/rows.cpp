@@ -90,9 +90,10 @@ int find_kernel_row(const Problem& p, Kind kind, int family, const DeviceFacts& 
 
 namespace {
 
+// As stock gets them: rows that it copies, too, count as what they become, columns are math's there.
 Operands operands_of(const Problem& p, const KernelRow& kernel) {
-  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
   if (!whole_rows(p)) return kColumns;
+  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
   return whole_dims(p) ? kUnaligned : kOddDims;
 }
 

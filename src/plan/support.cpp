@@ -100,8 +100,8 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
-// Stock's kernels get copies as well (repair.cpp), but for a last dim that is not contiguous, which goes to math. Other
-// plain calls than those that kernels take element by element were measured, and are stock's.
+// Stock's kernels get copies as well (repair.cpp), but for a last dim that is not contiguous, which goes to math. Plain
+// calls are not copied, whatever rows a table has.
 bool copies_operands(const Problem& p, const Tables& tables) {
   return (p.needs & ~kCausal) != 0 && !whole_units(p) && whole_dims(p) &&
          std::none_of(tables.kernels.begin(), tables.kernels.end(),
@@ -152,8 +152,9 @@ int find_rescue(const Problem& p, const Tables& tables) {
   return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
 }
 
-int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
+int unsupported(const Problem& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit) {
+  const Problem p = as_read(given, tables);
   Collector out{reasons, limit};
   add_class_reasons(p, device, tables, family, &out);
   if (out.full()) return out.count;

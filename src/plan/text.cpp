@@ -79,7 +79,7 @@ std::string together_reason(int64_t needs) {
   if (needs == 0) return "every kernel has features that this call does not need (torch_flashplug/features.py)";
   if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
     return "is_causal is given beside attn_mask, which stock attention refuses, too; pass one mask that says both";
-  return "no kernel has exactly " + needs_text(needs) + " together; stock attention serves this call";
+  return "none of these kernels has exactly " + needs_text(needs) + " together; stock attention serves this call";
 }
 
 // What was measured of such calls, and this one is not.
@@ -220,7 +220,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return name + " is aligned to " + given + " bytes (base address and strides), kernels need " + allowed +
              "; call .contiguous() or .clone()";
     case Why::kNoKernel:
-      return "no kernel row takes D=" + number(p.D) + ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
+      return "no kernel row " + (p.needs == 0 ? "" : "for " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
+             ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              "; see torch_flashplug/configs.py";
     case Why::kSplits:
@@ -243,7 +244,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kNoBackward:
       return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
     case Why::kNoBiasGradient:
-      return "attn_mask wants a gradient, and no kernel of it takes this call; stock serves both directions";
+      return "attn_mask wants a gradient, and no kernel of ours that makes one takes this call";
   }
   return "";
 }
@@ -264,17 +265,18 @@ std::string copies_text(const Problem& p, const Tables& tables) {
   const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
   std::string names;
   double bytes = 0;
+  bool broadcast = false;
   for (int i = 0; i < kNumOperands; ++i) {
     if (whole_units(p.layout[i])) continue;
     names += (names.empty() ? "" : ", ") + std::string(kOperandNames[i]);
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
+    broadcast |= p.layout[i].broadcast;
   }
-  return names + ": copied into rows of whole " + number(kUnitBytes) + " bytes first, " + fixed(bytes / 1e6) + " MB";
+  return names + ": copied into rows of whole " + number(kUnitBytes) + " bytes first, " + fixed(bytes / 1e6) + " MB" +
+         (broadcast ? " less what is broadcast" : "");
 }
 
-std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
-                      const Tables& tables) {
-  const Problem p = as_read(given, tables);
+std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -300,7 +302,7 @@ std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts&
   out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
-         ", \"copies\": " + quoted(plan.ours() ? copies_text(given, tables) : "") +
+         ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
          ", \"gradients\": " + quoted(plan.ours() && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
@@ -318,8 +320,7 @@ std::string call_text(const Problem& p, const Tables& tables) {
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
-std::string forced_error(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const Problem p = as_read(given, tables);
+std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Plan plan = plan_call(p, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];

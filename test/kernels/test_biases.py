@@ -231,6 +231,38 @@ def test_few_rows_of_every_gpus_kernels(kernels_on: str, bias: str, num_splits: 
     check_few(case, given, kernels_on, num_splits, "fa2")
 
 
+@pytest.mark.parametrize("backend, num_splits", [("fa3", 1), ("fa3", 3), ("fa3", 21), ("fa2", 1), ("fa2", 3)])
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).min, -1e9, -1e7, 1e7, 1e9])
+def test_splits_of_rows_of_large_numbers(kernels_on: str, value: float, backend: str, num_splits: int) -> None:
+    """All keys count alike, in however unequal parts: an LSE could not tell how many there are."""
+    case = new_case("large", (1, 2, 1), (2, 1310), (128, 128))
+    inputs = make_inputs(case, kernels_on, SEED)
+    bias = torch.full((1, case.Sk), value, dtype=case.torch_dtype, device=kernels_on)
+    with torch_flashplug.sdpa_backend(backend, num_splits=num_splits):
+        out = F.scaled_dot_product_attention(torch.zeros_like(inputs.q), inputs.k, inputs.v, bias, enable_gqa=True)
+    mean = inputs.v.double().mean(2, keepdim=True).expand(1, 2, 2, 128)
+    torch.testing.assert_close(out.double(), mean, atol=2**-9, rtol=2**-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values())
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).min, -1e9, 1e9, 2e38])
+def test_rows_whose_lse_has_no_digits_left_have_no_gradients(kernels_on: str, value: float, backend: str) -> None:
+    """As if nothing came back to them."""
+    case = new_case("lost", (1, 2, 2), (70, 130), (64, 64))
+    inputs = make_inputs(case, kernels_on, SEED)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    found = []
+    for entry, share in ((value, 1.0), (0.0, 0.0)):
+        bias = torch.zeros(case.Sq, case.Sk, dtype=case.torch_dtype, device=kernels_on)
+        grad_out = inputs.grad_out.clone()
+        bias[3], grad_out[:, :, 3] = entry, grad_out[:, :, 3] * share
+        with torch_flashplug.sdpa_backend(backend):
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=bias)
+            found.append(torch.autograd.grad(out, leaves, grad_out))
+    assert (found[0][0][:, :, 3] == 0).all()
+    torch.testing.assert_close(*found, atol=0.02, rtol=0.02)
+
+
 def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False, backend: str = "fa3") -> None:
     """Of query, key and value, by a backward of ours."""
     inputs = make_inputs(case, device, SEED)

@@ -133,11 +133,27 @@ PRESET = functools.partial(torch_flashplug.explain, device="h100")
 def test_explain_names_them(layout: str) -> None:
     q, k, v = torch.zeros(3, 2, 8, 256, 128, dtype=torch.bfloat16).unbind()
     mask = torch.ones(256, 256, dtype=torch.bool)
-    plan = PRESET(q, LAYOUTS[layout](k), v, attn_mask=mask)
+    call = functools.partial(PRESET, q, LAYOUTS[layout](k), v, attn_mask=mask)
+    with torch_flashplug.sdpa_backend("fa3"):
+        plan = call()
     assert plan.backend == "fa3" and "mask" in plan.kernel
     assert plan.copies == "key: copied into rows of whole 16 bytes first, 1.049 MB" and plan.copies in str(plan)
-    assert ("see no key" in plan.rescue) == (layout != "columns")  # stock's math is right
     assert not PRESET(q, k, v, attn_mask=mask).copies
+    if layout == "columns":  # stock's math is right, and was not timed
+        assert call().backend == "stock" and "no measured row" in call().reasons["fa3"]
+    else:
+        assert call().backend == "fa3" and "see no key" in call().rescue
+
+
+def test_what_is_broadcast_is_copied_once(kernels_on: str) -> None:
+    case = new_case("copied heads", (2, 4, 4), (100, 136), (64, 64))
+    inputs = make_inputs(case, kernels_on, SEED)
+    call = on(kernels_on, CALLS["mask"](case.torch_dtype))
+    k, v = (at_odd_address(x[:, :1]).expand(2, 4, 136, 64) for x in (inputs.k, inputs.v))
+    odd, plain = (outputs([inputs.q, *kv], None, "fa3", call) for kv in ((k, v), (k.clone(), v.clone())))
+    assert_bitwise_equal("heads", *odd, *plain)
+    plan = torch_flashplug.explain(inputs.q, k, v, device="h100", **call)
+    assert plan.copies.endswith("less what is broadcast")
 
 
 def test_plain_calls_are_not_copied() -> None:

@@ -90,7 +90,7 @@ def run(inputs: Inputs, case: Case, num_splits: int, family: str = "fa3") -> tup
 def bytes_needed(case: Case, plan: dict) -> tuple[int, int, int]:
     """Of out, LSE and partial results, or of one float where a cluster adds them up."""
     rows, splits = case.B * case.Hq * case.Sq, plan["splits"]
-    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 1) if splits > plan["cluster"] else 1)
+    return 2 * rows * case.Dv, 4 * rows, 4 * (rows * splits * (case.Dv + 2) if splits > plan["cluster"] else 1)
 
 
 def poison(case: Case, plan: dict, device: torch.device) -> None:

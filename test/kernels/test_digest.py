@@ -33,7 +33,7 @@ from torch_flashplug.kernels.parts.digest import Digest, Digested
 
 @cute.jit
 def digest(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstream):
-    Digest()(mask, Digested.create(made, mask.shape[2], Sq, mask.shape[3]), stream)
+    Digest(tall=True)(mask, Digested.create(made, mask.shape[2], Sq, mask.shape[3]), stream)
 
 options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
 made = cute.compile(digest, fake_mask(), fake_digest(), Int32(1), cute.runtime.make_fake_stream(), options=options)

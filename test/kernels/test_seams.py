@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRIALS = {
     "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits", "dropout"), ("ragged",)],
     "fwd_sm90_bf16_d64_full_m128n128s2": [],
-    # Blocks of 112 keys read words of 64, and draw for 128.
-    "fwd_sm90_bf16_d192_full_m128n112s2": [("bits",), ("dropout",), ("bits", "dropout")],
+    # Blocks of 112 keys read words of 64, and draw for 128. Both spill: layouts.md.
+    "fwd_sm90_bf16_d192_full_m128n112s2": [("bits",), ("dropout",)],
+    "fwd_sm90_bf16_d192_full_m128n80s2": [("bits", "dropout")],
     "fwd_sm90_bf16_d64_full_m192n128s2": [("dropout",)],  # three warpgroups: fewer registers
     "fwd_sm80_bf16_d64_full_m64n96s1": [("bits",)],
     "fwd_sm80_bf16_d128_full_m128n48s1": [("ragged",)],

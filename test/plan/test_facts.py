@@ -144,7 +144,7 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
         assert kernel(causal=1) == causal.specs()[0].name()
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
         assert reason(causal=1, dropout=1, dropout_p=0.5).startswith(
-            "no kernel has exactly causal and dropout together"
+            "none of these kernels has exactly causal and dropout together"
         )
         assert "together" not in reason(mask=1, dropout=1, dropout_p=0.5)
     native.push_rows((causal,), (), choices.GATE)

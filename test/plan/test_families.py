@@ -197,14 +197,14 @@ two_devices
 three_reasons
   a100
     stock
-      fa2: no kernel has exactly bias and dropout together; stock attention serves this call; also:
-        dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends
-        the process with others); also: value has head dim 264, kernels take up to 256; stock
-        attention serves larger ones
-torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias):
-  - no kernel has exactly bias and dropout together; stock attention serves this call
+      fa2: dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends
+        the process with others); also: query has head dim 60, kernels take multiples of 8; pad the
+        head dim; also: value has head dim 264, kernels take up to 256; stock attention serves
+        larger ones
+torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias with dropout):
   - dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)
-  - value has head dim 264, kernels take up to 256; stock attention serves larger ones
+  - query has head dim 60, kernels take multiples of 8; pad the head dim
+  - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):
   - compute capability 7.5, these kernels need 8.0 or more; stock attention serves this device

@@ -323,8 +323,8 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      gradients: stock's efficient backward; ours: no kernel row takes D=128, Dv=128, Sq=4096 in
-        232448 bytes of shared memory; see torch_flashplug/configs.py
+      gradients: stock's efficient backward; ours: no kernel row for causal takes D=128, Dv=128,
+        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/configs.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -338,13 +338,13 @@ decode_1x8k_d128_gqa4
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
         serves this device
-torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16):
+torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with dropout):
   - dropout_p=0.5, these kernels have no dropout; pass dropout_p=0
   - query has head dim 60, kernels take multiples of 8; pad the head dim
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
-  - no kernel row takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/configs.py
+  - no kernel row for causal takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/configs.py
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """,
         )

@@ -44,7 +44,7 @@ MET = {
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
     "head dim": Met(call((1, 8, 8), (512, 512), (264, 264))),
-    "features' dim": Met(call((1, 8, 8), (512, 512), (256, 256), bias=1, dropout=1, dropout_p=0.5)),
+    "features' dim": Met(call((1, 8, 8), (512, 512), (256, 256), bias32=1, dropout=1, dropout_p=0.5)),
     "last stride": Met(PLAIN | {"last_stride_v": 2}),
     "alignment": Met(PLAIN | {"align_k": 2}),
     "no kernel": Met(PLAIN, "l4", sdpa_backend("fa2").mode, "fa2", LARGE),
@@ -82,7 +82,7 @@ def test_every_reason_is_met(why: str) -> None:
         ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "Sq >= 128 (here 100), tiles >= 2048 (here 8)"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
         ({"dropout": 1, "dropout_p": 1.5}, "dropout_p=1.5 is not above 0"),
-        ({"bias": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias and dropout take up to 128"),
+        ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take up to 128"),
         ({"D": 264}, "kernels take up to 256"),
         ({"causal": 1, "D": 264}, "kernels take up to 256"),
         ({"causal": 1, "mask": 1}, "which stock attention refuses, too"),
@@ -134,7 +134,7 @@ def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: s
 
 
 BIASED, DROPPED = {"bias": 1}, {"dropout_p": 0.1}
-WANTED = "attn_mask wants a gradient, and no kernel of it takes this call"
+WANTED = "attn_mask wants a gradient, and no kernel of ours that makes one takes this call"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,10 @@ WANTED = "attn_mask wants a gradient, and no kernel of it takes this call"
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
         (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math's backward"),
         (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
-        (192, DROPPED, "a100", "", "kernels with dropout take up to 128"),
-        (64, DROPPED | BIASED, "a100", "", "no kernel has exactly bias and dropout together"),
+        (192, DROPPED, "a100", "fwd_sm80_bf16_d256_dropout_m64n64s1", "bwd_sm80_bf16_d256_dropout_m64n64s1"),
+        (64, DROPPED | BIASED, "l4", "fwd_sm80_bf16_d64_bias+dropout_m64n64s1", "bwd_sm80_bf16_d64_bias+dropout"),
+        (192, DROPPED | BIASED, "a100", "fwd_sm80_bf16_d256_bias+dropout_m64n64s1", "math's backward"),
+        (64, DROPPED | {"bias32": 1}, "a100", "", "none of these kernels has exactly bias32 and dropout together"),
     ],
 )
 def test_what_else_every_gpus_kernels_take(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:

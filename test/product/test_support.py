@@ -98,11 +98,12 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(long(128), device, mode), backend)
         for device in ("a100", "l4", "rtx4090") for mode, backend in ((AUTO, "stock"), (FA2, "fa2"))
     ),
-    "dropout up to D 128, full, causal or beside a bool mask, gradients too": (
-        (served(long(d, dropout_p=0.1, grad=grad, **more), "a100", FA2 | PREFERENCE), "fa2" if d <= 128 else "stock")
-        for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1})
+    "dropout, full, causal, beside a bool mask or, up to D 128, a float one of the query's dtype, gradients too": (
+        (served(long(d, dropout_p=0.1, grad=grad, **more), "a100", FA2 | PREFERENCE),
+         "stock" if "bias" in more and d > 128 and grad else "fa2")
+        for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1}, {"bias": 1})
     ),
-    "With 99 KB gradients under masks and 16-bit float masks end at D 128": (
+    "With 99 KB gradients under masks and dropout, and 16-bit float masks, end at D 128": (
         (served(long(d, grad=grad, **mask), device, FA2 | PREFERENCE), backend)
         for d in EIGHTS for grad in (0, 1) for mask in ({"mask": 1}, {"bias": 1}) for device, backend in
         (("a100", "fa2"), ("l4", "fa2" if d <= 128 or (mask == {"mask": 1} and not grad) else "stock"))

@@ -96,8 +96,8 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
     """Calls that no kernel of a family can run."""
     q, k, v = road.qkv()
     return {
-        "bias": ([q, k, v, torch.ones(128, 128, dtype=q.dtype, device=q.device).tril()], {"dropout_p": 0.5}),
-        "dropout": ([F.pad(t, (0, 128)) for t in (q, k, v)], {"dropout_p": 0.5}),
+        "bias": ([q, k, v, torch.ones(128, 128, device=q.device).tril()], {"dropout_p": 0.5}),
+        "dropout": ([F.pad(t, (0, 200)) for t in (q, k, v)], {"dropout_p": 0.5}),
         "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
         "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
         "head_dim_12": calls(road)["head_dim_12"],
@@ -108,7 +108,7 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
 OF_NO_FAMILY = {"fp32": "float32", "head_dim_300": "300"}
 REASONS = {
     "fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"},
-    "fa2": OF_NO_FAMILY | {"bias": "exactly bias and dropout together", "dropout": "up to 128"},
+    "fa2": OF_NO_FAMILY | {"bias": "exactly bias32 and dropout together", "dropout": "up to 256"},
 }
 
 

@@ -21,7 +21,7 @@ from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.decode import DecodeCall, FewRows
 from .parts.arguments.operands import Scales
-from .parts.combine import Combine, Partials, Share, follow, starts_early
+from .parts.combine import Combine, Partials, Share, follow, loaded, starts_early
 from .parts.packed import Part
 from .parts.pieces import Pieces
 from .parts.scores.chain import Chain, Place
@@ -85,7 +85,7 @@ class Ring:
 @dataclass(frozen=True)
 class Teams:
     """Results of every team in shared memory, for Share to add up: fp32 outputs of rows, `pitch` floats apart, then
-    LSEs.
+    maxima and sums.
     """
 
     start: cute.Pointer
@@ -96,11 +96,12 @@ class Teams:
     def output(self, row: Int32, team: Int32) -> cute.Pointer:
         return self.start + (team * self.rows + row) * self.pitch
 
-    def lse(self, row: Int32, team: Int32) -> cute.Pointer:
-        return self.start + self.splits * (self.rows * self.pitch) + team * self.rows + row
+    def weight(self, row: Int32, team: Int32) -> cute.Pointer:
+        """A maximum and a sum."""
+        return self.start + self.splits * (self.rows * self.pitch) + (team * self.rows + row) * 2
 
-    def lse_of(self, row: Int32, team: Int32) -> Float32:
-        return cute.arch.load(self.lse(row, team), Float32)
+    def weight_of(self, row: Int32, team: Int32) -> tuple[Float32, Float32]:
+        return loaded(self.weight(row, team))
 
     def load_quad(self, row: Int32, team: Int32, column: Int32, quad: cute.Tensor):
         cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
@@ -145,7 +146,7 @@ class DecodeSm80(DecodeCall):
             use_pdl=starts_early(),
         )
         if call.splits > 1:
-            Combine(self.element)(call.o, call.lse, partials, stream)
+            Combine(self.element)(call.o, call.lse, partials, self.seams.chain(call).unit(call.scale), stream)
 
     @cute.kernel
     def kernel(
@@ -180,14 +181,14 @@ class DecodeSm80(DecodeCall):
         self.load_queries(tensors.q, q, part)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, bound)
-        lse = softmax.finish(fragments.rows_and_columns(out), scales.natural)
+        weights = softmax.part(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
-        leave(fragments.rows_and_columns(out), lse, teams, team, slab * SLAB + lane // 4)
+        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4)
         cute.arch.sync_threads()
-        self.add_up(teams, part, tensors.o, tensors.lse, partials)
+        self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural)
 
     def my_ring(
         self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, start: Int32, team: Int32
@@ -249,14 +250,16 @@ class DecodeSm80(DecodeCall):
             ring.arrive()
 
     @cute.jit
-    def add_up(self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer):
+    def add_up(
+        self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32
+    ):  # fmt: skip
         """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
         B, Hq, Sq, Dv = mO.shape
         parts, quads = Partials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
         total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
         for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = Share.create()
+            share = Share.create(scale)
             share.add(teams, row, 0, 1, column)
             head, query = part.place(part.first_row + row)
             if part.splits == 1:
@@ -269,8 +272,10 @@ class DecodeSm80(DecodeCall):
 
 
 @cute.jit
-def leave(output: cute.Tensor, lse: cute.Tensor, teams: Teams, team: Int32, row: Int32):
-    """A thread's two rows to its team's results; row: its first, of the tile."""
+def leave(
+    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32
+):  # fmt: skip
+    """A thread's two rows, and their maxima and sums, to its team's results; row: its first, of the tile."""
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
         start = teams.output(row + 8 * r, team) + lane % 4 * PAIR
@@ -279,7 +284,8 @@ def leave(output: cute.Tensor, lse: cute.Tensor, teams: Teams, team: Int32, row:
             both[0], both[1] = output[r, c], output[r, c + 1]
             cute.autovec_copy(both, shared_floats(start + fragments.column_of(c), PAIR))
         if lane % 4 == 0:
-            cute.arch.store(teams.lse(row + 8 * r, team), lse[r])
+            for i, of_row in enumerate(weights):
+                cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])
 
 
 def shared_floats(place: cute.Pointer, size: int) -> cute.Tensor:

@@ -72,6 +72,18 @@ class Outside:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Of a thread's two rows."""
+
+    tops: cute.Tensor  # (2,) largest scores, not yet scaled
+    totals: cute.Tensor  # (2,) sums of exponentials
+    scale: Float32
+
+    def lse(self, r: int) -> Float32:
+        return self.tops[r] * self.scale + cute.math.log(self.totals[r], fastmath=True)
+
+
+@dataclass(frozen=True)
 class Work:
     """What both roles follow: this CTA's part of the problem, and the rings between the roles."""
 
@@ -129,7 +141,7 @@ class DecodeSm90(DecodeCall):
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
-            Combine(self.element)(call.o, call.lse, partials, stream)
+            Combine(self.element)(call.o, call.lse, partials, self.seams.chain(call).unit(call.scale), stream)
 
     @cute.kernel
     def kernel(
@@ -162,7 +174,7 @@ class DecodeSm90(DecodeCall):
         if cutlass.const_expr(clustered):
             sm90.join_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.add_up(shared.v, part, outside)
+                self.add_up(shared.v, part, outside, chain.unit(scale))
             sm90.join_cluster()  # a peer may still read here
 
     @cute.jit
@@ -244,11 +256,11 @@ class DecodeSm90(DecodeCall):
         warpgroup.fence()
         sums.add(work.ring_v.slot(last))
         warpgroup.wait_group(0)
-        lse = softmax.finish(sums.values, scales.natural)
+        weights = Weights(*softmax.part(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        self.leave(part, row, sums.values, lse, shared.v, outside, clustered)
+        self.leave(part, row, sums.values, weights, shared.v, outside, clustered)
 
     @cute.jit
     def leave(
@@ -256,7 +268,7 @@ class DecodeSm90(DecodeCall):
         part: Part,
         row: Int32,  # of the tile: this thread's first, the other one is the eighth after it
         output: cute.Tensor,
-        lse: cute.Tensor,
+        weights: Weights,
         sVt: cute.Tensor,  # nobody's any longer
         outside: Outside,
         clustered: cutlass.Constexpr[bool],
@@ -274,19 +286,21 @@ class DecodeSm90(DecodeCall):
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
-                        cute.make_tensor(peers.lse(row + 8 * r), cute.make_layout(1))[0] = lse[r]
+                        place = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
+                        place[0], place[1] = weights.tops[r], weights.totals[r]
                 elif part.splits == 1:
                     self.write_row(mO[part.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True)
                     if head_of_row:
-                        mLSE[part.batch, head, query] = lse[r]
+                        mLSE[part.batch, head, query] = weights.lse(r)
                 else:
                     index = (part.batch * mLSE.shape[1] + head) * part.queries + query
                     self.write_row(parts.output(index, part.split), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
-                        cute.arch.store(parts.lse(index, part.split), lse[r])
+                        cute.arch.store(parts.weight(index, part.split), weights.tops[r])
+                        cute.arch.store(parts.weight(index, part.split) + 1, weights.totals[r])
 
     @cute.jit
-    def add_up(self, sVt: cute.Tensor, part: Part, outside: Outside):
+    def add_up(self, sVt: cute.Tensor, part: Part, outside: Outside, scale: Float32):
         """Consumers: every CTA of the cluster writes its share of the tile's columns."""
         mO, mLSE = outside.o, outside.lse
         peers, quads = Peers.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
@@ -295,7 +309,7 @@ class DecodeSm90(DecodeCall):
         first, end = part.split * mine, cutlass.min((part.split + 1) * mine, total)
         for unit in cutlass.range(first + cute.arch.thread_idx()[0], end, threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = Share.create()
+            share = Share.create(scale)
             for peer in cutlass.range(0, part.splits, AT_ONCE, unroll=1):
                 share.add(peers, row, peer, 1, column)
             head, query = part.place(part.first_row + row)

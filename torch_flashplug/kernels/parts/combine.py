@@ -1,8 +1,10 @@
 """Partial results of split keys, and the two ways in which they are added up: by the CTAs of a cluster in each
 other's shared memory, by a kernel of its own in global memory.
 
-A split s of a row has a normalised output O_s and LSE_s over its own keys. With m = max LSE_s and w_s = exp(LSE_s - m):
-O = sum w_s O_s / sum w_s, LSE = m + ln(sum w_s) (FlashDecoding, Dao et al. 2023). A split without keys has LSE -inf.
+A split s of a row has a normalised output O_s over its own keys, their largest score m_s, not yet scaled, and the sum
+l_s of exp(scale (S - m_s)). With m = max m_s and w_s = l_s exp(scale (m_s - m)): O = sum w_s O_s / sum w_s, LSE = scale
+m + ln(sum w_s) (FlashDecoding, Dao et al. 2023, where LSE_s stands for the two: its fp32 has lost ln(l_s) where scores
+are large, finfo.min of a mask say). A split without keys has l_s = 0.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ MANY = 33  # splits from which on a CTA's warps share a row
 
 @dataclass(frozen=True)
 class Partials:
-    """fp32 in global memory: (rows, splits, Dv) outputs, then (rows, splits) LSEs. A row is (batch * Hq + head) * Sq +
-    query.
+    """fp32 in global memory: (rows, splits, Dv) outputs, then (rows, splits, 2) maxima and sums. A row is (batch * Hq +
+    head) * Sq + query.
     """
 
     start: cute.Pointer
@@ -43,11 +45,12 @@ class Partials:
     def output(self, row: Int32, split: Int32) -> cute.Pointer:
         return self.start + (Int64(row) * self.splits + split) * self.Dv
 
-    def lse(self, row: Int32, split: Int32) -> cute.Pointer:
-        return self.start + Int64(self.rows) * self.splits * self.Dv + Int64(row) * self.splits + split
+    def weight(self, row: Int32, split: Int32) -> cute.Pointer:
+        """A maximum and a sum."""
+        return self.start + Int64(self.rows) * self.splits * self.Dv + (Int64(row) * self.splits + split) * 2
 
-    def lse_of(self, row: Int32, split: Int32) -> Float32:
-        return cute.arch.load(self.lse(row, split), Float32)
+    def weight_of(self, row: Int32, split: Int32) -> tuple[Float32, Float32]:
+        return loaded(self.weight(row, split))
 
     def load_quad(self, row: Int32, split: Int32, column: Int32, quad: cute.Tensor):
         cute.autovec_copy(vector_at(self.output(row, split) + column, Float32, QUAD), quad)
@@ -55,7 +58,7 @@ class Partials:
 
 @dataclass(frozen=True)
 class Peers:
-    """fp32 in the shared memory of every CTA of a cluster: outputs of rows, `pitch` floats apart, then LSEs."""
+    """fp32 in the shared memory of every CTA of a cluster: outputs of rows, `pitch` floats apart, maxima and sums."""
 
     start: cute.Pointer
     rows: int
@@ -64,8 +67,8 @@ class Peers:
 
     @classmethod
     def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> Peers:
-        """buffer: nobody's any longer, and large enough for rows * (columns + PEER_PAD + 1) floats."""
-        assert cute.cosize(buffer) * buffer.element_type.width >= rows * (columns + PEER_PAD + 1) * Float32.width
+        """buffer: nobody's any longer, and large enough for rows * (columns + PEER_PAD + 2) floats."""
+        assert cute.cosize(buffer) * buffer.element_type.width >= rows * (columns + PEER_PAD + 2) * Float32.width
         start = cute.make_ptr(Float32, buffer.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
         return cls(start, rows, columns + PEER_PAD, count)
 
@@ -73,12 +76,12 @@ class Peers:
         """This CTA's."""
         return self.start + row * self.pitch
 
-    def lse(self, row: Int32) -> cute.Pointer:
-        """This CTA's."""
-        return self.start + self.rows * self.pitch + row
+    def weight(self, row: Int32) -> cute.Pointer:
+        """This CTA's: a maximum and a sum."""
+        return self.start + self.rows * self.pitch + row * 2
 
-    def lse_of(self, row: Int32, peer: Int32) -> Float32:
-        return cute.arch.load(self.at_peer(self.lse(row), peer), Float32, ss="cluster")
+    def weight_of(self, row: Int32, peer: Int32) -> tuple[Float32, Float32]:
+        return loaded(self.at_peer(self.weight(row), peer), ss="cluster")
 
     def load_quad(self, row: Int32, peer: Int32, column: Int32, quad: cute.Tensor):
         quad.fill(0.0)  # so that it can be read, for the type of four floats, which has no public name; not in SASS
@@ -98,12 +101,14 @@ class Combine:
         self.element = element
 
     @cute.jit
-    def __call__(self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, stream: cuda.CUstream):
-        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32."""
+    def __call__(
+        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, stream: cuda.CUstream
+    ):  # fmt: skip
+        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima."""
         rows, many = partials.rows, partials.splits >= MANY
         rows_of_cta = cutlass.select_(many, Int32(1), Int32(WARPS))
         columns = cutlass.select_(partials.splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
-        self.kernel(mO, mLSE, partials.start, partials.splits).launch(
+        self.kernel(mO, mLSE, partials.start, partials.splits, scale).launch(
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
@@ -111,7 +116,7 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32):
+    def kernel(self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32, scale: Float32):
         B, Hq, Sq, Dv = mO.shape
         partials = Partials(start, B * Hq * Sq, splits, Dv)
         smem = cutlass.memory.SmemAllocator()
@@ -128,7 +133,7 @@ class Combine:
         step = cutlass.select_(many, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
         follow()
-        part = Share.create()
+        part = Share.create(scale)
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
                 part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
@@ -158,52 +163,61 @@ def follow() -> None:
         cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
 
 
+def loaded(place: cute.Pointer, **how: str) -> tuple[Float32, Float32]:
+    """Two floats on end."""
+    return tuple(cute.arch.load(place + i, Float32, **how) for i in range(2))
+
+
 @dataclass(frozen=True)
 class Share:
     """One thread's part of a row: some splits, four columns."""
 
-    top: cute.Tensor  # (1,) the largest LSE
-    total: cute.Tensor  # (1,) sum of the weights, relative to exp(top)
+    top: cute.Tensor  # (1,) the largest score, not yet scaled
+    total: cute.Tensor  # (1,) sum of the weights, relative to exp(scale * top)
     out: cute.Tensor  # (4,) weighted sum of outputs
+    scale: Float32
 
     @classmethod
-    def create(cls) -> Share:
+    def create(cls, scale: Float32) -> Share:
         top, total, out = (cute.make_rmem_tensor((n,), Float32) for n in (1, 1, QUAD))
         top.fill(-Float32.inf)
         total.fill(0.0)
         out.fill(0.0)
-        return cls(top, total, out)
+        return cls(top, total, out, scale)
 
     @cute.jit
     def add(self, partials: Partials | Peers, row: Int32, first: Int32, step: Int32, column: Int32):
         """The splits first, first + step, ...: AT_ONCE of them; those beyond the last count for nothing."""
-        lse = cute.make_rmem_tensor((AT_ONCE,), Float32)
+        top, total = (cute.make_rmem_tensor((AT_ONCE,), Float32) for _ in range(2))
         out = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
         for i in cutlass.range_constexpr(AT_ONCE):
             split = first + i * step
             there = cutlass.min(split, partials.splits - 1)
-            value = partials.lse_of(row, there)
-            lse[i] = cutlass.select_(split < partials.splits, value, -Float32.inf)
+            highest, weight = partials.weight_of(row, there)
+            top[i] = cutlass.select_(split < partials.splits, highest, -Float32.inf)
+            total[i] = cutlass.select_(split < partials.splits, weight, Float32(0.0))
             partials.load_quad(row, there, column, out[None, i])
             for c in cutlass.range_constexpr(QUAD):  # it may be inf, and 0 * inf is NaN
                 out[c, i] = cutlass.select_(split < partials.splits, out[c, i], Float32(0.0))
         for i in cutlass.range_constexpr(AT_ONCE):
-            self.merge(lse[i], Float32(1.0), out[None, i])
+            for c in cutlass.range_constexpr(QUAD):
+                out[c, i] = out[c, i] * total[i]
+            self.merge(top[i], total[i], out[None, i])
 
     @cute.jit
     def merge(self, top: Float32, total: Float32, out: cute.Tensor):
         """Another share of the same columns."""
-        highest = cute.arch.fmax(self.top[0], top)
+        highest, scale_log2 = cute.arch.fmax(self.top[0], top), self.scale * LOG2_E
         base = 0.0 if highest == -Float32.inf else highest
-        mine = cute.math.exp2((self.top[0] - base) * LOG2_E, fastmath=True)
-        theirs = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+        mine = cute.math.exp2((self.top[0] - base) * scale_log2, fastmath=True)
+        theirs = cute.math.exp2((top - base) * scale_log2, fastmath=True)
         self.top[0] = highest
         self.total[0] = self.total[0] * mine + total * theirs
         for i in cutlass.range_constexpr(QUAD):
             self.out[i] = self.out[i] * mine + out[i] * theirs
 
     def lse(self) -> Float32:
-        return self.top[0] + cute.math.log(self.total[0], fastmath=True)
+        return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
 
     @cute.jit
     def write(self, target: cute.Pointer, element: cutlass.Constexpr[Element]):
@@ -216,13 +230,14 @@ class Share:
 
     @cute.jit
     def leave(self, partials: Partials, row: Int32, split: Int32, column: Int32):
-        """The columns of the sum, and once for a row its LSE, as a partial result."""
+        """The columns of the sum, and once for a row its weight, as a partial result."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         for i in cutlass.range_constexpr(QUAD):
             self.out[i] = self.out[i] * inverse
         cute.autovec_copy(self.out, vector_at(partials.output(row, split) + column, Float32, QUAD))
         if column == 0:
-            cute.arch.store(partials.lse(row, split), self.lse())
+            cute.arch.store(partials.weight(row, split), self.top[0])
+            cute.arch.store(partials.weight(row, split) + 1, self.total[0])
 
     @cute.jit
     def join_lanes(self):

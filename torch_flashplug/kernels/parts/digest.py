@@ -4,9 +4,9 @@ the mask holds when it is replayed.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
 rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.
-Tiles of TALL queries have lists of their own, of blocks of which each has a part in two lines of LISTED. All that comes
-of it lies in one array of 32-bit numbers, (B or 1, Hq or 1, numbers()), by kind and then by plane. What gradients need
-is made where there is room for it.
+Tiles of TALL queries have lists of their own, of blocks of which each has a part in two lines of LISTED: there is room
+for them, which is filled for kernels that have such tiles. All that comes of it lies in one array of 32-bit numbers, (B
+or 1, Hq or 1, numbers()), by kind and then by plane. What gradients need is made where there is room for it.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Digested:
     def words(self, transposed: bool) -> cute.Tensor:
         return self.vector(5 if transposed else 3)
 
-    def lists(self, transposed: bool, ordered: bool = False, listed: int = LISTED) -> Lists:
-        """Of each block of queries; transposed: of keys. ordered: with turns. listed: queries of a block."""
+    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> Lists:
+        """Of each block of so many queries; transposed: of keys. ordered: with turns."""
         M, N = self.blocks
-        place, lines, room = (4, N, M) if transposed else (2, self.tall, N) if listed == TALL else (1, M, N)
+        place, lines, room = (4, N, M) if transposed else (2, self.tall, N) if listed_rows == TALL else (1, M, N)
         (*_, turns), at, R = self.places(), self.start + self.places()[place], self.sizes[0] * lines
         counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
         masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
@@ -122,14 +122,21 @@ class Digested:
 
 
 class Digest:
-    """The two kernels: a CTA for each block of each plane, then a warp for each list."""
+    """The two kernels: a CTA for each block of each plane, then a warp for each list. tall: of tall blocks, too."""
+
+    def __init__(self, *, tall: bool):
+        self.tall = tall
+
+    def tall_lists(self, digested: Digested) -> Int32:
+        """Of a plane."""
+        return digested.tall if self.tall else Int32(0)
 
     @cute.jit
     def __call__(self, mask: cute.Tensor, digested: Digested, stream: cuda.CUstream):
         (M, N), planes = digested.blocks, digested.sizes[0]
         grid = (planes * digested.lines, N, 1)
         self.pack(mask, digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
-        lists = planes * (M + digested.tall + cutlass.select_(digested.gradients, N, 0))
+        lists = planes * (M + self.tall_lists(digested) + cutlass.select_(digested.gradients, N, 0))
         self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
     @cute.kernel
@@ -239,23 +246,32 @@ class Digest:
 
     @cute.kernel
     def sort(self, digested: Digested):
-        """A list of keys for each block of queries, then one of queries for each of keys. A forward's is never empty:
-        where nothing is seen it has one block, whose words hide all of it.
-        """
+        """A list of keys for each block of queries, then for each tall one, then one of queries for each of keys."""
         (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
-        number, tall = cute.arch.block_idx()[0], digested.tall
-        of_tall, of_keys = number - planes * M, number - planes * (M + tall)
+        number = cute.arch.block_idx()[0]
+        of_tall = number - planes * M
+        of_keys = of_tall - planes * self.tall_lists(digested)
         if number < planes * M:
-            first = (Int64(number // M) * lines + cutlass.min(number % M, lines - 1)) * N
-            self.list_line(digested.lists(False), digested.states(), number, (first, first), (Int32(1), N, N), True)
-        elif of_keys < 0:
-            lists, begin = digested.lists(False, listed=TALL), of_tall % tall * TALL
-            rows = (begin // LISTED, (begin + TALL - 1) // LISTED)
-            both = tuple((Int64(of_tall // tall) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
-            self.list_line(lists, digested.states(), of_tall, both, (Int32(1), N, N), True)
-        else:
+            self.list_rows(digested, number, (number // M, number % M, number % M), LISTED)
+        elif of_keys >= 0:
             first = Int64(of_keys // N) * lines * N + of_keys % N
             self.list_line(digested.lists(True), digested.states(), of_keys, (first, first), (N, lines, M), False)
+        elif cutlass.const_expr(self.tall):
+            begin = of_tall % digested.tall * TALL
+            rows = begin // LISTED, (begin + TALL - 1) // LISTED
+            self.list_rows(digested, of_tall, (of_tall // digested.tall, *rows), TALL)
+
+    @cute.jit
+    def list_rows(
+        self, digested: Digested, number: Int32, place: tuple[Int32, Int32, Int32], listed_rows: cutlass.Constexpr[int]
+    ):
+        """Of so many queries, by the two lines of a plane in which they lie. Never empty: where nothing is seen it has
+        one block, whose words hide all of it.
+        """
+        (_, N), lines, (plane, *rows) = digested.blocks, digested.lines, place
+        first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
+        lists = digested.lists(False, listed_rows=listed_rows)
+        self.list_line(lists, digested.states(), number, first, (Int32(1), N, N), True)
 
     @cute.jit
     def list_line(

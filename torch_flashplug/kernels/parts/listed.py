@@ -1,6 +1,7 @@
 """Walks from lists: block-sparse attention (FlashAttention, arXiv 2205.14135, section 3.3). The lists are those of
 FlexAttention's BlockMask as they are: padded, int32, blocks of LISTED queries and keys, for each row of blocks those
-that hide something and those that hide nothing. What a masked block hides is a stage's (scores/words.py).
+that hide something and those that hide nothing (a digest has lists of TALL x LISTED, too). What a masked block hides is
+a stage's (scores/words.py).
 
 A tile may be smaller than a listed block: it walks over the parts of each that are its own size. The first block of a
 forward's tile and the last one of dQ's count as masked, whatever list they are in: words of a whole block are ones.

@@ -24,13 +24,13 @@ class Mask(Seams):
     def before(self, call: object, stream: cuda.CUstream):
         """A mask without elements was digested before."""
         if call.mask.shape[3] > 0:
-            Digest()(call.mask, digested(call), stream)
+            Digest(tall=self.listed_rows == TALL)(call.mask, digested(call), stream)
         if cutlass.const_expr(self.ordered):
             Turns()(digested(call), stream)
 
     def walk(self, call: object) -> Listed:
-        lists = digested(call).lists(self.transposed, self.ordered, self.listed)
-        kind = TallListed if self.listed == TALL else Listed
+        lists = digested(call).lists(self.transposed, self.ordered, self.listed_rows)
+        kind = TallListed if self.listed_rows == TALL else Listed
         return kind(lists, lists)  # a kernel walks in one direction
 
     def visible(self, call: object) -> Stage:

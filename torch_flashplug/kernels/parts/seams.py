@@ -26,8 +26,8 @@ class Seams:
     uneven = False  # whether rows of a tile may see different numbers of keys
     short = False  # whether many tiles have few rows
 
-    def __init__(self, element: Element, transposed: bool, listed: int):
-        self.element, self.transposed, self.listed = element, transposed, listed
+    def __init__(self, element: Element, transposed: bool, listed_rows: int):
+        self.element, self.transposed, self.listed_rows = element, transposed, listed_rows
 
     @staticmethod
     def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
@@ -35,7 +35,7 @@ class Seams:
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
         parts = [part_named(name) for name in names if name]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
-        return kind(ELEMENTS[spec.dtype], transposed, spec.listed)
+        return kind(ELEMENTS[spec.dtype], transposed, spec.listed_rows)
 
     def pieces(self, call: object) -> Pieces:
         return Dense()

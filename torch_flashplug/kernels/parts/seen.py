@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Uint16
 from ...spec import SLAB, WARP
 from .digest import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from .fragments import column_of
-from .scores.chain import Chain, Place, Stage
+from .scores.chain import Place, Stage
 from .scratch import vector_at
 from .seams import Seams
 from .walk import Sizes, Split, Walk
@@ -40,8 +40,9 @@ class MaskOfFew(Seams):
     def walk(self, call: object) -> Seen:
         return Seen(call.mask)
 
-    def chain(self, call: object) -> Chain:
-        return Chain((*super().chain(call).stages, MaskBits(call.mask)))
+    def visible(self, call: object) -> Stage:
+        """Of keys that there are not no byte is loaded."""
+        return MaskBits(call.mask)
 
 
 @dataclass(frozen=True)

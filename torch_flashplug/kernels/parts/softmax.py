@@ -136,6 +136,23 @@ class OnlineSoftmax:
         return lse
 
 
+    @cute.jit
+    def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """Normalise acc_O (2, cols), of a part of the keys: zeros where a row sees none of them, whatever v held there.
+        Returns maxima, raw, and sums, (2,) each: of large scores an LSE, one number, would have lost the sum's digits.
+        """
+        tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(ROWS):
+            total = self.row_sum[r]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            tops[r], totals[r] = self.row_max[r], total
+            inverse = cute.arch.rcp_approx(total)
+            for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+                acc_O[r, c] = cutlass.select_(total == 0.0, Float32(0.0), acc_O[r, c] * inverse)
+        return tops, totals
+
+
 def row_reduce(acc: cute.Tensor, row: int, combine):
     """Reduce one row of a thread's fragment with four independent chains, so that latency overlaps."""
     columns = cute.size(acc, mode=[1])

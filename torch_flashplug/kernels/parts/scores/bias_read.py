@@ -33,6 +33,9 @@ class Read(Stage):
     def scales(self, scales: Scales) -> Scales:
         return natural(scales)
 
+    def unit(self, scale: Float32) -> Float32:
+        return Float32(1.0)
+
     def at(self, place: Place) -> Stage:
         """Rows behind the last one have what it has."""
         if place.transposed:

@@ -9,6 +9,7 @@ argument and names no stage. It asks, in this order:
 
     chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
     chain.scales(scales)            those of the scores behind the stages
+    chain.unit(scale)               decode, in launch: the same of one, the natural
     chain.at(place)                 once a tile
     here.of_head(head)              backward: once a query head
     here.pass_over(count)           a block that this warpgroup does not look at
@@ -124,6 +125,9 @@ class Stage:
     def scales(self, scales: Scales) -> Scales:
         return scales
 
+    def unit(self, scale: Float32) -> Float32:
+        return scale
+
     def hold(self, columns: int) -> Stage:
         return self
 
@@ -186,6 +190,11 @@ class Chain:
         for stage in self.stages:
             scales = stage.scales(scales)
         return scales
+
+    def unit(self, scale: Float32) -> Float32:
+        for stage in self.stages:
+            scale = stage.unit(scale)
+        return scale
 
     def hold(self, columns: int) -> Chain:
         return Chain(tuple(stage.hold(columns) for stage in self.stages))

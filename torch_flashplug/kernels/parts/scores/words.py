@@ -35,7 +35,7 @@ BITS = 32
 @dataclass(frozen=True)
 class Words(Stage):
     """Reads a block's words one step ahead, before the last one's are used or after: they have registers of their own,
-    which cost nothing where these are free by then.
+    which cost nothing where these are free by then. `make_ready`, which decode does not ask, takes them over.
     """
 
     words: cute.Tensor  # (n,) Int32: rows, or columns

@@ -1,0 +1,63 @@
+"""What a run of programs.py comes to: which rows violate the bar, totals, the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+import records
+from program_models import Record
+from rich.console import Console
+from rich.table import Table
+
+BAR = 1.2  # of a row's error, of stock's alone
+
+
+def violations(rows: Iterable[Record]) -> list[str]:
+    said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}"
+    return [
+        said.format(**row, what=what, ours=row[f"{what}_ours"], stock=row[f"{what}_stock"])
+        for row in rows
+        for what in ("error", "mean")
+        if f"{what}_ours" in row and row[f"{what}_ours"] > BAR * row[f"{what}_stock"]
+    ]
+
+
+def totals(rows: Sequence[Record]) -> Record:
+    """Of one order: both make the same calls, and times are taken once."""
+    once = [row for row in rows if row["order"] == rows[0]["order"]]
+    timed = [row for row in once if "stock_ms" in row]
+    calls, attention = sum(row["calls"] for row in once), sum(row["attention_stock_ms"] for row in timed)
+    made: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
+    if timed:
+        made["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
+        made["ours_over_stock_ms"] = statistics.geometric_mean(
+            row["ours_over_stock"] for row in timed if "ours_over_stock" in row
+        )
+    return made
+
+
+def print_table(document: Record, console: Console) -> None:
+    table = Table(title="programs on {gpu}, torch {torch}, transformers {transformers}".format(**document))
+    for column in ("program", "scenario", "order", "D", "served"):
+        table.add_column(column, no_wrap=True)
+    numbers = [f"{what}_{side}" for what in ("error", "mean", "tokens") for side in ("stock", "ours")]
+    numbers += ["stock_ms", "ours_ms"]
+    for column in (*numbers, "why not"):
+        justify = "right" if column in numbers else "left"
+        table.add_column(column.replace("_", " "), justify=justify, no_wrap=column == "why not")
+    for row in document["rows"]:
+        colour = "red" if violations([row]) else "default"
+        why = max(row["reasons"], key=row["reasons"].__getitem__, default="") if row["served"] < row["calls"] else ""
+        cells = [row["program"], row["scenario"], row["order"], row["dims"], f"{row['served']}/{row['calls']}"]
+        cells += [f"[{colour}]{row[name]:.3g}[/]" if name in row else "-" for name in numbers]
+        table.add_row(*cells, why[:36])
+    console.print(table)
+    lines = [f"absent: {program} ({reason})" for program, reason in document["absent"].items()]
+    for row in (row for row in document["rows"] if {"wrong_stock", "wrong_ours"} & set(row)):
+        sides = f"stock alone {row.get('wrong_stock', [])}, with the plugin {row.get('wrong_ours', [])}"
+        lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
+    lines += [f"failed: {failure}" for failure in document["failed"]]
+    lines += [f"violation: {line}" for line in document["violations"]]
+    for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
+        console.print(line, markup=False)
