@@ -31,9 +31,9 @@ def totals(rows: Sequence[Record]) -> Record:
     made: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
     if timed:
         made["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
-        made["ours_over_stock_ms"] = statistics.geometric_mean(
-            row["ours_over_stock"] for row in timed if "ours_over_stock" in row
-        )
+    ratios = [row["ours_over_stock"] for row in timed if "ours_over_stock" in row]
+    if ratios:
+        made["ours_over_stock_ms"] = statistics.geometric_mean(ratios)
     return made
 
 

@@ -175,8 +175,7 @@ class Plan:
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
         lines += [("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
-        lines += [("gradients", self.gradients)]
-        lines += [("raises", self.error)]
+        lines += [("gradients", self.gradients), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))

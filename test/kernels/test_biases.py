@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from orders import in_order
 from splits import MOST, forced, planned
 from torch import Tensor
 
@@ -284,13 +285,9 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     native.counters(reset=True)
-    torch.use_deterministic_algorithms(order)
-    try:
-        with torch_flashplug.sdpa_backend(backend):
-            out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
-            found = torch.autograd.grad(out, leaves, inputs.grad_out)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with torch_flashplug.sdpa_backend(backend), in_order(order):
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
+        found = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = native.counters()
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle_grads, plain_grads))

@@ -4,13 +4,13 @@ copies.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
@@ -54,21 +54,12 @@ def on(device: str, call: dict) -> dict:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-@contextlib.contextmanager
-def in_one_order() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def outputs(operands: list[Tensor], grad_out: Tensor | None, backend: str, call: dict) -> list[Tensor]:
     """Out and, where grad_out is given, gradients, by kernels of ours."""
     torch.manual_seed(SEED)
     leaves = [tensor.detach().requires_grad_(grad_out is not None) for tensor in operands]
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_one_order():
+    with torch_flashplug.sdpa_backend(backend), in_order():
         out = F.scaled_dot_product_attention(*leaves, **call)
         grads = [] if grad_out is None else list(torch.autograd.grad(out, leaves, grad_out))
     counts = native.counters()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from orders import in_order
 from splits import planned
 from torch import Tensor
 
@@ -136,12 +137,8 @@ def next_seed(device: str) -> Tensor:
 def ours(*ways: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """One call, by kernels of these directions."""
     native.counters(reset=True)
-    torch.use_deterministic_algorithms(order)
-    try:
-        with torch_flashplug.sdpa_backend(backend):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with torch_flashplug.sdpa_backend(backend), in_order(order):
+        yield
     counts = native.counters()
     assert {name: count for name, count in counts.items() if count and not name.startswith("routed")} == dict.fromkeys(
         ways, 1

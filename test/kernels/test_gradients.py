@@ -5,11 +5,11 @@ fp64 math, added up in any order or, under torch.use_deterministic_algorithms, i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from orders import in_order
 from splits import planned
 from torch import Tensor
 
@@ -73,15 +73,6 @@ def test_every_row_is_hit_by_a_case(family: Family) -> None:
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # Of D 64, full, gradients in parts are faster where dQ alone is wanted: test_some_gradients.
     assert not {name for name in missing if not name.startswith("partbwd") or "_d64_full_" not in name}
-
-
-@contextlib.contextmanager
-def in_order() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])

@@ -4,7 +4,6 @@ hidden keys hold, what a mask's memory looks like.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ import on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
+from orders import in_order
 from splits import planned
 from torch import Tensor
 
@@ -179,15 +179,6 @@ MASKED = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.feat
 BACKENDS = {90: "fa3", 80: "fa2"}
 
 
-@contextlib.contextmanager
-def ordered(order: bool):
-    torch.use_deterministic_algorithms(order)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def check_gradients(
     case: Case, mask: Tensor, device: str, *, order: bool = False, wanted: str = "qkv", backend: str = "fa3"
 ) -> None:
@@ -195,7 +186,7 @@ def check_gradients(
     inputs = make_inputs(case, device, SEED)
     leaves = [getattr(inputs, name).requires_grad_() for name in wanted]
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), ordered(order):
+    with torch_flashplug.sdpa_backend(backend), in_order(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
         found = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = native.counters()
@@ -290,7 +281,7 @@ def test_an_ordered_backward_gives_the_same_bits(kernels_on: str, spec: KernelSp
             on_cpu.seed(on_cpu.pack(), order)
         inputs = make_inputs(case, kernels_on, SEED)
         leaves = [tensor.requires_grad_() for tensor in inputs]
-        with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), ordered(True):
+        with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), in_order(True):
             out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
             found.append(torch.autograd.grad(out, leaves, inputs.grad_out))
     if kernels_on == "cpu":

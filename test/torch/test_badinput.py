@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import strides
+from orders import in_order
 from standin import Road, road_to
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -377,12 +378,9 @@ def test_autocast_takes_fp32(any_road: Road) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_deterministic_algorithms(road: Road, training: bool) -> None:
     """Strict determinism raises nothing that stock does not raise."""
-    torch.use_deterministic_algorithms(True)
-    try:
+    with in_order():
         road.disable()
         want = outcome((road.qkv(), {}), training)
         road.enable()
         got = outcome((road.qkv(), {}), training)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert isinstance(got, tuple) == isinstance(want, tuple)

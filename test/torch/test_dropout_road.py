@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import AUTO, FA3, MATH, Recorder
+from orders import in_order
 from plans import call as facts_of
 from standin import Road
 from torch import Tensor
@@ -165,11 +166,8 @@ def test_gradients(any_road: Road, wanted: str, causal: bool) -> None:
 
 
 def test_deterministic_gradients(any_road: Road) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
+    with in_order():
         check_gradients(any_road, dropping)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,0 +1,17 @@
+"""Gradients added up in one order, as torch.use_deterministic_algorithms asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def in_order(order: bool = True) -> Iterator[None]:
+    torch.use_deterministic_algorithms(order)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
