@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import choices, composite, configs, native, repair, rescues
+from torch_flashplug import _start, choices, composite, configs, native, repair, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 
@@ -103,4 +103,4 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
             native.set_facts_override(None)
             native.unregister_ops()
             native.register_ops("CUDA")
-        native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+        _start.push_tables()

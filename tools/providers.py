@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import _start, choices, configs, native, rescues
+from torch_flashplug import _start, configs
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
 
 ONE_ORDER = "_det"  # suffix of the names of deterministic variants
@@ -114,7 +114,7 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 def tall_tiles() -> Iterator[None]:
     """Ours, with bool masks in the tallest tiles that there are."""
     kernels = [replace(row, cost=1) if row.cost == configs.UNTIMED else row for row in configs.KERNEL_ROWS]
-    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+    _start.push_tables(kernels)
     try:
         with torch_flashplug.sdpa_backend("fa3"):
             yield

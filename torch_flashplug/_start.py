@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 from . import choices, configs, env, integrations, library, native, problem, rescues, tracing, up_calls
 from .families import BACKENDS
@@ -29,8 +30,10 @@ def provide(name: str, cc: int) -> int | str:
     return compiler.provide(name, compiler.target_of(cc))
 
 
-def push_tables() -> None:
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
+    """The measured tables, of all kernels or of these."""
+    kernels = configs.KERNEL_ROWS if kernels is None else kernels
+    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
 
 
 def register_packs() -> None:

@@ -16,7 +16,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, choices, configs, native, rescues
+from torch_flashplug import _start, configs, native
 from torch_flashplug.elements import DTYPES
 from torch_flashplug.spec import LISTED, TALL, KernelSpec
 from torch_flashplug.testing import (
@@ -200,12 +200,11 @@ def check_gradients(
 
 
 @pytest.fixture
-def table() -> Iterator[Callable]:
-    """Pushes rows of these kinds alone."""
+def only() -> Iterator[Callable]:
+    """Pushes these rows alone."""
 
-    def push(*kinds: str) -> None:
-        kernels = [row for row in configs.KERNEL_ROWS if row.kind in kinds]
-        native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+    def push(of: Callable[[configs.KernelRow], bool]) -> None:
+        _start.push_tables([row for row in configs.KERNEL_ROWS if of(row)])
 
     yield push
     _start.push_tables()
@@ -216,15 +215,9 @@ TALL_ONES = [spec for spec in FORWARDS if spec.tile_m == TALL]
 
 
 @pytest.fixture
-def forward_alone() -> Iterator[Callable]:
+def forward_alone(only: Callable) -> Callable:
     """Pushes this forward's row, and all of backwards."""
-
-    def push(spec: KernelSpec) -> None:
-        kernels = [row for row in configs.KERNEL_ROWS if row.kind not in {"fwd", "decode"} or spec in row.specs()]
-        native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
-
-    yield push
-    _start.push_tables()
+    return lambda spec: only(lambda row: row.kind not in {"fwd", "decode"} or spec in row.specs())
 
 
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
@@ -260,11 +253,11 @@ def test_tall_tiles_of_lengths(kernels_on: str, spec: KernelSpec, Sq: int, forwa
 
 
 @pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)
-def test_every_backward(kernels_on: str, spec: KernelSpec, table: Callable) -> None:
+def test_every_backward(kernels_on: str, spec: KernelSpec, only: Callable) -> None:
     """By what makes the plan choose it, and no other kind."""
     heads, order, backend = (2, 2, 1), spec.in_order, BACKENDS[spec.arch]
     case = new_case(spec.name(), heads, (200, 333), (spec.d, spec.dv), dtype=spec.dtype)
-    table("fwd", spec.kind)
+    only(lambda row: row.kind in {"fwd", spec.kind})
     facts = {"mask": 1, "grad": 1, "deterministic": order}
     assert planned(case, backend=backend, **facts)["gradients"] == spec.name()
     check_gradients(case, drawn(2, 1, 200, 333).to(kernels_on), kernels_on, order=order, backend=backend)
