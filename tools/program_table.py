@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 BAR = 1.2  # of a row's error, of stock's alone
+SLOWER = 1.03  # of stock's time: what is told
 
 
 def violations(rows: Iterable[Record]) -> list[str]:
@@ -37,6 +38,12 @@ def totals(rows: Sequence[Record]) -> Record:
     return made
 
 
+def slower(rows: Sequence[Record]) -> list[str]:
+    """Scenarios that take more than SLOWER of stock's time, by the median of paired rounds, with the rounds' spread."""
+    once = [row for row in rows if row["order"] == rows[0]["order"] and row.get("ours_over_stock", 0.0) > SLOWER]
+    return ["{program} {scenario}: {ours_over_stock:.3f} (spread {spread:.3f})".format(**row) for row in once]
+
+
 def print_table(document: Record, console: Console) -> None:
     table = Table(title="programs on {gpu}, torch {torch}, transformers {transformers}".format(**document))
     for column in ("program", "scenario", "order", "D", "served"):
@@ -59,5 +66,6 @@ def print_table(document: Record, console: Console) -> None:
         lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
+    lines += [f"slower: {line}" for line in slower(document["rows"])]
     for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
         console.print(line, markup=False)

@@ -305,17 +305,22 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
 
 
 def time_again(document: Record, programs: Sequence[str], seconds: float) -> Record:
-    """An earlier run's, with new times in its rows."""
+    """An earlier run's, with new times in its rows: none where none were found. Whose the errors are is said apart."""
     scenarios = {program: dict.fromkeys(row["scenario"] for row in document["rows"] if row["program"] == program)
                  for program in programs}  # fmt: skip
     tasks = [Task("times", program, tuple(names), "cuda", False) for program, names in scenarios.items() if names]
     found = {
         (record["program"], record.get("scenario")): record for record in start(tasks, 1, time.monotonic() + seconds)
     }
+    rows = []
     for row in document["rows"]:
-        row.update(times_of(found.get((row["program"], row["scenario"]), {})))
+        old = times_of(row) if row["program"] in scenarios else {}
+        kept = {name: entry for name, entry in row.items() if name not in old}
+        rows.append(kept | times_of(found.get((row["program"], row["scenario"]), {})))
     failed = [record for record in found.values() if "failed" in record]
-    return {"rows": document["rows"], "absent": document["absent"], "failed": document["failed"] + failed}
+    errors = document.get("errors_of") or {name: document[name] for name in ("commit", "date", "gpu", "command")}
+    again = {"errors_of": errors, "rows": rows, "absent": document["absent"]}
+    return again | {"failed": document["failed"] + failed}
 
 
 def main() -> int:

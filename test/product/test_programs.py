@@ -18,6 +18,7 @@ from standin import Road, road_to
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import program_models
+import program_table
 import programs
 
 SCENARIOS = ("forward", "train")
@@ -107,3 +108,22 @@ def test_a_child_is_a_process_of_its_own() -> None:
     task = programs.Task("stock_first", "gpt2", ("forward",), "cpu", quick=True)
     found = programs.start([task], 1, time.monotonic() + 200)
     assert [record["side"] for record in found] == ["stock", "ours"] and not any("failed" in record for record in found)
+
+
+def test_times_taken_again_leave_no_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"scenario": "forward", "order": "stock_first", "error_ours": 0.01, "stock_ms": 2.0, "ours_ms": 1.0}
+    old |= {"ours_over_stock": 0.5, "spread": 0.1}
+    header = {"commit": "abc", "date": "2026-11-24", "gpu": "NVIDIA H200", "command": "programs.py"}
+    rows = [{"program": program} | old for program in ("bert", "gpt2", "llama")]
+    new = {"stock_ms": 2.0, "ours_ms": 2.2, "ours_over_stock": 1.1, "spread": 0.01}
+    told = [
+        {"program": "bert", "scenario": "forward", "side": "times"} | new,
+        {"program": "gpt2", "scenario": "*", "side": "times", "failed": "no end after 1 s"},
+    ]
+    monkeypatch.setattr(programs, "start", lambda *arguments: told)
+    again = programs.time_again(header | {"rows": rows, "absent": {}, "failed": []}, ["bert", "gpt2"], 1.0)
+    bert, gpt2, llama = again["rows"]
+    assert bert == rows[0] | new and llama == rows[2]  # which was not asked for
+    assert gpt2 == {"program": "gpt2", "scenario": "forward", "order": "stock_first", "error_ours": 0.01}
+    assert again["errors_of"] == header and again["failed"] == told[1:]
+    assert program_table.slower(again["rows"]) == ["bert forward: 1.100 (spread 0.010)"]
