@@ -209,10 +209,11 @@ class _Scores(NamedTuple):
 
     def probabilities(self, lse: Tensor) -> Tensor:
         """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0, as kernels have it also those whose
-        fp32 lse is too low to tell how many keys there are. The lse may be that of more keys than these (a step of ring
-        attention).
+        fp32 lse is too large, either way, to tell how many keys there are. The lse may be that of more keys than these
+        (a step of ring attention).
         """
-        none = ((lse < -LOST) & (lse.dtype == torch.float32) | (lse == -math.inf)).unsqueeze(-1)
+        lost = (lse.abs() > LOST) & lse.isfinite() & (lse.dtype == torch.float32)
+        none = (lost | (lse == -math.inf)).unsqueeze(-1)
         shifted = self.scores - lse.to(self.scores.dtype).unsqueeze(-1).masked_fill(none, 0.0)
         return torch.exp(shifted).masked_fill(none, 0.0)
 

@@ -25,8 +25,8 @@ TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, key
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
 LANES = 8  # threads of one row
 VECTOR = 8  # elements of one 16-byte access
-# Below it fp32 has no digit left of what a score is apart from its row's LSE, so that exp2 could be anything: keys that
-# are all hidden by a large number (finfo.min) count as none. Above it, where one key leads alone, the LSE is its score.
+# An LSE beyond it, either way, has lost its sum's digits, and exp2 of what a score is apart from it could be anything:
+# keys that are all hidden by a large number (finfo.min) count as none.
 LOST = float(2**24)
 
 
@@ -89,7 +89,7 @@ class PrepareBackward:
                 else:
                     delta = self.product(mO[(*place, None)], mdO[(*place, None)], thread % LANES)
                 lse = mLSE[place] * fragments.LOG2_E
-                lse = cutlass.select_(lse < -LOST, Float32.inf, lse)  # no key: exp2(S - inf) = 0
+                lse = cutlass.select_(abs(lse) > LOST, Float32.inf, lse)  # no key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if thread % LANES == 0:
