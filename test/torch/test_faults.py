@@ -137,9 +137,9 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
 @pytest.mark.parametrize("kind", ["misaligned", "wide", "dropout", "compiled"])
-def test_the_gradient_of_a_mask_alone_where_ours_cannot_run(kind: str) -> None:
+def test_the_gradient_of_a_mask_alone(kind: str) -> None:
     """Stock's efficient attention keeps no LSE where no operand wants a gradient, and its backward reads one: an error,
-    or the end of the context.
+    or the end of the context. Ours takes what is misaligned, as copies; the others it cannot.
     """
     sizes = {"misaligned": (257, 9, 64), "wide": (129, 96, 264), "dropout": (33, 33, 64), "compiled": (33, 40, 264)}
     Sq, Sk, D = sizes[kind]
@@ -152,7 +152,7 @@ def test_the_gradient_of_a_mask_alone_where_ours_cannot_run(kind: str) -> None:
     grad_out = half(*out.shape)
     (grad,) = torch.autograd.grad(out, mask, grad_out)
     torch.cuda.synchronize()
-    assert native.counters()["ours_fwd"] == 0
+    assert native.counters()["ours_fwd"] == (kind == "misaligned")
     wide = mask.detach().double().requires_grad_()
     exact = (q.double() @ k.double().mT * D**-0.5 + wide).softmax(-1) @ v.double()
     (right,) = torch.autograd.grad(exact, wide, grad_out.double())
