@@ -234,7 +234,10 @@ bool can_be_digested(AtenTensorHandle mask, const Problem& p) {
   if (is_digest(mask)) return true;  // a forward of ours asked
   int64_t size[4], stride[4];
   if (!spread(mask, p, size, stride)) return true;  // refused where it is read
-  return digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) <= std::numeric_limits<int32_t>::max();
+  const int64_t numbers = digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
+  // Kernels count a plane's in 31 bits, and all of them in 32.
+  return numbers <= std::numeric_limits<int32_t>::max() &&
+         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
 }
 
 }  // namespace flashplug

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import _start, configs
+from torch_flashplug import _start, configs, spec
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
 
 ONE_ORDER = "_det"  # suffix of the names of deterministic variants
@@ -113,7 +113,8 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 @contextmanager
 def tall_tiles() -> Iterator[None]:
     """Ours, with bool masks in the tallest tiles that there are."""
-    kernels = [replace(row, cost=1) if row.cost == configs.UNTIMED else row for row in configs.KERNEL_ROWS]
+    rows = configs.KERNEL_ROWS
+    kernels = [replace(row, cost=1) if (row.features, row.tile_m) == (configs.MASK, spec.TALL) else row for row in rows]
     _start.push_tables(kernels)
     try:
         with torch_flashplug.sdpa_backend("fa3"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from ...spec import LISTED, TALL
 from .fragments import zero_of
@@ -85,8 +85,14 @@ class BoundLists:
         return self.keys(tile)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, KeysRun]:
-        """Every part of a tile walks over all of its blocks."""
-        return Int32(0), self.keys(tile)
+        """Every part of a tile that has rows walks over all of its blocks, others over one, as of a Band."""
+        run = self.keys(tile)
+        if not uneven:
+            return Int32(0), run
+        there = first_row < self.sizes.Sq
+        masked = cutlass.select_(there, run.num_masked, cutlass.min(run.num_masked, 1))
+        mine = cute.arch.make_warp_uniform(cutlass.select_(there, run.count, 1))
+        return run.count - mine, KeysRun(run.lists, run.row, masked, mine, run.parts)
 
     def queries(self, tile: Tile) -> Heads:
         return Heads(self, tile)
@@ -179,16 +185,30 @@ class ListedRun(Run):
 
     def nth(self, j: Int32) -> Int32:
         """A load: whoever follows it closely asks for it a step ahead (`next`)."""
-        return self.entry(j, self.lists.masked, self.lists.whole) * self.parts + (j & self.parts - 1)
+        return self.part(self.entry(j, self.lists.masked, self.lists.whole), j)
+
+    def next(self, j: Int32, section: Section) -> Int32:
+        """All of a section is in one list."""
+        j = cutlass.min(j + 1, section.end - 1)
+        of, begin = (self.lists.masked, 0) if section.masked else (self.lists.whole, self.num_masked)
+        return self.part(self.load(of.iterator, j - begin), j)
+
+    def part(self, listed: Int32, j: Int32) -> Int32:
+        """The one at a position of those that a listed block has."""
+        return listed * self.parts + (j & self.parts - 1)
 
     def entry(self, j: Int32, masked: cute.Tensor, whole: cute.Tensor) -> Int32:
         """At a position, of what is stored like the lists."""
         behind = j >= self.num_masked
-        entry = cutlass.select_(behind, j - self.num_masked, j) >> self.parts.bit_length() - 1
         start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
-        place = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
-        first = Int64(self.row + zero_of(j)) * masked.shape[1]  # an address is made in every step
-        return cute.arch.load(place + (first + entry), Int32)
+        of = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
+        return self.load(of, cutlass.select_(behind, j - self.num_masked, j))
+
+    def load(self, of: cute.Pointer, position: Int32) -> Int32:
+        """Of one list. Addresses are made in every step, of numbers below 2^32."""
+        row = self.row + zero_of(position)
+        nth = row * self.lists.masked.shape[1] + (position >> self.parts.bit_length() - 1)
+        return cute.arch.load(of + Int64(Uint32(nth)), Int32)
 
 
 @dataclass(frozen=True)

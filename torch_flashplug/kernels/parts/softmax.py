@@ -124,9 +124,7 @@ class OnlineSoftmax:
         """Normalise acc_O (2, cols); returns LSE (2,), natural log. kept: of the probabilities that O has."""
         lse = cute.make_rmem_tensor((ROWS,), Float32)
         for r in cutlass.range_constexpr(ROWS):
-            total = self.row_sum[r]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = self.total(r)
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
             if cutlass.const_expr(kept is not None):
                 inverse = inverse * kept.inverse
@@ -135,7 +133,6 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * inverse
         return lse
 
-
     @cute.jit
     def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
         """Normalise acc_O (2, cols), of a part of the keys: zeros where a row sees none of them, whatever v held there.
@@ -143,14 +140,18 @@ class OnlineSoftmax:
         """
         tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
-            total = self.row_sum[r]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = self.total(r)
             tops[r], totals[r] = self.row_max[r], total
             inverse = cute.arch.rcp_approx(total)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = cutlass.select_(total == 0.0, Float32(0.0), acc_O[r, c] * inverse)
         return tops, totals
+
+    def total(self, row: int) -> Float32:
+        """A row's sum, of the four threads that share it."""
+        total = self.row_sum[row]
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+        return total + cute.arch.shuffle_sync_bfly(total, offset=2)
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):

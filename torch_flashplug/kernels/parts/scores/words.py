@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from ....spec import SLAB
 from ..fragments import zero_of
@@ -83,29 +83,34 @@ class Words(Stage):
     def fetch(self, block: Int32):
         place, count = self.place, cute.size(self.coming)
         _, columns = self.tiles()
-        first = block * place.block // TILE
-        line = Int64(self.line)
+        first, line, row = block * place.block // TILE, self.line, place.row
         if cutlass.const_expr(place.transposed):
             # The backward has few registers: an address is made in every step. (In the forward ptxas would serialise
             # every product for it.)
-            line = Int64(self.line + zero_of(block))
+            line, row = line + zero_of(block), row + zero_of(block)
         thread = cute.arch.thread_idx()[0] % THREADS
         if cutlass.const_expr(place.by_row):
-            row = place.row + zero_of(block) if place.transposed else place.row
             thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 of them hold 16 rows
-        start = self.words.iterator + (line * (columns + 1) * THREADS + thread)
-        if cutlass.const_expr(place.block % TILE == 0):
+        begin = line * (columns + 1) * THREADS + thread
+        if cutlass.const_expr(place.block % TILE == 0 and not place.transposed):
+            for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last
+                self.coming[i] = self.word(begin + (first + i) * THREADS)
+        elif cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
-                self.coming[i] = cute.arch.load(start + Int64(cutlass.min(first + i, columns)) * THREADS, Int32)
+                self.coming[i] = self.word(begin + cutlass.min(first + i, columns) * THREADS)
         else:
             shift = block * place.block % TILE // 2
-            below = cute.arch.load(start + Int64(cutlass.min(first, columns)) * THREADS, Int32)
+            below = self.word(begin + cutlass.min(first, columns) * THREADS)
             for i in cutlass.range_constexpr(count):
-                above = cute.arch.load(start + Int64(cutlass.min(first + i + 1, columns)) * THREADS, Int32)
+                above = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
                 self.coming[i] = shifted(below, above, shift)
                 below = above
         if cutlass.const_expr(place.by_row and place.transposed):  # scores may begin inside a block
             self.coming[0] = self.coming[0] >> ((place.column & -8) >> 1)
+
+    def word(self, nth: Int32) -> Int32:
+        """A load. There are fewer than 2^32 words."""
+        return cute.arch.load(self.words.iterator + Int64(Uint32(nth)), Int32)
 
     def bit(self, r: int, c: int) -> cutlass.Boolean:
         """Of score (r, c) of a block."""
