@@ -12,6 +12,8 @@ from .spec import LISTED, TALL
 from .words import THREADS, TILE, bits, words
 
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
+KIND, HALVES = 3, 2  # bits of a state that say so, and how many; behind them, of a MASKED one: which TILE rows see some
+FLAGS = 28  # bits of a block's number in a list of tall blocks, ahead of the same of its three parts
 
 
 def digest(mask: Tensor, numbers: int) -> Tensor:
@@ -23,12 +25,13 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
     planes = mask[:, :, :rows].flatten(0, 1)
     found = states(planes)
     of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
-    made = [found, *_lists(of_all, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), words(planes)]
+    kinds = of_all & KIND
+    made = [found, *_lists(kinds, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), words(planes)]
     if sum(part.numel() for part in made) < numbers * len(planes):
         columns = words(planes.mT)
         if rows < Sq:
             columns[..., -1, :] = columns[..., 0, :]
-        made += [*_lists(of_all.mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
+        made += [*_lists(kinds.mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
     return torch.cat([part.flatten() for part in made]).view(*mask.shape[:2], numbers)
 
 
@@ -71,21 +74,32 @@ def states(planes: Tensor) -> Tensor:
     there = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
     padded = F.pad(planes, tail)
     blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & there)]
-    some, hidden = (x.any(-1).any(2) for x in blocks)
-    return torch.where(some, torch.where(hidden, MASKED, WHOLE), NONE).int()
+    some, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
+    halves = some.unflatten(2, (-1, TILE)).any(3).int()
+    masked = MASKED | (halves[:, :, 0] | halves[:, :, 1] << 1) << HALVES
+    return torch.where(some.any(2), torch.where(hidden.any(2), masked, WHOLE), NONE).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:
-    """Of blocks of TALL queries, (P, ceil(Sq / TALL), N): what their lines say where they say the same."""
+    """Of blocks of TALL queries, (P, ceil(Sq / TALL), N): what their lines say where they say the same, and of a MASKED
+    one, behind that, which of its parts of TILE queries see something.
+    """
     begin = torch.arange(0, Sq, TALL, device=states.device)
     first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
-    return torch.where(first == last, first, MASKED)
+    upper, lower = (torch.where(of == WHOLE, 3, of >> HALVES) for of in (first, last))
+    half = (begin % LISTED // TILE).view(-1, 1).to(states.dtype)
+    masked = MASKED | ((upper | lower << 2) >> half & 7) << HALVES
+    same = (first & KIND) == (last & KIND)
+    return torch.where(same & (first & KIND != MASKED), first, masked).int()
 
 
 def _lists(states: Tensor, *, never_empty: bool) -> tuple[Tensor, Tensor]:
     """How many blocks of each line are masked and whole, (2, P * lines), and which, (2, P * lines, room)."""
-    kinds = torch.stack([states.flatten(0, 1) == kind for kind in (MASKED, WHOLE)])
+    lines = states.flatten(0, 1)
+    kinds = torch.stack([lines & KIND == kind for kind in (MASKED, WHOLE)])
     counts = kinds.sum(-1, dtype=torch.int32)
     if never_empty:
         counts[0] += counts.sum(0) == 0
-    return counts, kinds.int().argsort(dim=-1, descending=True, stable=True).int()
+    entries = kinds.int().argsort(dim=-1, descending=True, stable=True)
+    entries[0] |= lines.gather(-1, entries[0]).long() >> HALVES << FLAGS
+    return counts, entries.int()

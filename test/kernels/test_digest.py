@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import digested, library
-from torch_flashplug.digested import MASKED, NONE, WHOLE
+from torch_flashplug.digested import FLAGS, KIND, MASKED, NONE, WHOLE
 from torch_flashplug.spec import LISTED, TALL
 from torch_flashplug.words import THREADS, TILE, words
 
@@ -108,6 +109,17 @@ def tall(blocks: Tensor, Sq: int) -> Tensor:
     return torch.stack([part[:, 0].where(as_one, MASKED) for part, as_one in zip(parts, same, strict=True)], 1)
 
 
+def seeing(mask: Tensor) -> Tensor:
+    """(P * tall blocks, 3, N): whether TILE queries of a tall block see something of a block of keys; -1: there are no
+    such queries.
+    """
+    Sq, Sk = mask.shape[1:]
+    padded = F.pad(mask, (0, -Sk % LISTED, 0, -Sq % TALL))
+    parts = padded.unflatten(2, (-1, LISTED)).any(-1).unflatten(1, (-1, TILE)).any(2).int()
+    parts[:, -(-Sq // TILE) :] = -1
+    return parts.unflatten(1, (-1, TALL // TILE)).flatten(0, 1)
+
+
 class Digested:
     """What a digest left, read in its order."""
 
@@ -119,10 +131,17 @@ class Digested:
         taken, self.numbers = self.numbers[:count], self.numbers[count:]
         return taken.view(sizes)
 
-    def check_lists(self, states: Tensor, never_empty: bool) -> None:
+    def check_lists(self, states: Tensor, never_empty: bool, seeing: Tensor | None = None) -> None:
+        """seeing: (lines, parts, N), what masked entries say of parts that exist; of others -1."""
         lines = states.flatten(0, 1)
         counts = self.take(2, len(lines)).tolist()
         found = self.take(2, *lines.shape)
+        if seeing is not None:
+            for i, part in itertools.product(range(len(lines)), range(TALL // TILE)):
+                of = found[0, i, : counts[0][i]]
+                right = seeing[i, part, of & (1 << FLAGS) - 1]
+                assert ((right == -1) | (right == (of >> FLAGS + part & 1))).all()
+            found[0] &= (1 << FLAGS) - 1
         for i, line in enumerate(lines):
             masked, whole = ((line == kind).nonzero().flatten().tolist() for kind in (MASKED, WHOLE))
             if never_empty and not masked and not whole:
@@ -185,9 +204,10 @@ def check(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -> None:
     P, Sq, Sk = plain.shape
     looked, of_rows, of_columns = plain[:, :rows], -(-rows // TILE), -(-Sk // TILE)
     left, blocks, lines = Digested(numbers), states(plain), -(-rows // LISTED)
-    assert torch.equal(left.take(P, lines, blocks.shape[2]), blocks[:, :lines])
+    found = left.take(P, lines, blocks.shape[2])
+    assert torch.equal(found & KIND, blocks[:, :lines])
     left.check_lists(blocks, never_empty=True)
-    left.check_lists(tall(blocks, Sq), never_empty=True)
+    left.check_lists(tall(blocks, Sq), never_empty=True, seeing=seeing(plain))
     assert torch.equal(left.take(P, of_rows, of_columns + 1, THREADS), words(looked))
     if gradients:
         left.check_lists(blocks.mT, never_empty=False)

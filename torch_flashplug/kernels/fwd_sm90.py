@@ -344,6 +344,8 @@ class ForwardSm90(ForwardCall):
             times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
+            if cutlass.const_expr(not isinstance(run.behind, int)):
+                done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
             lse = softmax.finish(output, scales.natural, chain.kept_share)
             write_lse(mLSE, lse, tile, row)
             self.store(acc_O, tile.rows(out), ring_q.slot(nth_q), wg_tile, times_v.add)

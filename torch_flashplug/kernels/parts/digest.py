@@ -21,11 +21,12 @@ import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
 from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
-from .listed import Lists
+from .listed import FLAGS, Lists
 from .scores.words import BITS, THREADS, TILE, shifted
 from .scratch import vector_at
 
 NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
+KIND, HALVES = 3, 2  # of a state: bits of that; those behind, of a MASKED one, say which TILE rows of two see something
 TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
 PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
@@ -95,7 +96,7 @@ class Digested:
         return tuple(itertools.accumulate(lengths, initial=Int64(0)))
 
     def states(self) -> cute.Tensor:
-        """(n,): NONE, MASKED or WHOLE, of each block of each plane."""
+        """(n,), of each block of each plane: KIND is NONE, MASKED or WHOLE."""
         return self.vector(0)
 
     def words(self, transposed: bool) -> cute.Tensor:
@@ -210,10 +211,10 @@ class Digest:
         flags[thread // WARP] = cutlass.select_(seen, 1, 0) + cutlass.select_(hidden, 2, 0)
         cute.arch.sync_threads()
         if thread == 0:
-            found = Int32(0)
-            for warp in cutlass.range_constexpr(WARPS):
-                found = found | flags[warp]
-            state = cutlass.select_(found == 1, Int32(WHOLE), Int32(MASKED))
+            upper, lower = flags[0] | flags[1], flags[2] | flags[3]
+            found = upper | lower
+            masked = MASKED | (upper & 1 | (lower & 1) << 1) << HALVES
+            state = cutlass.select_(found == 1, Int32(WHOLE), masked)
             state = cutlass.select_((found & 1) == 0, Int32(NONE), state)
             cute.arch.store(digested.states().iterator + (Int64(line) * digested.blocks[1] + n), state)
 
@@ -252,56 +253,58 @@ class Digest:
         of_tall = number - planes * M
         of_keys = of_tall - planes * self.tall_lists(digested)
         if number < planes * M:
-            self.list_rows(digested, number, (number // M, number % M, number % M), LISTED)
+            self.list_rows(digested, number, number // M, number % M * LISTED, LISTED)
         elif of_keys >= 0:
-            first = Int64(of_keys // N) * lines * N + of_keys % N
-            self.list_line(digested.lists(True), digested.states(), of_keys, (first, first), (N, lines, M), False)
+            first, steps = Int64(of_keys // N) * lines * N + of_keys % N, (N, lines, M)
+            self.list_line(digested.lists(True), digested.states(), of_keys, (first, first), steps, Int32(0), 0)
         elif cutlass.const_expr(self.tall):
-            begin = of_tall % digested.tall * TALL
-            rows = begin // LISTED, (begin + TALL - 1) // LISTED
-            self.list_rows(digested, of_tall, (of_tall // digested.tall, *rows), TALL)
+            self.list_rows(digested, of_tall, of_tall // digested.tall, of_tall % digested.tall * TALL, TALL)
 
     @cute.jit
     def list_rows(
-        self, digested: Digested, number: Int32, place: tuple[Int32, Int32, Int32], listed_rows: cutlass.Constexpr[int]
+        self, digested: Digested, number: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
     ):
-        """Of so many queries, by the two lines of a plane in which they lie. Never empty: where nothing is seen it has
-        one block, whose words hide all of it.
-        """
-        (_, N), lines, (plane, *rows) = digested.blocks, digested.lines, place
+        """Of so many queries of a plane, by the two lines in which they lie."""
+        (_, N), lines = digested.blocks, digested.lines
+        rows = begin // LISTED, (begin + listed_rows - 1) // LISTED
         first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
-        lists = digested.lists(False, listed_rows=listed_rows)
-        self.list_line(lists, digested.states(), number, first, (Int32(1), N, N), True)
+        lists, steps, half = digested.lists(False, listed_rows=listed_rows), (Int32(1), N, N), begin % LISTED // TILE
+        self.list_line(lists, digested.states(), number, first, steps, half, listed_rows)
 
     @cute.jit
     def list_line(
         self, lists: Lists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
-        steps: tuple[Int32, Int32, Int32], never_empty: cutlass.Constexpr[bool],
+        steps: tuple[Int32, Int32, Int32], half: Int32, listed_rows: cutlass.Constexpr[int],
     ):  # fmt: skip
         """A block is what two states say where they are the same, else masked. steps: between the states of a line, how
-        many it has, and how many blocks: the last state is all others'.
+        many it has, and how many blocks: the last state is all others'. half: of the first state, where rows begin.
+        listed_rows: queries of a line; such are never empty: where nothing is seen they have one block, whose words
+        hide all of it. 0: keys.
         """
         stride, there, count = steps
         lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
         before = (1 << lane) - 1
         masked, whole = Int32(0), Int32(0)
         for begin in cutlass.range(0, count, WARP, unroll=1):
-            nth, state = begin + lane, Int32(NONE)
+            nth, kind, entry = begin + lane, Int32(NONE), begin + lane
             if nth < count:
                 place = Int64(cutlass.min(nth, there - 1)) * stride
                 state, other = (cute.arch.load(states.iterator + (begins + place), Int32) for begins in first)
-                state = cutlass.select_(state == other, state, Int32(MASKED))
-            hides, shows = (cute.arch.vote_ballot_sync(state == kind) for kind in (MASKED, WHOLE))
-            if state == MASKED:
-                cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), nth)
-            if state == WHOLE:
+                kind = cutlass.select_((state ^ other) & KIND == 0, state & KIND, Int32(MASKED))
+                if cutlass.const_expr(listed_rows == TALL):
+                    seen = seen_halves(state) | seen_halves(other) << 2
+                    entry = nth | (seen >> half & (1 << TALL // TILE) - 1) << FLAGS
+            hides, shows = (cute.arch.vote_ballot_sync(kind == one) for one in (MASKED, WHOLE))
+            if kind == MASKED:
+                cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), entry)
+            if kind == WHOLE:
                 cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
             masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
         if lane == 0:
             if masked + whole == 0:  # walks look at their first entry all the same
                 cute.arch.store(lists.masked.iterator + start, Int32(0))
                 cute.arch.store(lists.whole.iterator + start, Int32(0))
-                masked = Int32(1 if never_empty else 0)
+                masked = Int32(1 if listed_rows > 0 else 0)
             cute.arch.store(lists.masked_count.iterator + line, masked)
             cute.arch.store(lists.whole_count.iterator + line, whole)
 
@@ -340,6 +343,11 @@ class Turns:
                 shares = cutlass.min(cute.ceil_div(digested.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
                 later += cutlass.select_(state == NONE, Int32(0), shares)
             cute.arch.store(turn.iterator + place, later)
+
+
+def seen_halves(state: Int32) -> Int32:
+    """A bit for each TILE rows of a block."""
+    return cutlass.select_(state == WHOLE, Int32(3), state >> HALVES)
 
 
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:

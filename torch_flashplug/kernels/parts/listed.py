@@ -9,7 +9,7 @@ forward's tile and the last one of dQ's count as masked, whatever list they are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -19,6 +19,8 @@ from ...spec import LISTED, TALL
 from .fragments import zero_of
 from .pieces import Tile
 from .walk import Run, RunOfKeys, Section, Sizes, Walk
+
+FLAGS = 28  # bits of a block's number in a list of tall blocks
 
 
 @dataclass(frozen=True)
@@ -78,21 +80,23 @@ class BoundLists:
     uneven = True
 
     def keys(self, tile: Tile) -> KeysRun:
-        row = tile.block // (self.of.rows // self.tile_m)
-        return KeysRun.create(self.of.keys, self.of.keys.row(tile.sequence, tile.head, row), LISTED // self.tile_n)
+        kind, rows = (TallKeysRun, TALL) if self.of.rows == TALL else (KeysRun, LISTED)
+        row = self.of.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
+        return kind.create(self.of.keys, row, LISTED // self.tile_n)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> KeysRun:
         return self.keys(tile)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, KeysRun]:
-        """Every part of a tile that has rows walks over all of its blocks, others over one, as of a Band."""
+        """Of a tall tile, blocks ahead of the first one and behind the last one that a part sees something of are only
+        the others'. Rows beyond the last take part in one block, as of a Band.
+        """
         run = self.keys(tile)
         if not uneven:
             return Int32(0), run
         there = first_row < self.sizes.Sq
-        masked = cutlass.select_(there, run.num_masked, cutlass.min(run.num_masked, 1))
-        mine = cute.arch.make_warp_uniform(cutlass.select_(there, run.count, 1))
-        return run.count - mine, KeysRun(run.lists, run.row, masked, mine, run.parts)
+        begin, end = run.seen_by(first_row // rows - tile.block * (self.tile_m // rows), there)
+        return begin, run.between(begin, end)
 
     def queries(self, tile: Tile) -> Heads:
         return Heads(self, tile)
@@ -178,6 +182,7 @@ class ListedRun(Run):
     num_masked: Int32
     count: Int32
     parts: int
+    skipped: Int32 | int = 0  # masked ones ahead of the first
 
     @classmethod
     def create(cls, lists: Lists, row: Int32, parts: int) -> ListedRun:
@@ -190,8 +195,9 @@ class ListedRun(Run):
     def next(self, j: Int32, section: Section) -> Int32:
         """All of a section is in one list."""
         j = cutlass.min(j + 1, section.end - 1)
-        of, begin = (self.lists.masked, 0) if section.masked else (self.lists.whole, self.num_masked)
-        return self.part(self.load(of.iterator, j - begin), j)
+        masked, whole = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
+        of, position = masked if section.masked else whole
+        return self.part(self.load(of.iterator, position), j)
 
     def part(self, listed: Int32, j: Int32) -> Int32:
         """The one at a position of those that a listed block has."""
@@ -202,7 +208,7 @@ class ListedRun(Run):
         behind = j >= self.num_masked
         start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
         of = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
-        return self.load(of, cutlass.select_(behind, j - self.num_masked, j))
+        return self.load(of, cutlass.select_(behind, j - self.num_masked, j + self.skipped))
 
     def load(self, of: cute.Pointer, position: Int32) -> Int32:
         """Of one list. Addresses are made in every step, of numbers below 2^32."""
@@ -231,6 +237,7 @@ class QueriesRun(ListedRun):
 class KeysRun(ListedRun, RunOfKeys):
     """Of a block of queries."""
 
+    behind: Int32 | int = 0
     tail_first = False
 
     def before(self, j: Int32) -> Int32:
@@ -254,3 +261,35 @@ class KeysRun(ListedRun, RunOfKeys):
     def columns_of_first(self, rows: int) -> Int32:
         """More than a block has: all."""
         return Int32(LISTED)
+
+    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
+        """Positions, from the first to behind the last, of a part of its rows; there: whether it has any."""
+        return cutlass.select_(there, 0, self.count - 1), self.count
+
+    def between(self, begin: Int32, end: Int32) -> KeysRun:
+        """Those positions."""
+        begin, end = (cute.arch.make_warp_uniform(position) for position in (begin, end))
+        masked = cutlass.max(cutlass.min(self.num_masked, end) - begin, 0)
+        passed = self.count - end
+        return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=passed)
+
+
+@dataclass(frozen=True)
+class TallKeysRun(KeysRun):
+    """Of one of TALL queries: above a block's number a masked entry says which of three parts see something of it."""
+
+    def part(self, listed: Int32, j: Int32) -> Int32:
+        return super().part(listed & (1 << FLAGS) - 1, j)
+
+    @cute.jit
+    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
+        begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << part
+        if there:
+            begin = Int32(0)
+            while (begin < self.num_masked) & (self.load(self.lists.masked.iterator, begin) & flag == 0):
+                begin += 1
+            if self.num_masked == self.count:
+                begin = cutlass.min(begin, self.count - 1)
+                while (end > begin + 1) & (self.load(self.lists.masked.iterator, end - 1) & flag == 0):
+                    end -= 1
+        return begin, end

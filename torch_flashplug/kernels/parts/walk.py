@@ -177,6 +177,7 @@ class RunOfKeys(Run):
     """`count` KV blocks of some rows, the first `num_masked` of them masked."""
 
     tail_first = True  # whether only the first one may have keys beyond the last
+    behind: Int32 | int = 0  # blocks of the tile behind the last one that only other rows need
 
     def masked_positions(self) -> Positions:
         """For those who walk over all sections in one loop."""
