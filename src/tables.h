@@ -105,11 +105,12 @@ enum CallFact : int64_t {  // FACTS of rescues.py
   kMasked = 512,
   kBiased = 1024,
   kWideBiased = 2048,
+  kAllDropped = 4096,
 };
 
 constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims", "whole_dims",
                                           "one_row",  "one_key",  "unusual_scale",   "rows",       "mask",
-                                          "bias",     "bias32"};
+                                          "bias",     "bias32",   "all_dropped"};
 
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {

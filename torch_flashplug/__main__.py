@@ -12,13 +12,27 @@ import sys
 from .elements import NUMBERS
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _sizes(text: str) -> tuple[int, ...]:
+    """Empty where it is none."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
-        sizes = ()
-    if len(sizes) != 4 or min(sizes) < 0:
+        return ()
+    return sizes if min(sizes) >= 0 else ()
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = _sizes(text)
+    if len(sizes) != 4:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; give batch,heads,length,head_dim, such as 1,32,1,128")
+    return sizes
+
+
+def _mask_shape(text: str) -> tuple[int, ...]:
+    sizes = _sizes(text)
+    if not 2 <= len(sizes) <= 4:
+        wanted = "2 to 4 sizes that broadcast to batch,heads,queries,keys, such as 1,1,128,8192"
+        raise argparse.ArgumentTypeError(f"{text!r} is no mask's shape; give {wanted}")
     return sizes
 
 
@@ -48,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")
     explain.add_argument("--dtype", choices=tuple(NUMBERS), default="bf16")
     explain.add_argument("--causal", action="store_true", help="is_causal=True")
+    explain.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
+    explain.add_argument("--mask-dtype", choices=("bool", *NUMBERS), default="bool")
+    explain.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
     explain.add_argument("--grad", action="store_true", help="gradients are wanted")
     explain.add_argument("--backend", default="auto", help="as in sdpa_backend(...): auto, fa3, fa2, math or stock")
     explain.add_argument("--json", action="store_true")
@@ -59,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(options: argparse.Namespace) -> None:
     from . import what_if
 
-    shapes = what_if.Shapes(options.q, options.k, options.v or options.k)
-    names = ("dtype", "causal", "grad", "device", "backend")
+    shapes = what_if.Shapes(options.q, options.k, options.v or options.k, options.mask)
+    names = ("dtype", "mask_dtype", "dropout", "causal", "grad", "device", "backend")
     plan = what_if.plan(shapes, **{name: getattr(options, name) for name in names})
     print(json.dumps(dataclasses.asdict(plan), indent=1) if options.json else plan)
 

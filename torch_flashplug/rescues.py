@@ -20,6 +20,7 @@ FACTS = (
     "mask",  # of bool
     "bias",  # of the query's floats
     "bias32",  # of fp32, beside a query of 16 bits
+    "all_dropped",  # dropout_p is 1
 )
 
 
@@ -83,5 +84,11 @@ RESCUES: tuple[Rescue, ...] = (
         "some lengths",
         f"{_SEEN}: dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
         features=("bias",),
+    ),
+    Rescue(
+        ("all_dropped", "rows", "whole_dims"),
+        "raise at a dropout_p of 1, or give NaN (efficient attention, which divides by what is left)",
+        "2026-11-25 H100, torch 2.11: q (1, 1, 1, 128), k (1, 1, 96, 128), is_causal; math gives zeros",
+        features=("causal", "mask", "bias", "bias32", "dropout"),
     ),
 )

@@ -143,6 +143,7 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kMasked, (p.needs & kMask) != 0},
       {kBiased, (p.needs & feature_bit("bias")) != 0},
       {kWideBiased, (p.needs & feature_bit("bias32")) != 0},
+      {kAllDropped, p.dropout_p == 1.0},
   };
   int64_t facts = 0;
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

@@ -226,9 +226,18 @@ def test_explain_as_json(output, device, forced, more):
     assert plan["reasons"]
 
 
-@pytest.mark.parametrize(
-    "wrong", (("--q", "1,2,3"), ("--device", "b200"), ("--backend", "fastest")), ids=lambda words: words[0]
-)  # fmt: skip
+WRONG = (("--q", "1,2,3"), ("--device", "b200"), ("--backend", "fastest"), ("--mask", "8192"), ("--mask-dtype", "fp8"))
+
+
+def test_explain_of_masks_and_dropout(output):
+    train = ("explain", "--device", "h200", "--q", "4,16,512,64", "--k", "4,16,512,64", "--grad", "--dropout", "0.1")
+    masked = json.loads(output(*train, "--mask", "4,1,512,512", "--json"))
+    assert masked["backend"] == "fa3" and "mask+dropout" in masked["kernel"] and "mask bool [4, 1" in masked["call"]
+    biased = json.loads(output(*train, "--mask", "512,512", "--mask-dtype", "bf16", "--json"))
+    assert "bias+dropout" in biased["kernel"] and "dropout 0.1" in biased["call"]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda words: words[0])
 def test_explain_words_its_errors(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*DECODE, *wrong])

@@ -50,7 +50,7 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(few(1, keys, d, 4, 4)), "fa2" if d < 33 or keys > 1024 else "fa3")
         for d in EIGHTS if d < 57 or d == 120 or 192 < d < 256 for keys in (512, 1024, 1032, 8192)
     ),
-    "D 65 to 112 and more than 1024 keys, or `is_causal`, few tiles and more keys than one block of a tile: stock": (
+    "Stock: D 65 to 112 with more than 1024 keys; and `is_causal` where tiles are few and keys more than one block": (
         *((served(few(1, keys, d, 4, 4)), "stock" if keys > 1024 else "fa3")
           for d in EIGHTS if 64 < d < 113 for keys in (512, 1024, 1032, 8192)),
         (served(few(4, 4096, 128, 4, causal=1)), "stock"),
@@ -76,7 +76,11 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(long(d, dropout_p=0.1, grad=grad, **more), mode=mode), "fa3" if d <= 128 or mode == FA3 else "stock")
         for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1}) for mode in (AUTO, FA3)
     ),
-    "and fewer than 128 rows or keys (causal: 512). The rest is stock's in auto": (
+    "At 1, which stock refuses or makes NaN of, all of them are ours": (
+        (served(call((1, 4, 4), (rows, 64), (d, d), dropout_p=1.0, grad=grad, **more)), "fa3")
+        for rows in (1, 64, 512) for d in (64, 128) for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1})
+    ),
+    "and any of fewer than 128 rows or keys (causal: 512). At 1,": (
         *((served(call((1, 4, 4), (512, 512), (64, 64), dropout_p=0.1, **more)), backend)
           for more, backend in (({}, "stock"), ({"causal": 1}, "stock"), ({"bias": 1}, "stock"), ({"mask": 1}, "fa3"))),
         *((served(call((64, 16, 16), (rows, rows), (64, 64), dropout_p=0.1, grad=1, causal=causal)), backend)

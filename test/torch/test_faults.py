@@ -37,6 +37,7 @@ RESCUED = {
     "mask": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"mask": 1}),
     "bias": (call((4, 8, 8), (192, 192), (64, 64), grad=1), {"bias": 1}),
     "bias32": (call((4, 8, 8), (200, 200), (64, 64)), {"bias32": 1}),
+    "all_dropped": (call((1, 1, 1), (1, 96), (128, 128), causal=1, dropout=1, dropout_p=0.5), {"dropout_p": 1.0}),
 }
 
 
@@ -132,6 +133,21 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
     for got, right in zip((out, *grads), answers, strict=True):
         error = (got.double() - right).norm() / right.norm().clamp_min(1e-2 * right.numel() ** 0.5)
         assert error < 2e-2, error
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("rows", [1, 200])
+def test_a_dropout_of_all_leaves_nothing(rows: int, offset: int) -> None:
+    q, k, v = (odd((1, 2, size, 128), offset) for size in (rows, 96, 96))
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    native.counters(reset=True)
+    out = sdpa(*leaves, dropout_p=1.0, is_causal=True)
+    grads = torch.autograd.grad(out, leaves, half(*out.shape))
+    torch.cuda.synchronize()
+    assert native.counters()["ours_fwd"] == 1
+    assert not any(tensor.any() for tensor in (out, *grads))  # NaN counts as something
 
 
 @pytest.mark.gpu

@@ -267,11 +267,10 @@ class KeysRun(ListedRun, RunOfKeys):
         return cutlass.select_(there, 0, self.count - 1), self.count
 
     def between(self, begin: Int32, end: Int32) -> KeysRun:
-        """Those positions."""
+        """Those positions. What a loop's bounds come from is uniform: else ptxas works it out again for every block."""
         begin, end = (cute.arch.make_warp_uniform(position) for position in (begin, end))
-        masked = cutlass.max(cutlass.min(self.num_masked, end) - begin, 0)
-        passed = self.count - end
-        return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=passed)
+        masked = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(self.num_masked, end) - begin, 0))
+        return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=self.count - end)
 
 
 @dataclass(frozen=True)
