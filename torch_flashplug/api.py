@@ -206,12 +206,15 @@ def explain(
         )
     _start.load()
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    choice = _UNKNOWN
+    choice, raised = _UNKNOWN, ""
     if device is None and query.is_cuda and not problem.decides_itself(query, key, value):
         # The op asks stock's choice function itself, past the router.
-        choice = torch._fused_sdp_choice(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        try:
+            choice = torch._fused_sdp_choice(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        except RuntimeError as error:  # sdpa_kernel allows nothing that can run it
+            raised = str(error).splitlines()[0]
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, is_causal, enable_gqa)
@@ -225,7 +228,7 @@ def explain(
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
         stocks = _right(choice, scale) if mended else _name(choice)
-        return Plan(call, "stock", reasons=reasons, error=refusal(), stock_choice=stocks)
+        return Plan(call, "stock", reasons=reasons, error=refusal() or raised, stock_choice=stocks)
     facts = (
         DEVICES[device]
         if device is not None
@@ -243,7 +246,7 @@ def explain(
         fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     stocks = made["backend"] == "stock" and not impossible
-    error = native.forced_error(described, facts, mode) if impossible else refusal() if stocks else ""
+    error = native.forced_error(described, facts, mode) if impossible else (refusal() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
 

@@ -51,7 +51,7 @@ HOOK = Flag(
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
-    "0: leave stock's attention as it is; it can misread operands and grad_out's order",
+    "0: leave stock's attention as it is, which can misread operands and grad_out",
     traced=True,
 )
 

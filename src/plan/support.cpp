@@ -194,6 +194,7 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, con
   };
   if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
   if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
+  if (p.dropout_p == 1.0) return true;  // no choice row is asked: kAllDropped
   return std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kPartBwd && row.serve && row.grad == p.grad && row.features == p.needs;
   });

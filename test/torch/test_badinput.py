@@ -202,6 +202,9 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
     any_road.took()
     got = outcome(call, grad)
     served = any_road.took().get("ours_fwd", 0) > 0
+    if name == "dropout_one" and served:  # which stock refuses, or makes NaN of
+        assert not any(tensor.any() for tensor in got)
+        return
     if isinstance(want, tuple) or isinstance(got, tuple):
         assert got == want
         return

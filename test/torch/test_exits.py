@@ -273,3 +273,21 @@ def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.Mon
         said = [torch_flashplug.explain(query, key, value, scale=scale).stock_choice for scale in (None, NEGATIVE)]
     nan = f"EFFICIENT_ATTENTION or MATH; {FLASH.name} would give NaN with this scale"
     assert said == [FLASH.name, nan if looks else FLASH.name]
+
+
+@pytest.mark.parametrize("backend, raised", [("auto", True), ("fa3", False)])
+def test_explain_says_what_is_raised_where_nothing_is_allowed(
+    backend: str, raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's choice raises for what no backend that sdpa_kernel allows can run; what ours takes is ours to run."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    with road_to("cpu"), FakeTensorMode() as mode, sdpa_backend(backend):
+        monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
+        native.set_facts_override(GPUS["h100" if backend == "fa3" else "a100"])
+        given = (torch.empty((2, 4, 128, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
+        plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
+    assert plan.backend == ("stock" if raised else "fa3")
+    assert plan.error == ("No available kernel. Aborting execution." if raised else "")
