@@ -126,6 +126,30 @@ bool efficient_takes(const Problem& p) {
          p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
 }
 
+namespace {
+
+// What the class of a call says, before its shapes are read.
+constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped;
+
+int64_t facts_of_class(const Problem& p) {
+  int64_t facts = 0;
+  if ((p.needs & kMask) != 0) facts |= kMasked;
+  if ((p.needs & feature_bit("bias")) != 0) facts |= kBiased;
+  if ((p.needs & feature_bit("bias32")) != 0) facts |= kWideBiased;
+  if (p.dropout_p == 1.0) facts |= kAllDropped;
+  return facts;
+}
+
+// facts: those that hold, or may.
+int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
+  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
+    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
+  });
+  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
+}
+
+}  // namespace
+
 int find_rescue(const Problem& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
@@ -140,17 +164,10 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
       {kRows, whole_rows(p)},
-      {kMasked, (p.needs & kMask) != 0},
-      {kBiased, (p.needs & feature_bit("bias")) != 0},
-      {kWideBiased, (p.needs & feature_bit("bias32")) != 0},
-      {kAllDropped, p.dropout_p == 1.0},
   };
-  int64_t facts = 0;
+  int64_t facts = facts_of_class(p);
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
-  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
-    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
-  });
-  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
+  return find_rescue_of(p, facts, tables);
 }
 
 int unsupported(const Problem& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
@@ -194,10 +211,10 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, con
   };
   if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
   if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
-  if (p.dropout_p == 1.0) return true;  // no choice row is asked: kAllDropped
-  return std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
+  const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kPartBwd && row.serve && row.grad == p.grad && row.features == p.needs;
   });
+  return chosen || find_rescue_of(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }
 
 }  // namespace flashplug

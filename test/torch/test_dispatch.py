@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import _start, api, composite, env, native, sdpa_backend, up_calls
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.families import BACKENDS, KERNEL_BACKENDS
 
 
 def ours(took: dict[str, int]) -> int:
@@ -272,6 +272,24 @@ def test_explain_tells_what_happens(any_road: Road) -> None:
         assert (plan.backend == "fa3") == (ours(any_road.took()) == 1), f"{name}: {plan}"
         assert plan.backend not in plan.reasons and all(plan.reasons.values()), name
         assert plan.backend in str(plan) and (not plan.kernel or plan.kernel in str(plan))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("beside", ["nothing", "causal", "mask", "bias", "bias32"])
+def test_the_router_takes_what_explain_says(road: Road, beside: str, dropout: float, grad: bool) -> None:
+    """By the measured tables, whose rows and rescues it asks by class first."""
+    _start.push_tables()
+    masks = {"mask": torch.ones(300, 300, device=road.device).tril().bool()}
+    masks |= {"bias": torch.randn(300, 300, device=road.device).to(road.dtype)}
+    masks |= {"bias32": torch.randn(300, 300, device=road.device)}
+    q, k, v = (tensor.requires_grad_(grad) for tensor in road.qkv(rows=300, keys=300))
+    call = {"attn_mask": masks.get(beside), "dropout_p": dropout, "is_causal": beside == "causal"}
+    preset = None if road.device == "cuda" else "h100"
+    said = torch_flashplug.explain(q, k, v, **call, device=preset).backend
+    road.took()
+    F.scaled_dot_product_attention(q, k, v, **call)
+    assert ours(road.took()) == (said in KERNEL_BACKENDS)
 
 
 def test_explain_without_a_gpu() -> None:
