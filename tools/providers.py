@@ -47,7 +47,7 @@ WHEELS = {
 }
 SLOW = {"efficient", "math"}  # never near the front
 FORWARD_ONLY = {"fa3"}
-TALL = "ours_tall"  # tiles of 192 rows beside bool masks, which no call is given unasked
+TALL = "ours_tall"  # tiles of 192 rows beside bool masks, whatever the plan estimates
 OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2", TALL: "fa3"}  # name -> backend
 
 
