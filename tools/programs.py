@@ -13,8 +13,9 @@ distances to it, over all batches (SEEDS of them) at once: sqrt(sum |x - ref|^2 
                it would be noise). `error_*` is the worst one's, `mean_*` the root mean square over them: all weigh the
                same, for embeddings have the large gradients and attention is in the small ones
 
-A row violates the bar where an error with the plugin exceeds BAR times that of stock alone. Weights, inputs and all
-other ops are equal on both sides, so errors differ by attention's rounding alone, averaged over the SEEDS batches.
+A row violates the bar where an error with the plugin exceeds BAR times that of stock alone and that of its math in 16
+bits, what the formula by itself comes to. Weights, inputs and all other ops are equal on all sides, so errors differ
+by attention's rounding alone, averaged over the SEEDS batches.
 What stock alone has wrong by more than NOISE counts on neither side; both sides' are told: `wrong_stock`, `wrong_ours`.
 Who shares a process decides what cuDNN's plan cache remembers, so each (order, program) has a process of its own, and
 compiled scenarios another than eager ones. Times are taken last, by one process that has the GPU for itself.
@@ -158,8 +159,8 @@ def measure(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
 
 def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
     """How this process gets at stock and at the plugin, in the order in which it is to."""
-    if mode == "alone":
-        return {"stock": nullcontext}  # TORCH_FLASHPLUG=0: the plugin was never there
+    if mode == "alone":  # TORCH_FLASHPLUG=0: the plugin was never there
+        return {"stock": nullcontext, "math": functools.partial(sdpa_kernel, SDPBackend.MATH)}
     off: Scope = plugin_off
     if device == "cpu":
         sys.path.insert(0, str(report.ROOT / "test"))
@@ -228,11 +229,14 @@ def _counted(alone: Squares) -> list[str]:
     return [name for name in nonzero if _error(alone[name]) <= NOISE] or nonzero
 
 
-def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record) -> Record:
-    """One line of the report: a scenario in one order. `alone` is stock in a fresh process, `stock` in this one."""
+def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record, low: Record | None = None) -> Record:
+    """One line of the report: a scenario in one order. `alone` is stock in a fresh process, `low` its math there (None:
+    not asked), `stock` is stock in this process.
+    """
     row: Record = {"program": program, "scenario": ours["scenario"], "order": order}
     names = _counted(alone["squares"])
-    for label, record in (("stock", alone), ("ours", ours), ("stock_here", stock)):
+    sides = {"stock": alone, "ours": ours, "stock_here": stock} | ({"math": low} if low else {})
+    for label, record in sides.items():
         errors = {name: _error(record["squares"][name]) for name in names}
         if errors:
             row[f"error_{label}"] = max(errors.values())
@@ -265,7 +269,7 @@ def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence
             wanted = (("alone", name, "stock"), (order, name, "stock"), (order, name, "ours"))
             if any(key not in told for key in wanted):
                 continue
-            row = new_row(program, order, *(told[key] for key in wanted))
+            row = new_row(program, order, *(told[key] for key in wanted), told.get(("alone", name, "math")))
             if SCENARIOS[name].compiled:  # its eager twin made the same calls where they could be seen
                 twin = told.get((order, name.removeprefix("compiled_"), "ours"), {})
                 row |= {"dims": twin.get("dims", ""), "calls": twin.get("calls", row["served"])}

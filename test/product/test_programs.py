@@ -87,6 +87,20 @@ def test_not_a_number_is_a_violation() -> None:
     bad = good | {"squares": {"output": [float("nan"), 1e4]}}
     assert programs.violations([programs.new_row("bert", "stock_first", good, good, good)]) == []
     assert programs.violations([programs.new_row("bert", "stock_first", good, good, bad)])
+    assert programs.violations(
+        [programs.new_row("bert", "stock_first", good, good, bad, bad)]
+    )  # math's excuses nothing
+
+
+def test_an_error_is_held_against_math_too() -> None:
+    """Where stock happens to be more exact than the formula in 16 bits, ours may be as exact as that, and no less."""
+    small, large, larger = (
+        {"scenario": "train", "squares": {"weight": [error**2, 1.0]}} for error in (1e-3, 2e-3, 3e-3)
+    )
+    for ours, excused in ((large, True), (larger, False)):
+        row = programs.new_row("bert", "stock_first", small, small, ours, large)
+        assert row["error_math"] == pytest.approx(2e-3) and (programs.violations([row]) == []) is excused
+        assert programs.violations([programs.new_row("bert", "stock_first", small, small, ours)])
 
 
 def test_what_cannot_run_is_told(standin: Road, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,26 @@ def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torc
         )
 
 
+def assert_dropped_alike(out: torch.Tensor, grad_out: torch.Tensor, dv: torch.Tensor, v: torch.Tensor) -> None:
+    """A backward that drops what its forward did: the output is linear in the values, so <dV, V> = <O, dO>, for every
+    batch and key head by itself. Each term is rounded to `v`'s dtype, and the roundings of n terms add up like sqrt(n):
+    their standard deviation is a quarter of what is allowed. One tile of other bits moves the sums by about as much as
+    it holds itself, several times that.
+    """
+    of_values, of_output = dv.detach().double() * v.detach().double(), out.detach().double() * grad_out.double()
+    B, Hkv = v.shape[:2]
+    terms = [product.reshape(B, Hkv, -1) for product in (of_values, of_output)]  # query heads of a key head: neighbours
+    allowed = 1.5 * torch.finfo(v.dtype).eps * sum(term.square().sum(-1) for term in terms).sqrt()
+    apart = (terms[0].sum(-1) - terms[1].sum(-1)).abs()
+    if not bool((apart <= allowed).all()):  # NaN is not alike
+        worst = int((apart - allowed).flatten().nan_to_num(math.inf).argmax())
+        sums = [float(term.sum(-1).flatten()[worst]) for term in terms]
+        raise AssertionError(
+            f"batch {worst // Hkv}, key head {worst % Hkv}: <dV, V> is {sums[0]:.6g}, <O, dO> {sums[1]:.6g}: apart by "
+            f"{float(apart.flatten()[worst]):.3g}, allowed {float(allowed.flatten()[worst]):.3g}"
+        )
+
+
 def assert_bitwise_equal(label: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit, NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
