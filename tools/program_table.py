@@ -11,19 +11,30 @@ from program_models import Record
 from rich.console import Console
 from rich.table import Table
 
-BAR = 1.1  # of a row's error, of the larger one of stock's alone and of its math's
+from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
+
+BAR = 1.1  # of a row's error, of stock's alone
 SLOWER = 1.03  # of stock's time: what is told
 
 
-def violations(rows: Iterable[Record]) -> list[str]:
+def above(rows: Iterable[Record], budgets: bool) -> list[str]:
+    """Errors of more than BAR times stock's; budgets: and above what tests allow (testing/budget.py) for the formula's
+    own error in 16 bits, stock's math's.
+    """
     said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
     told = []
     for row, what in ((row, what) for row in rows for what in ("error", "mean") if f"{what}_ours" in row):
-        ours, stock = row[f"{what}_ours"], row[f"{what}_stock"]
-        math = row.get(f"{what}_math", 0.0)  # a run without it has stock alone as its yardstick
-        if ours > BAR * max(stock, math if isfinite(math) else 0.0):
+        ours, stock, math = row[f"{what}_ours"], row[f"{what}_stock"], row.get(f"{what}_math", 0.0)
+        budget = (
+            math * (GRAD_FACTOR if "train" in row["scenario"] else OUT_FACTOR) if budgets and isfinite(math) else 0.0
+        )
+        if ours > max(BAR * stock, budget):
             told.append(said.format(**row, what=what, ours=ours, stock=stock, math=math))
     return told
+
+
+def violations(rows: Iterable[Record]) -> list[str]:
+    return above(rows, budgets=True)
 
 
 def totals(rows: Sequence[Record]) -> Record:
@@ -68,6 +79,7 @@ def print_table(document: Record, console: Console) -> None:
         lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
+    lines += [f"above stock: {line}" for line in above(document["rows"], budgets=False)]
     lines += [f"slower: {line}" for line in slower(document["rows"])]
     for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
         console.print(line, markup=False)

@@ -217,18 +217,19 @@ def explain(
             raised = str(error).splitlines()[0]
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
-    refusal = functools.partial(problem.refusal, query, key, value, attn_mask, is_causal, enable_gqa)
+    refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
-        return Plan(call, "math", reasons=reasons, error=refusal(dropout_p), stock_choice=_name(choice))
+        return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is not None:
         left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
         stocks = _right(choice, scale) if mended else _name(choice)
-        return Plan(call, "stock", reasons=reasons, error=refusal() or raised, stock_choice=stocks)
+        return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = (
         DEVICES[device]
         if device is not None
@@ -246,7 +247,7 @@ def explain(
         fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     stocks = made["backend"] == "stock" and not impossible
-    error = native.forced_error(described, facts, mode) if impossible else (refusal() or raised) if stocks else ""
+    error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
 

@@ -142,12 +142,15 @@ def refusal(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    dropout_p: float,
     is_causal: bool,
     enable_gqa: bool,
-    dropout_p: float = 0.0,
+    *,
+    by_math: bool,
 ) -> str:
     """What stock raises for a call, as its math tells of tensors without data; "" if nothing, or where it is not known
-    what it would get. dropout_p: if it is math that gets it, the only one to refuse some.
+    what it would get. by_math: it is math that gets it, the only one to refuse some probabilities, and is_causal beside
+    a mask.
     """
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
     if any(tensor.is_nested for tensor in given) or decides_itself(*given) or torch.is_autocast_enabled("cuda"):
@@ -156,8 +159,9 @@ def refusal(
     if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
         return ""
     shown = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, given)]
+    settings = {"dropout_p": dropout_p, "is_causal": is_causal} if by_math else {}
     try:
-        F.scaled_dot_product_attention(*shown, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
+        F.scaled_dot_product_attention(*shown, **settings, enable_gqa=enable_gqa)
     except (RuntimeError, IndexError) as error:
         return str(error)
     return ""

@@ -78,7 +78,7 @@ std::string needs_text(int64_t needs) {
 std::string together_reason(int64_t needs) {
   if (needs == 0) return "every kernel has features that this call does not need (torch_flashplug/features.py)";
   if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
-    return "is_causal is given beside attn_mask, which stock attention refuses, too; pass one mask that says both";
+    return "is_causal is given beside attn_mask, which torch does not define (its math raises); pass one mask for both";
   return "none of these kernels has exactly " + needs_text(needs) + " together; stock attention serves this call";
 }
 

@@ -85,8 +85,8 @@ def test_every_reason_is_met(why: str) -> None:
         ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take up to 128"),
         ({"D": 264}, "kernels take up to 256"),
         ({"causal": 1, "D": 264}, "kernels take up to 256"),
-        ({"causal": 1, "mask": 1}, "which stock attention refuses, too"),
-        ({"causal": 1, "bias": 1}, "which stock attention refuses, too"),
+        ({"causal": 1, "mask": 1}, "which torch does not define (its math raises)"),
+        ({"causal": 1, "bias": 1}, "which torch does not define (its math raises)"),
     ],
 )
 def test_reasons_name_their_cause(facts: dict, said: str) -> None:

@@ -291,3 +291,17 @@ def test_explain_says_what_is_raised_where_nothing_is_allowed(
         plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
     assert plan.backend == ("stock" if raised else "fa3")
     assert plan.error == ("No available kernel. Aborting execution." if raised else "")
+
+
+@pytest.mark.parametrize("choice", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_explain_knows_who_refuses_is_causal_beside_a_mask(choice: SDPBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's math; the others run such calls."""
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice.value)
+    with road_to("cpu"), FakeTensorMode() as mode:
+        native.set_facts_override(GPUS["h100"])
+        sizes = (*[(2, 4, 128, 64)] * 3, (128, 128))
+        made = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+        given = [FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in made]
+        plan = torch_flashplug.explain(*given, is_causal=True)
+    assert plan.backend == "stock" and plan.stock_choice == choice.name
+    assert ("Explicit attn_mask" in plan.error) is (choice is SDPBackend.MATH)
