@@ -155,7 +155,12 @@ inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "mat
                                              "dims",     "device",          "class", "nested",      "subclass",
                                              "no sizes", "shapes",          "mask",  "planned"};
 int take_last_exit();  // of this thread's latest call since it was asked; -1: there was none
-// SDPBackend that stock torch would choose for a call without mask; 0 (math) where no router was ever installed.
+// SDPBackend
+inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
+                         kChoiceOverrideable = 4;
+// stock_faults.cpp: stock's choice or, where that one is known to be wrong about such a call, another of stock's.
+int64_t right_choice(int64_t chosen, const Attention& call);
+// What stock torch would choose for a call without mask; math where no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
 

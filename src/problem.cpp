@@ -51,6 +51,17 @@ bool is_wide_bias(const Attention& call) {
   return is_of(call.mask, fp32) && !is_of(call.q, fp32);
 }
 
+bool traced(const Attention& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
+}
+
+bool wrapped(const Attention& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
+         (call.mask != nullptr && torch.wrapped(call.mask));
+}
+
 int64_t needs_of(const Attention& call) {
   int64_t needs = 0, bit = 1;
   for (const Feature& feature : kFeatures) {

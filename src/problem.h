@@ -28,6 +28,10 @@ bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
 bool is_digest(AtenTensorHandle tensor);
 
+// Whether Python dispatches operands (tracing.py may know better); whether functorch wraps some: those have no address,
+// and asking for one fails.
+bool traced(const Attention& call);
+bool wrapped(const Attention& call);
 // Whether a mask is of floats wider than the query's, fp32 (stock takes those of the query's own dtype, too).
 bool is_wide_bias(const Attention& call);
 
@@ -122,6 +126,7 @@ bool four_dims(const Facts& facts);  // of every operand, as all below wants the
 
 // Where operands lie: at their addresses; or, being only traced, where their storages will.
 enum class Memory { kReal, kTraced };
+inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
 // Sizes and layouts of what read_class() has read: they go by dtypes. False where there are none, or symbolic ones.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone

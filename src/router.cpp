@@ -19,8 +19,6 @@ namespace flashplug {
 
 namespace {
 
-// SDPBackend
-constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3, kChoiceOverrideable = 4;
 constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
 std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
@@ -76,20 +74,6 @@ bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mod
   const Plan& plan = remembered_plan(p, device, mode, tables());
   return plan.ours() && !kernel_missing(plan.kernel_row, device);
 }
-
-bool traced(const Call& call) {
-  const TorchSymbols& torch = torch_symbols();
-  return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
-}
-
-// Tensors that functorch wraps have no address, and asking for one fails.
-bool wrapped(const Call& call) {
-  const TorchSymbols& torch = torch_symbols();
-  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
-         (call.mask != nullptr && torch.wrapped(call.mask));
-}
-
-Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
 
 Verdict judge(const Call& call, Mode mode, Facts* read) {
   const TorchSymbols& torch = torch_symbols();
@@ -147,39 +131,6 @@ Verdict decide(const Call& call, Mode mode, Facts* facts) {
   return verdict;
 }
 
-// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
-// whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
-bool efficient_reads(const Call& call) {
-  const TorchSymbols& torch = torch_symbols();
-  if (standin() != Standin::kOff || torch.nested(call.q)) return false;
-  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
-  std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
-  const bool only_traced = traced(call);
-  if (only_traced || wrapped(call)) quiet.emplace();
-  Facts facts;
-  const Problem& p = facts.problem;
-  if (!read_class(call, &facts) || !read_shapes(call, memory_of(only_traced), &facts)) return false;
-  if (call.mask != nullptr) {
-    int64_t dims = 0;
-    Shape mask;
-    if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
-    int32_t mask_dtype = -1, query_dtype = -1;
-    if (aoti_torch_get_dtype(call.mask, &mask_dtype) != 0 || aoti_torch_get_dtype(call.q, &query_dtype) != 0)
-      return false;
-    if (mask.size[dims - 1] != p.Sk || (mask_dtype != query_dtype && mask_dtype != aoti_torch_dtype_bool()))
-      return false;
-  }
-  const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
-  return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
-}
-
-// cuDNN's and flash's kernels give NaN where the scale is not positive; the efficient attention and math do not.
-int64_t right_for_scale(int64_t chosen, const Call& call) {
-  if (!is_unusual(scale_of(call.scale)) || (chosen != kChoiceCudnn && chosen != kChoiceFlash)) return chosen;
-  if (torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
-  return torch_symbols().math_enabled() ? kChoiceMath : chosen;
-}
-
 template <int slot>
 int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask,
                double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
@@ -197,7 +148,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return verdict.asked ? right_for_scale(chosen, call) : chosen;
+  return verdict.asked ? right_choice(chosen, call) : chosen;
 }
 
 void* our_choice(int slot) {

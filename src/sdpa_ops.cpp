@@ -23,9 +23,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kModeShift = 40;       // above any sequence length
-constexpr int64_t kChoiceFlash = 1;  // SDPBackend.FLASH_ATTENTION
-constexpr int64_t kChoiceCudnn = 3;  // SDPBackend.CUDNN_ATTENTION
+constexpr int kModeShift = 40;  // above any sequence length
 
 using torch::stable::detail::StableLibrary;
 

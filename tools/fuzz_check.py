@@ -292,15 +292,11 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
 
 
 def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
-    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart. Wrong
-    numbers with masks, or a refused one; nothing of empty operands; no order where one was asked for; cuDNN and flash
-    do not take a dropout of 1.
+    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart. Refusals
+    where an order was asked for; what else it gets wrong is ours, or another one of its backends' (stock_faults.cpp).
     """
-    masked = call.mask and (verdict.status == "wrong" or "bias" in verdict.detail)
     unordered = call.deterministic and verdict.status == "raised" and "deterministic" in verdict.detail
-    refused = verdict.status == "raised" and any(words in verdict.detail for words in ("p_dropout < 1", "cannot be 1"))
-    whose = masked or call.empty or unordered or (refused and call.dropout == 1)
-    return mode == "auto" and bool(whose) and not verdict.paths.get("ours_fwd")
+    return mode == "auto" and unordered and not verdict.paths.get("ours_fwd")
 
 
 @contextlib.contextmanager

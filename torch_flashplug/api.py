@@ -218,6 +218,8 @@ def explain(
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    faults = problem.faults(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    right = _right(choice, problem.fault_of(choice, faults))
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
@@ -228,7 +230,7 @@ def explain(
         left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
-        stocks = _right(choice, scale) if mended else _name(choice)
+        stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = (
         DEVICES[device]
@@ -249,22 +251,22 @@ def explain(
     stocks = made["backend"] == "stock" and not impossible
     error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
-    return Plan(call, **fields, error=error, stock_choice=_right(choice, scale) if mended else _name(choice))
+    return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
 
 
 def _name(choice: int) -> str:
     return "" if choice == _UNKNOWN else SDPBackend(choice).name
 
 
-def _right(choice: int, scale: float | None) -> str:
-    """What the router makes of stock's choice (right_for_scale in src/router.cpp)."""
-    if not problem.gives_nan(scale, choice):
+def _right(choice: int, fault: problem.Fault | None) -> str:
+    """What the router makes of stock's choice (right_choice of src/stock_faults.cpp)."""
+    if fault is None:
         return _name(choice)
-    flags = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled(),
-             "MATH": torch.backends.cuda.math_sdp_enabled()}  # fmt: skip
-    right = " or ".join(name for name, enabled in flags.items() if enabled)
-    nan = f"{_name(choice)} would give NaN with this scale"
-    return f"{right}; {nan}" if right else f"{nan}, and is all that torch.nn.attention.sdpa_kernel allows"
+    enabled = {"MATH": torch.backends.cuda.math_sdp_enabled()}
+    if fault.efficient:
+        enabled = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled()} | enabled
+    right, wrong = " or ".join(name for name, may in enabled.items() if may), f"{_name(choice)} {fault.says}"
+    return f"{right}; {wrong}" if right else f"{wrong}, and is all that torch.nn.attention.sdpa_kernel allows"
 
 
 def _in_one_line(

@@ -98,12 +98,15 @@ def _backend(
         "on_cuda": query.device.type in _libraries
     }
     planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
-    if planned == "stock" and native.kind_of_scale(scale) != "positive":
+    if planned != "stock":
+        return planned
+    faults = problem.faults(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if faults and torch.backends.cuda.math_sdp_enabled():
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if problem.gives_nan(scale, choice) and torch.backends.cuda.math_sdp_enabled():
+        if problem.fault_of(choice, faults) is not None:
             return "math"
-    return planned
+    return "stock"
 
 
 def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:

@@ -7,6 +7,8 @@ Mirrors the first questions of src/router.cpp. Reads hints of symbolic sizes, so
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -229,10 +231,59 @@ def is_asked(mode: int) -> bool:
     return native.enabled() and _kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
 
 
-def gives_nan(scale: float | None, stock_choice: int) -> bool:
-    """With a scale of zero or below cuDNN's and flash's kernels do (right_for_scale in src/router.cpp)."""
-    backends = (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
-    return native.kind_of_scale(scale) in {"zero", "negative"} and stock_choice in backends
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Calls that backends of stock's get wrong where its math does not, and the router tells it so: kFaults of
+    src/stock_faults.cpp, in the same order.
+    """
+
+    says: str  # of such a backend
+    of: frozenset[int]
+    efficient: bool = False  # the efficient attention has it right, where it reads the call
+
+
+def _fault(says: str, *of: SDPBackend, efficient: bool = False) -> Fault:
+    return Fault(says, frozenset(backend.value for backend in of), efficient)
+
+
+_CUDNN, _FLASH, _EFFICIENT = (
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+)  # fmt: skip
+NO_ELEMENTS = _fault("gives no output where operands have no elements, or ends the process", _CUDNN, _FLASH)
+SCALE = _fault("would give NaN with this scale", _CUDNN, _FLASH, efficient=True)
+ALL_DROPPED = _fault("refuses a dropout_p of 1, or gives NaN", _CUDNN, _FLASH, _EFFICIENT)
+WIDE_BIAS = _fault("reads masks of fp32 as if they were of 16 bits, or refuses them", _CUDNN, _EFFICIENT)
+
+
+def faults(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> list[Fault]:
+    """Those that a call of F.sdpa has, whoever takes it; of a backend's the first counts. None of is_causal beside a
+    mask, which torch does not define, and its math raises for.
+    """
+    if is_causal and attn_mask is not None:
+        return []
+    found = {
+        NO_ELEMENTS: not query.is_nested and any(_has_none(tensor) for tensor in (query, key, value)),
+        SCALE: native.kind_of_scale(scale) in {"zero", "negative"},
+        ALL_DROPPED: dropout_p == 1.0,
+        WIDE_BIAS: attn_mask is not None and _is_wide(attn_mask, query),
+    }
+    return [fault for fault, has in found.items() if has]
+
+
+def fault_of(choice: int, of_call: Sequence[Fault]) -> Fault | None:
+    return next((fault for fault in of_call if choice in fault.of), None)
+
+
+def _has_none(tensor: Tensor) -> bool:
+    return any(not isinstance(size, torch.SymInt) and size == 0 for size in tensor.shape)
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:

@@ -4,6 +4,7 @@ what kills a worker is told. On a GPU: python tools/fuzz.py itself.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -173,12 +174,11 @@ def test_other_bits_the_second_time_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_whose_fault_it_is() -> None:
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "Sq": 8, "Sk": 8, "D": 64, "Dv": 64}
-    plain, masked = Call("plain", 1, **sizes), Call("mask", 1, **sizes, mask="blind", mask_dims="qk")
-    assert not is_stocks(plain, "auto", Verdict("wrong")) and is_stocks(masked, "auto", Verdict("wrong"))
-    assert not is_stocks(masked, "auto", Verdict("wrong", paths={"ours_fwd": 1}))
-    assert not is_stocks(masked, "fa3", Verdict("raised"))
-    refused = Verdict("raised", "cuDNN Frontend error: Dropout probability cannot be 1")
-    assert is_stocks(Call("dropout", 1, **sizes, dropout=1), "auto", refused) and not is_stocks(plain, "auto", refused)
+    ordered, masked = Call("grad_out", 1, **sizes, deterministic=True), Call("mask", 1, **sizes, mask="float32")
+    refused = Verdict("raised", "RuntimeError: cuDNN has no deterministic backward")
+    assert is_stocks(ordered, "auto", refused) and not is_stocks(ordered, "fa3", refused)
+    assert not is_stocks(ordered, "auto", dataclasses.replace(refused, paths={"ours_fwd": 1}))
+    assert not is_stocks(masked, "auto", refused) and not is_stocks(masked, "auto", Verdict("wrong"))
 
 
 # ---- processes ----

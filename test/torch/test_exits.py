@@ -213,7 +213,7 @@ def test_every_exit_has_its_row() -> None:
     assert met - {""} == set(native.names("exits"))
 
 
-# ---- scales that stock's flash gives NaN for ----
+# ---- what stock's flash gets wrong ----
 
 NEGATIVE = -0.3
 
@@ -246,6 +246,22 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
             mended[name] = not ran.flash
     assert set(mended.values()) == {True, False}
     assert mended == {name: asked[name] for name in mended}
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({"dropout_p": 1.0}, problem.ALL_DROPPED), ({"scale": 0.0}, problem.SCALE),
+    ({"attn_mask": torch.zeros(16, 16)}, problem.WIDE_BIAS), ({"attn_mask": torch.zeros(16, 16).bfloat16()}, None),
+    ({"attn_mask": torch.zeros(16, 16), "scale": -1.0}, problem.SCALE), ({"dropout_p": 0.5}, None),
+    ({"attn_mask": torch.zeros(16, 16), "is_causal": True, "dropout_p": 1.0}, None),  # torch does not define it
+    ({"key": torch.empty(2, 4, 0, 64), "scale": 0.0}, problem.NO_ELEMENTS), ({}, None),
+])  # fmt: skip
+def test_faults_of_a_call(change: dict[str, object], fault: problem.Fault | None) -> None:
+    """Of cuDNN's; math has none."""
+    tensor = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
+    settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    found = problem.faults(**{"query": tensor, "key": tensor, "value": tensor} | settings | change)
+    assert problem.fault_of(SDPBackend.CUDNN_ATTENTION.value, found) is fault
+    assert problem.fault_of(SDPBackend.MATH.value, found) is None
 
 
 FLASH = SDPBackend.FLASH_ATTENTION

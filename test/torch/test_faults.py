@@ -1,10 +1,11 @@
-"""Calls on which stock torch is known to be wrong or to fail (rescues.py), which auto takes; scales that are not
-positive; what else a call with gradients is owed: the plan that the router made, and a math backward that is a step of
-ring attention.
+"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (rescues.py), those that another of
+stock's backends has right (stock_faults.cpp); scales that are not positive; what else a call with gradients is owed:
+the plan that the router made, and a math backward that is a step of ring attention.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from faults import check, half, odd
 from plans import call
 from standin import OPEN_GATE, Road
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import configs, native, ops, rescues
@@ -306,3 +309,53 @@ def test_one_head_of_keys_is_every_querys(road: Road) -> None:
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
         grads = torch.autograd.grad(out.float().sum(), leaves)
         assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
+
+
+def _heads(B: int, H: int, S: int, D: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.randn(B, H, S, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+# No kernel of ours takes these calls, and the backend of stock's that would take them is wrong, raises or crashes.
+LEFT = {
+    "no_batch": (lambda: _heads(0, 4, 16, 64), lambda: {}),
+    "no_batch_causal": (lambda: _heads(0, 3, 385, 192, torch.float16), lambda: {"is_causal": True}),
+    "no_heads": (lambda: _heads(1, 0, 64, 47, torch.float16), lambda: {}),
+    "no_heads_wide": (lambda: _heads(1, 0, 1023, 224), lambda: {}),
+    "no_rows": (lambda: [_heads(2, 4, 0, 64)[0], *_heads(2, 4, 16, 64)[1:]], lambda: {}),
+    "all_dropped": (lambda: _heads(2, 4, 65, 157), lambda: {"dropout_p": 1.0}),
+    "all_dropped_causal": (lambda: _heads(1, 4, 96, 33, torch.float16), lambda: {"dropout_p": 1.0, "is_causal": True}),
+    "wide_mask_dropped": (lambda: _heads(2, 4, 130, 192), lambda: {"attn_mask": wide(130), "dropout_p": 0.1}),
+    "wide_mask_dropped_d256": (lambda: _heads(1, 3, 65, 256, torch.float16),
+                               lambda: {"attn_mask": wide(65), "dropout_p": 0.1}),
+    "wide_mask_of_large_heads": (lambda: _heads(2, 4, 130, 264), lambda: {"attn_mask": wide(130)}),
+}  # fmt: skip
+
+
+def wide(size: int) -> Tensor:
+    """A float mask of fp32, -inf where it hides."""
+    bias = torch.randn(size, size, device="cuda")
+    return bias.masked_fill_(bias > 0.5, -math.inf)
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_stays_with_stock_goes_to_the_one_that_is_right(name: str) -> None:
+    """Math, whose numbers these are, the dropped ones, too."""
+    operands, settings = LEFT[name]
+    torch.manual_seed(3)
+    inputs, kwargs = operands(), settings()
+    results = []
+    native.counters(reset=True)
+    for allowed in (contextlib.nullcontext(), sdpa_kernel(SDPBackend.MATH)):
+        torch.manual_seed(5)
+        with allowed:
+            out = sdpa(*inputs, **kwargs)
+            results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    torch.cuda.synchronize()
+    for got, wanted in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
+    assert native.counters()["ours_fwd"] == 0
+    plan = torch_flashplug.explain(*inputs, **kwargs)
+    assert plan.backend == "stock" and plan.stock_choice.startswith("MATH"), plan
