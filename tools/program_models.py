@@ -28,7 +28,7 @@ VOCABULARY, BATCH, SEEDS = 512, 2, 3
 FIRST_TOKEN = 4  # those below have meanings: padding, start, ...
 NEW_TOKENS = 16  # of a greedy text
 QUICK_LENGTH, QUICK_NEW_TOKENS = 48, 4
-AHEAD = 2_000_000  # cycles that the GPU waits while the host queues what is timed: about 1 ms
+AHEAD = 12_000_000  # cycles that the GPU waits while the host queues what is timed: 6 ms, five calls with gradients
 
 Record = dict[str, object]  # one line of JSON
 Squares = dict[str, list[float]]  # name of a tensor -> squared distance to the reference, squared norm of that
