@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocks import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .spec import LISTED, TALL
-from .words import THREADS, TILE, bits, words
-
-NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
-KIND, HALVES = 3, 2  # bits of a state that say so, and how many; behind them, of a MASKED one: which TILE rows see some
-FLAGS = 28  # bits of a block's number in a list of tall blocks, ahead of the same of its three parts
+from .words import bits, words
 
 
 def digest(mask: Tensor, numbers: int) -> Tensor:

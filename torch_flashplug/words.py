@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE, THREADS, BITS = 64, 128, 32  # rows and columns of a tile; words of it; of each
+from .blocks import BITS, THREADS, TILE
 
 
 def words(bits: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import digested, library
-from torch_flashplug.digested import FLAGS, KIND, MASKED, NONE, WHOLE
+from torch_flashplug.blocks import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from torch_flashplug.spec import LISTED, TALL
-from torch_flashplug.words import THREADS, TILE, words
+from torch_flashplug.words import words
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """

@@ -196,8 +196,8 @@ def test_the_table_of_float_masks():
 
 BOOLS = {
     "random, (1, 1, S, S)": "random", "all true": "all", "causal": "tril", "window of 1024": "window",
-    "8 documents, (B, 1, S, S)": "documents", "padding, (B, 1, S, S)": "padding", "padding, (B, 1, 1, S)": "padding_row",
-    "random by head": "per_head",
+    "8 documents, (B, 1, S, S)": "documents", "random by head": "per_head",
+    "padding, (B, 1, S, S)": "padding", "padding, (B, 1, 1, S)": "padding_row",
 }  # fmt: skip
 
 

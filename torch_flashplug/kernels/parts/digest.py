@@ -20,13 +20,12 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
+from ...blocks import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
-from .listed import FLAGS, Lists
-from .scores.words import BITS, THREADS, TILE, shifted
+from .listed import Lists
+from .scores.words import shifted
 from .scratch import vector_at
 
-NONE, MASKED, WHOLE = range(3)  # blocks: nothing, some or all of it is seen
-KIND, HALVES = 3, 2  # of a state: bits of that; those behind, of a MASKED one, say which TILE rows of two see something
 TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
 PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks

@@ -15,12 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from ...blocks import FLAGS
 from ...spec import LISTED, TALL
 from .fragments import zero_of
 from .pieces import Tile
 from .walk import Run, RunOfKeys, Section, Sizes, Walk
-
-FLAGS = 28  # bits of a block's number in a list of tall blocks
 
 
 @dataclass(frozen=True)

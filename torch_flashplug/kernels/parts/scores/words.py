@@ -23,13 +23,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from ....blocks import BITS, THREADS, TILE
 from ....spec import SLAB
 from ..fragments import zero_of
 from .chain import Place, Stage
-
-TILE = 64  # rows and columns
-THREADS = 128
-BITS = 32
 
 
 @dataclass(frozen=True)
