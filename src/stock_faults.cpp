@@ -60,10 +60,10 @@ struct Fault {
 constexpr Fault kFaults[] = {
     // No output; a division by the number of heads, which ends the process.
     {has_no_elements, {kChoiceCudnn, kChoiceFlash}, false},
-    // NaN.
-    {has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
     // NaN; an error, where torch says that any p from 0 to 1 will do.
     {drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
+    // NaN.
+    {has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
     // Read as if it were of 16 bits; an error, where F.sdpa takes such masks.
     {has_wide_bias, {kChoiceCudnn, kChoiceEfficient}, false},
 };

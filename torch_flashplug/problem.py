@@ -270,9 +270,9 @@ def faults(
     if is_causal and attn_mask is not None:
         return []
     found = {
-        NO_ELEMENTS: not query.is_nested and any(_has_none(tensor) for tensor in (query, key, value)),
-        SCALE: native.kind_of_scale(scale) in {"zero", "negative"},
+        NO_ELEMENTS: any(_has_none(tensor) for tensor in (query, key, value)),
         ALL_DROPPED: dropout_p == 1.0,
+        SCALE: native.kind_of_scale(scale) in {"zero", "negative"},
         WIDE_BIAS: attn_mask is not None and _is_wide(attn_mask, query),
     }
     return [fault for fault, has in found.items() if has]
@@ -283,7 +283,8 @@ def fault_of(choice: int, of_call: Sequence[Fault]) -> Fault | None:
 
 
 def _has_none(tensor: Tensor) -> bool:
-    return any(not isinstance(size, torch.SymInt) and size == 0 for size in tensor.shape)
+    """Nested tensors have no sizes."""
+    return not tensor.is_nested and any(not isinstance(size, torch.SymInt) and size == 0 for size in tensor.shape)
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:

@@ -28,7 +28,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
     *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "rows", "compile", "kernels"),
-    *("cache", "digested", "dropped", "lists", "words", "testing", "env", "choices", "rescues", "configs", "spec"),
+    *("cache", "digested", "dropped", "lists", "words", "testing", "env", "choices", "rescues", "configs"),
+    *("blocks", "spec"),
     *("families", "elements", "features", "arguments"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files

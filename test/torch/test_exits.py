@@ -254,6 +254,8 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
     ({"attn_mask": torch.zeros(16, 16), "scale": -1.0}, problem.SCALE), ({"dropout_p": 0.5}, None),
     ({"attn_mask": torch.zeros(16, 16), "is_causal": True, "dropout_p": 1.0}, None),  # torch does not define it
     ({"key": torch.empty(2, 4, 0, 64), "scale": 0.0}, problem.NO_ELEMENTS), ({}, None),
+    ({"dropout_p": 1.0, "scale": -0.3}, problem.ALL_DROPPED),  # efficient, which has the scale right, drops as badly
+    ({"key": nested(torch.empty(2, 4, 16, 64))}, None),
 ])  # fmt: skip
 def test_faults_of_a_call(change: dict[str, object], fault: problem.Fault | None) -> None:
     """Of cuDNN's; math has none."""
