@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from math import nan
 
 import records
 from program_models import Record
 from rich.console import Console
 from rich.table import Table
 
-from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
-
 BAR = 1.1  # of a row's error, of stock's alone
 SLOWER = 1.03  # of stock's time: what is told
 
 
-def above(rows: Iterable[Record], budgets: bool) -> list[str]:
-    """Errors of more than BAR times stock's; budgets: and above what tests allow (testing/budget.py) for the formula's
-    own error in 16 bits, stock's math's.
-    """
-    said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
-    told = []
-    for row, what in ((row, what) for row in rows for what in ("error", "mean") if f"{what}_ours" in row):
-        ours, stock, math = row[f"{what}_ours"], row[f"{what}_stock"], row.get(f"{what}_math", 0.0)
-        budget = (
-            math * (GRAD_FACTOR if "train" in row["scenario"] else OUT_FACTOR) if budgets and isfinite(math) else 0.0
-        )
-        if ours > max(BAR * stock, budget):
-            told.append(said.format(**row, what=what, ours=ours, stock=stock, math=math))
-    return told
-
-
 def violations(rows: Iterable[Record]) -> list[str]:
-    return above(rows, budgets=True)
+    """Errors of more than BAR times stock's; math's, where a run has asked it, say what the formula comes to."""
+    said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
+    return [
+        said.format(**row, what=what, ours=ours, stock=row[f"{what}_stock"], math=row.get(f"{what}_math", nan))
+        for row in rows
+        for what in ("error", "mean")
+        if (ours := row.get(f"{what}_ours", 0.0)) > BAR * row.get(f"{what}_stock", 0.0)
+    ]
 
 
 def totals(rows: Sequence[Record]) -> Record:
@@ -79,7 +68,6 @@ def print_table(document: Record, console: Console) -> None:
         lines.append(f"wrong: {row['program']} {row['scenario']} {row['order']}: {sides}")
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
-    lines += [f"above stock: {line}" for line in above(document["rows"], budgets=False)]
     lines += [f"slower: {line}" for line in slower(document["rows"])]
     for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
         console.print(line, markup=False)

@@ -13,9 +13,9 @@ distances to it, over all batches (SEEDS of them) at once: sqrt(sum |x - ref|^2 
                it would be noise). `error_*` is the worst one's, `mean_*` the root mean square over them: all weigh the
                same, for embeddings have the large gradients and attention is in the small ones
 
-A row violates the bar where an error with the plugin exceeds BAR times that of stock alone and what tests allow for the
-formula's own error in 16 bits (testing/budget.py), which is that of stock's math. Weights, inputs and all other ops are
-equal on all sides, so errors differ by attention's rounding alone, averaged over the SEEDS batches.
+A row violates the bar where an error with the plugin exceeds BAR times that of stock alone; that of stock's math in 16
+bits, the formula's own, is told beside it. Weights, inputs and all other ops are equal on all sides, so errors differ
+by attention's rounding alone, averaged over the SEEDS batches.
 What stock alone has wrong by more than NOISE counts on neither side; both sides' are told: `wrong_stock`, `wrong_ours`.
 Who shares a process decides what cuDNN's plan cache remembers, so each (order, program) has a process of its own, and
 compiled scenarios another than eager ones. Times are taken last, by one process that has the GPU for itself.

@@ -21,6 +21,10 @@ RESULTS = ROOT / "tools" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
 
 
+# Of programs: more than the bar of 1.1 times stock's error, named in docs/benchmarks.md; how much more, at most.
+KNOWN = {"bert train": 1.2, "bert compiled_train": 2.4, "electra train_left": 1.2, "hubert train_right": 1.2}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_kept_results_have_the_agreed_form(path):
     document = json.loads(path.read_text())
@@ -31,8 +35,15 @@ def test_kept_results_have_the_agreed_form(path):
         assert min(document["calls"].values()) > 1000 and document["findings"] == []
         return
     if document["suite"] == "programs":
-        assert document["violations"] == document["failed"] == [] and len(document["rows"]) > 500
+        assert document["failed"] == [] and len(document["rows"]) > 500
+        assert {found.rsplit(": ", 1)[0].rsplit(" ", 1)[0] for found in document["violations"]} == set(KNOWN)
         for row in document["rows"]:
+            most = KNOWN.get(f"{row['program']} {row['scenario']}", 1.1)
+            assert all(
+                row[f"{what}_ours"] <= most * row[f"{what}_stock"]
+                for what in ("error", "mean")
+                if f"{what}_ours" in row
+            )
             assert {"program", "scenario", "order", "calls", "served", "reasons"} <= set(row)
         return
     assert document["rounds"] >= 7
