@@ -238,21 +238,16 @@ class Fault:
     """
 
     says: str  # of such a backend
-    of: frozenset[int]
+    of: tuple[SDPBackend, ...]
     efficient: bool = False  # the efficient attention has it right, where it reads the call
 
 
-def _fault(says: str, *of: SDPBackend, efficient: bool = False) -> Fault:
-    return Fault(says, frozenset(backend.value for backend in of), efficient)
-
-
-_CUDNN, _FLASH, _EFFICIENT = (
-    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-)  # fmt: skip
-NO_ELEMENTS = _fault("gives no output where operands have no elements, or ends the process", _CUDNN, _FLASH)
-SCALE = _fault("would give NaN with this scale", _CUDNN, _FLASH, efficient=True)
-ALL_DROPPED = _fault("refuses a dropout_p of 1, or gives NaN", _CUDNN, _FLASH, _EFFICIENT)
-WIDE_BIAS = _fault("reads masks of fp32 as if they were of 16 bits, or refuses them", _CUDNN, _EFFICIENT)
+_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+_EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+NO_ELEMENTS = Fault("gives no output where operands have no elements, or ends the process", (_CUDNN, _FLASH))
+ALL_DROPPED = Fault("refuses a dropout_p of 1, or gives NaN", (_CUDNN, _FLASH, _EFFICIENT))
+SCALE = Fault("would give NaN with this scale", (_CUDNN, _FLASH), efficient=True)
+WIDE_BIAS = Fault("reads masks of fp32 as if they were of 16 bits, or refuses them", (_CUDNN, _EFFICIENT))
 
 
 def faults(
@@ -279,7 +274,7 @@ def faults(
 
 
 def fault_of(choice: int, of_call: Sequence[Fault]) -> Fault | None:
-    return next((fault for fault in of_call if choice in fault.of), None)
+    return next((fault for fault in of_call if any(backend.value == choice for backend in fault.of)), None)
 
 
 def _has_none(tensor: Tensor) -> bool:

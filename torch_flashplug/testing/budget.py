@@ -166,8 +166,8 @@ def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torc
 def assert_dropped_alike(out: torch.Tensor, grad_out: torch.Tensor, dv: torch.Tensor, v: torch.Tensor) -> None:
     """A backward that drops what its forward did: the output is linear in the values, so <dV, V> = <O, dO>, for every
     batch and key head by itself. Each term is rounded to `v`'s dtype, and the roundings of n terms add up like sqrt(n):
-    their standard deviation is a quarter of what is allowed. One tile of other bits moves the sums by about as much as
-    it holds itself, several times that.
+    their standard deviation is a quarter of what is allowed. One tile of other bits moves the sums by what it holds, of
+    random signs: most draws of it are seen where tiles are few, and fewer the more there are.
     """
     of_values, of_output = dv.detach().double() * v.detach().double(), out.detach().double() * grad_out.double()
     B, Hkv = v.shape[:2]
