@@ -1,5 +1,5 @@
-// Calls that stay with stock, and that the backend which stock chooses for them gets wrong where another one of its does
-// not: for those the router says the other one. problem.py has the same rows for explain and Plan B.
+// Calls that stay with stock, and that the backend which stock chooses for them gets wrong where another one of its
+// does not: for those the router says the other one. problem.py has the same rows for explain and Plan B.
 #include <algorithm>
 
 #include "flashplug.h"
