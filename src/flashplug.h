@@ -158,8 +158,14 @@ int take_last_exit();  // of this thread's latest call since it was asked; -1: t
 // SDPBackend
 inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
                          kChoiceOverrideable = 4;
-// stock_faults.cpp: stock's choice or, where that one is known to be wrong about such a call, another of stock's.
-int64_t right_choice(int64_t chosen, const Attention& call);
+// stock_faults.cpp: stock's choice or, where that one is known to be wrong about such a call, another of stock's, as far
+// as sdpa_kernel allows one; and the place of the fault, of which fault_said() says what the wrong one does.
+struct RightChoice {
+  int64_t choice;
+  int fault = -1;
+};
+RightChoice right_choice(int64_t chosen, const Attention& call);
+const char* fault_said(int fault);  // "" of none
 // What stock torch would choose for a call without mask; math where no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);

@@ -223,6 +223,9 @@ FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) 
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
   return shapes_fit(shapes, enable_gqa != 0);
 }
+FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
+  return copy_text(fault_said(fault), out, capacity);
+}
 FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
 
 // `remembered`: from this thread's memory of plans, as calls get theirs.

@@ -99,11 +99,12 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
   if (!read_shapes(call, memory_of(only_traced), &facts)) {
-    // Traced with symbolic sizes: the op decides at run time, on concrete ones. With a mask it has none of stock's
-    // kernels then, so hints have to say that ours are as fast. Anything else without sizes is not ours.
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones. With a mask or dropout it has none of
+    // stock's kernels then, so hints have to say that ours are as fast. Anything else without sizes is not ours.
     if (has_mask && !traced_mask_fits(call.mask, facts)) return {exit_named("mask")};
+    const bool alone = (p.needs & (kAnyMask | kDropout)) != 0;
     const bool served =
-        forced || (has_mask ? serves_hinted(p, hints, device, mode) : class_may_serve(p, device, mode, tables()));
+        forced || (alone ? serves_hinted(p, hints, device, mode) : class_may_serve(p, device, mode, tables()));
     return {exit_named("no sizes"), ours_if(only_traced && served)};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
@@ -148,7 +149,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   if (ours) return kChoiceOverrideable;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return verdict.asked ? right_choice(chosen, call) : chosen;
+  return verdict.asked ? right_choice(chosen, call).choice : chosen;
 }
 
 void* our_choice(int slot) {

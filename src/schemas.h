@@ -74,6 +74,9 @@ inline constexpr Schema kOwnBackward(
     "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
     "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
+inline constexpr Schema kRightChoice(
+    "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+    "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
 inline constexpr Schema kMathForward(
     "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
     "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");
@@ -122,11 +125,22 @@ inline constexpr Schema kSum(
 
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
-inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
-                                           kOwnBackward.text(),    kMathForward.text(),      kMathBackward.text(),
-                                           kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
-                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text(),
-                                           kNegate.text(),         kRepeat.text(),           kSum.text(),
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
+                                           kCarrierBackward.text(),
+                                           kOwnForward.text(),
+                                           kOwnBackward.text(),
+                                           kRightChoice.text(),
+                                           kMathForward.text(),
+                                           kMathBackward.text(),
+                                           kCudnnForward.text(),
+                                           kCudnnBackward.text(),
+                                           kFlashForward.text(),
+                                           kFlashBackward.text(),
+                                           kEfficientForward.text(),
+                                           kEfficientBackward.text(),
+                                           kNegate.text(),
+                                           kRepeat.text(),
+                                           kSum.text(),
                                            kRandom.text()};
 
 }  // namespace flashplug

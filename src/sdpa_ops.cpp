@@ -125,8 +125,9 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     return plan.ours() && our_forward(call, facts, plan, &result);
   };
   if (standin() == Standin::kOff && p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive) {
-    const int64_t choice =
+    const int64_t stocks =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
+    const int64_t choice = right_choice(stocks, call).choice;
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
@@ -305,6 +306,19 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
+void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kRightChoice;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const RightChoice right =
+      right_choice(box::to<int64_t>(stack[op["chosen"]]),
+                   {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                    box::to_optional_double(stack[op["scale"]])});
+  stack[op.result("choice")] = box::from(right.choice);
+  stack[op.result("fault")] = box::from(int64_t{right.fault});
+}
+
 std::vector<std::unique_ptr<StableLibrary>>& libraries() {
   static auto* instance = new std::vector<std::unique_ptr<StableLibrary>>();  // outlives the dispatcher's own teardown
   return *instance;
@@ -322,6 +336,7 @@ void register_ops(const char* dispatch_key, bool own_ops) {
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
   own->impl("sdpa_fwd", &own_forward);
   own->impl("sdpa_bwd", &own_backward);
+  own->impl("_right_choice", &right_choice_of_call);
   libraries().push_back(std::move(own));
 }
 

@@ -1,6 +1,7 @@
 // Calls that stay with stock, and that the backend which stock chooses for them gets wrong where another one of its
-// does not: for those the router says the other one. problem.py has the same rows for explain and Plan B.
+// does not: for those the router says the other one, as do Plan B and explain, which ask _right_choice.
 #include <algorithm>
+#include <iterator>
 
 #include "flashplug.h"
 #include "torch_symbols.h"
@@ -27,7 +28,7 @@ bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
 bool has_wide_bias(const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }
 
 // Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
-// whose rows are not broadcast, boolean (stock makes it the query's) or of the query's dtype.
+// whose rows are elements on end and not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
   if (standin() != Standin::kOff || torch.nested(call.q)) return false;
@@ -42,6 +43,7 @@ bool efficient_reads(const Attention& call) {
     int64_t dims = 0;
     Shape mask;
     if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
+    if (mask.stride[dims - 1] != 1) return false;
     int32_t mask_dtype = -1, query_dtype = -1;
     if (aoti_torch_get_dtype(call.mask, &mask_dtype) != 0 || aoti_torch_get_dtype(call.q, &query_dtype) != 0)
       return false;
@@ -53,31 +55,43 @@ bool efficient_reads(const Attention& call) {
 }
 
 struct Fault {
+  const char* says;  // of a backend that has it
   bool (*in)(const Attention& call);
   int64_t of[3];   // whose it is; 0, math, is nobody's
   bool efficient;  // the efficient attention has it right, where it reads the call
 };
+// The first that a backend has counts.
 constexpr Fault kFaults[] = {
-    // No output; a division by the number of heads, which ends the process.
-    {has_no_elements, {kChoiceCudnn, kChoiceFlash}, false},
-    // NaN; an error, where torch says that any p from 0 to 1 will do.
-    {drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
-    // NaN.
-    {has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
-    // Read as if it were of 16 bits; an error, where F.sdpa takes such masks.
-    {has_wide_bias, {kChoiceCudnn, kChoiceEfficient}, false},
+    {"gives no output where operands have no elements, or ends the process",  // it divides by the number of heads
+     has_no_elements,
+     {kChoiceCudnn, kChoiceFlash},
+     false},
+    // torch says that any p from 0 to 1 will do
+    {"refuses a dropout_p of 1, or gives NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
+    {"would give NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
+    {"reads masks of fp32 as if they were of 16 bits, or refuses them",
+     has_wide_bias,
+     {kChoiceCudnn, kChoiceEfficient},
+     false},
 };
 
 }  // namespace
 
-int64_t right_choice(int64_t chosen, const Attention& call) {
-  if (call.causal != Causal::kNone && is_there(call.mask)) return chosen;  // torch does not define it, math raises
+const char* fault_said(int fault) {
+  const bool known = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
+  return known ? kFaults[fault].says : "";
+}
+
+RightChoice right_choice(int64_t chosen, const Attention& call) {
+  if (call.causal != Causal::kNone && is_there(call.mask)) return {chosen};  // torch does not define it, math raises
   for (const Fault& fault : kFaults) {
     if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
-    if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call)) return kChoiceEfficient;
-    return torch_symbols().math_enabled() ? kChoiceMath : chosen;
+    const int place = static_cast<int>(&fault - kFaults);
+    if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call))
+      return {kChoiceEfficient, place};
+    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, place};
   }
-  return chosen;
+  return {chosen};
 }
 
 }  // namespace flashplug

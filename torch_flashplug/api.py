@@ -205,9 +205,12 @@ def explain(
             f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
         )
     _start.load()
+    device_type = "cuda" if device is not None else query.device.type
+    query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
     choice, raised = _UNKNOWN, ""
-    if device is None and query.is_cuda and not problem.decides_itself(query, key, value):
+    known = torch.backends.cuda.is_built() and not problem.decides_itself(query, key, value)
+    if device is None and query.is_cuda and known:
         # The op asks stock's choice function itself, past the router.
         try:
             choice = torch._fused_sdp_choice(
@@ -218,8 +221,9 @@ def explain(
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    faults = problem.faults(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    right = _right(choice, problem.fault_of(choice, faults))
+    right = ""
+    if choice != _UNKNOWN:
+        right = _right(choice, *problem.right_choice(choice, query, key, value, attn_mask, dropout_p, is_causal, scale))
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
@@ -258,15 +262,14 @@ def _name(choice: int) -> str:
     return "" if choice == _UNKNOWN else SDPBackend(choice).name
 
 
-def _right(choice: int, fault: problem.Fault | None) -> str:
-    """What the router makes of stock's choice (right_choice of src/stock_faults.cpp)."""
-    if fault is None:
+def _right(choice: int, right: int, fault: str) -> str:
+    """What the router makes of stock's choice, and why."""
+    if not fault:
         return _name(choice)
-    enabled = {"MATH": torch.backends.cuda.math_sdp_enabled()}
-    if fault.efficient:
-        enabled = {"EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled()} | enabled
-    right, wrong = " or ".join(name for name, may in enabled.items() if may), f"{_name(choice)} {fault.says}"
-    return f"{right}; {wrong}" if right else f"{wrong}, and is all that torch.nn.attention.sdpa_kernel allows"
+    wrong = f"{_name(choice)} {fault}"
+    if right == choice:
+        return f"{wrong}, and torch.nn.attention.sdpa_kernel allows none that is right"
+    return f"{_name(right)}; {wrong}"
 
 
 def _in_one_line(

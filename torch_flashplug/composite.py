@@ -100,13 +100,10 @@ def _backend(
     planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
     if planned != "stock":
         return planned
-    faults = problem.faults(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    if faults and torch.backends.cuda.math_sdp_enabled():
-        settings = {"scale": scale, "enable_gqa": enable_gqa}
-        choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-        if problem.fault_of(choice, faults) is not None:
-            return "math"
-    return "stock"
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
+    faulty = bool(problem.right_choice(choice, *given, scale)[1])
+    return "math" if faulty and torch.backends.cuda.math_sdp_enabled() else "stock"
 
 
 def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:

@@ -88,6 +88,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
     library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
     library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
+    library.flashplug_fault_said.argtypes = [ctypes.c_int, *out]
     library.flashplug_scale.argtypes = [ctypes.c_double]
     library.flashplug_kernel_missing.argtypes = call
     library.flashplug_is_remembered.argtypes = call

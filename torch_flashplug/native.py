@@ -255,6 +255,11 @@ def kind_of_scale(scale: float | None) -> str:
     return tuple(SCALE_IDS)[number]
 
 
+def fault_said(fault: int) -> str:
+    """What a backend of stock's does to a call that has this fault, by what ops.right_choice() returns; "": none."""
+    return text(lambda out, size: lib().flashplug_fault_said(fault, out, size))
+
+
 # ---- plans ----
 
 

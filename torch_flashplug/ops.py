@@ -34,6 +34,10 @@ for _name in ("sdpa_fwd", "_math_fwd"):
     _library.define(f"{_name}({_FORWARD_ARGS}) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)", tags=_TAGS)
 for _name in ("sdpa_bwd", "_math_bwd"):
     _library.define(f"{_name}({_BACKWARD_ARGS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)", tags=_TAGS)
+_library.define(
+    "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "float? scale, int chosen) -> (int choice, int fault)"
+)
 _library.define("_digest(Tensor mask, int numbers) -> Tensor")  # digested.py's
 # dropped.py's, for tests: what a call with that seed keeps
 _library.define(

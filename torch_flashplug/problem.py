@@ -7,8 +7,6 @@ Mirrors the first questions of src/router.cpp. Reads hints of symbolic sizes, so
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +14,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.nn.attention import SDPBackend
 
-from . import digested, native, rows
+from . import digested, native, ops, rows
 from .elements import NUMBERS
 from .spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
+_RIGHT_CHOICE = ops.namespace._right_choice.default
+_AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
@@ -73,6 +72,23 @@ def takes_math(mode: int) -> bool:
 def _kernels_allowed() -> bool:
     """By torch.nn.attention.sdpa_kernel: our class of backends."""
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
+
+
+def _is_watched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """What the router leaves in a mask's place would be seen by others than our op."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in (query, key, value, mask)):
+        return True
+    only_traced = any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in (query, key, value))
+    return torch.jit.is_tracing() or (not only_traced and torch._C._len_torch_dispatch_stack() > 0)
+
+
+def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What attention gets of its operands and a mask where autocast is on: floats but fp64 in its dtype."""
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    wide = [tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors]
+    return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, wide))
 
 
 def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
@@ -129,6 +145,8 @@ def outside_dispatcher(
     misfit = None if attn_mask is None else _misfit(query, key, attn_mask)
     if misfit is not None:
         return f"{misfit}; stock attention takes or rejects it"
+    if attn_mask is not None and attn_mask.dtype == torch.bool and _is_watched(query, key, value, attn_mask):
+        return "a bool attn_mask in torch.func, torch.jit.trace or under a TorchDispatchMode is stock attention's"
     if not _kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -155,7 +173,7 @@ def refusal(
     a mask.
     """
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-    if any(tensor.is_nested for tensor in given) or decides_itself(*given) or torch.is_autocast_enabled("cuda"):
+    if any(tensor.is_nested for tensor in given) or decides_itself(*given):
         return ""
     sizes = [_hints(tensor.shape) for tensor in given]
     if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
@@ -231,26 +249,8 @@ def is_asked(mode: int) -> bool:
     return native.enabled() and _kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Calls that backends of stock's get wrong where its math does not, and the router tells it so: kFaults of
-    src/stock_faults.cpp, in the same order.
-    """
-
-    says: str  # of such a backend
-    of: tuple[SDPBackend, ...]
-    efficient: bool = False  # the efficient attention has it right, where it reads the call
-
-
-_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-_EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
-NO_ELEMENTS = Fault("gives no output where operands have no elements, or ends the process", (_CUDNN, _FLASH))
-ALL_DROPPED = Fault("refuses a dropout_p of 1, or gives NaN", (_CUDNN, _FLASH, _EFFICIENT))
-SCALE = Fault("would give NaN with this scale", (_CUDNN, _FLASH), efficient=True)
-WIDE_BIAS = Fault("reads masks of fp32 as if they were of 16 bits, or refuses them", (_CUDNN, _EFFICIENT))
-
-
-def faults(
+def right_choice(
+    choice: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -258,28 +258,14 @@ def faults(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-) -> list[Fault]:
-    """Those that a call of F.sdpa has, whoever takes it; of a backend's the first counts. None of is_causal beside a
-    mask, which torch does not define, and its math raises for.
+) -> tuple[int, str]:
+    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/stock_faults.cpp), and what
+    is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
     """
-    if is_causal and attn_mask is not None:
-        return []
-    found = {
-        NO_ELEMENTS: any(_has_none(tensor) for tensor in (query, key, value)),
-        ALL_DROPPED: dropout_p == 1.0,
-        SCALE: native.kind_of_scale(scale) in {"zero", "negative"},
-        WIDE_BIAS: attn_mask is not None and _is_wide(attn_mask, query),
-    }
-    return [fault for fault, has in found.items() if has]
-
-
-def fault_of(choice: int, of_call: Sequence[Fault]) -> Fault | None:
-    return next((fault for fault in of_call if any(backend.value == choice for backend in fault.of)), None)
-
-
-def _has_none(tensor: Tensor) -> bool:
-    """Nested tensors have no sizes."""
-    return not tensor.is_nested and any(not isinstance(size, torch.SymInt) and size == 0 for size in tensor.shape)
+    right, fault = _RIGHT_CHOICE.redispatch(
+        _AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice
+    )
+    return right, native.fault_said(fault)
 
 
 def _hints(sizes: tuple) -> tuple[int | None, ...]:

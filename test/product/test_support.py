@@ -72,13 +72,14 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((1, 32, 8), (rows, 4096), (d, d), mask=1, grad=grad), mode=mode), "fa3")
         for d in EIGHTS for rows in (1, 16, 64, 65) for mode in (AUTO, FA3) for grad in (0, 1)
     ),
-    "ours where D = Dv is up to 128, gradients too, full, causal or beside a mask": (
+    "ours where D = Dv is up to 128 in steps of 8, gradients too, full, causal or beside a mask": (
         (served(long(d, dropout_p=0.1, grad=grad, **more), mode=mode), "fa3" if d <= 128 or mode == FA3 else "stock")
         for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1}) for mode in (AUTO, FA3)
     ),
-    "At 1, which stock refuses or makes NaN of, all of them are ours": (
+    "At 1, which stock refuses or makes NaN of, all those up to D 128 are ours, short ones too": (
         (served(call((1, 4, 4), (rows, 64), (d, d), dropout_p=1.0, grad=grad, **more)), "fa3")
-        for rows in (1, 64, 512) for d in (64, 128) for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1})
+        for rows in (1, 64, 512) for d in EIGHTS if d <= 128 for grad in (0, 1)
+        for more in ({}, {"causal": 1}, {"mask": 1})
     ),
     "and any of fewer than 128 rows or keys (causal: 512). At 1,": (
         *((served(call((1, 4, 4), (512, 512), (64, 64), dropout_p=0.1, **more)), backend)

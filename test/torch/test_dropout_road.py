@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from graphs import AUTO, FA3, MATH, Recorder
 from orders import in_order
 from plans import call as facts_of
-from standin import Road
+from standin import OPEN_GATE, Road
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -254,6 +254,24 @@ def test_compiled(any_road: Road, dynamic: bool) -> None:
     q, k, v = any_road.qkv()
     with torch.no_grad():
         assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("D", [64, 100])
+def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
+    """When such a graph runs, what kernels do not take would be math's, in memory of Sq x Sk: it is stock's at once."""
+    sizes = (1, 128, 1, choices.ANY, 1, choices.ANY, 0)
+    row = choices.ChoiceRow("fwd", "square", 90, False, "dropout", *sizes, ratio=2.0, measured="test")
+    native.push_rows(configs.KERNEL_ROWS, (row,), OPEN_GATE)
+    recorder = Recorder()
+    attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)
+    compiled = torch.compile(attend, fullgraph=True, backend=recorder, dynamic=True)
+    with torch.no_grad():
+        q, k, v = (torch.randn(2, 3, rows, D, dtype=road.dtype) for rows in (130, 140, 140))
+        torch._dynamo.mark_static(q, 3)
+        compiled(q, k, v)
+    ours = [("fwd", AUTO)]
+    assert (recorder.forwards == [ours]) is (D == 64) and road.took().get("ours_fwd", 0) == (D == 64)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -5,9 +5,11 @@ matters of tensors and switches, which the CPU stand-in meets; none needs a CUDA
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from torch_flashplug.families import BACKENDS
 OURS, TRACED, STOCK, NOTHING = {"routed_ours": 1, "ours_fwd": 1}, {"routed_ours": 1}, {"routed_stock": 1}, {}
 Change = Callable[[list[Tensor]], list[Tensor]]
 Scope = Callable[[], AbstractContextManager]
+T = TypeVar("T")
 
 # ---- switches ----
 
@@ -43,7 +46,7 @@ def _together(scopes: tuple[Scope, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _set(switch: Callable[[int], None], value: int, back: int) -> Iterator[None]:
+def _set(switch: Callable[[T], object], value: T, back: T) -> Iterator[None]:
     switch(value)
     try:
         yield
@@ -248,22 +251,47 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
     assert mended == {name: asked[name] for name in mended}
 
 
-@pytest.mark.parametrize("change, fault", [
-    ({"dropout_p": 1.0}, problem.ALL_DROPPED), ({"scale": 0.0}, problem.SCALE),
-    ({"attn_mask": torch.zeros(16, 16)}, problem.WIDE_BIAS), ({"attn_mask": torch.zeros(16, 16).bfloat16()}, None),
-    ({"attn_mask": torch.zeros(16, 16), "scale": -1.0}, problem.SCALE), ({"dropout_p": 0.5}, None),
-    ({"attn_mask": torch.zeros(16, 16), "is_causal": True, "dropout_p": 1.0}, None),  # torch does not define it
-    ({"key": torch.empty(2, 4, 0, 64), "scale": 0.0}, problem.NO_ELEMENTS), ({}, None),
-    ({"dropout_p": 1.0, "scale": -0.3}, problem.ALL_DROPPED),  # efficient, which has the scale right, drops as badly
-    ({"key": nested(torch.empty(2, 4, 16, 64))}, None),
+EMPTY, DROPPED, SCALE, WIDE = "no elements", "dropout_p of 1", "this scale", "masks of fp32"
+WIDE_MASK, MASK = torch.zeros(16, 16), torch.zeros(16, 16).bfloat16()
+GROUPED, NARROW = torch.empty(2, 2, 16, 64).bfloat16(), torch.empty(2, 4, 16, 60).bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("change, fault, right", [
+    ({}, "", "CUDNN"), ({"dropout_p": 1.0}, DROPPED, "MATH"), ({"dropout_p": 0.5}, "", "CUDNN"),
+    ({"scale": 0.0}, SCALE, "EFFICIENT"), ({"scale": -1.0, "attn_mask": MASK}, SCALE, "EFFICIENT"),
+    ({"scale": -1.0, "attn_mask": MASK.bool()}, SCALE, "EFFICIENT"), ({"attn_mask": MASK}, "", "CUDNN"),
+    ({"attn_mask": WIDE_MASK}, WIDE, "MATH"), ({"attn_mask": WIDE_MASK, "scale": -1.0}, SCALE, "MATH"),
+    # What efficient does not read.
+    ({"scale": -1.0, "key": GROUPED, "value": GROUPED}, SCALE, "MATH"),
+    ({"scale": -1.0, "value": NARROW}, SCALE, "MATH"),
+    ({"scale": -1.0, "attn_mask": MASK.mT}, SCALE, "MATH"), ({"scale": -1.0, "attn_mask": MASK[:, :1]}, SCALE, "MATH"),
+    ({"attn_mask": WIDE_MASK, "is_causal": True, "dropout_p": 1.0}, "", "CUDNN"),  # torch does not define it
+    ({"key": torch.empty(2, 4, 0, 64).bfloat16(), "scale": 0.0}, EMPTY, "MATH"),
+    ({"dropout_p": 1.0, "scale": -0.3}, DROPPED, "MATH"),  # efficient, which has the scale right, drops as badly
+    ({"key": nested(torch.empty(2, 4, 16, 64).bfloat16())}, "", "CUDNN"),
 ])  # fmt: skip
-def test_faults_of_a_call(change: dict[str, object], fault: problem.Fault | None) -> None:
-    """Of cuDNN's; math has none."""
+def test_faults_of_a_call(change: dict[str, object], fault: str, right: str) -> None:
+    """Of cuDNN's; math has none, and is the answer only where it is allowed."""
     tensor = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16)
     settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-    found = problem.faults(**{"query": tensor, "key": tensor, "value": tensor} | settings | change)
-    assert problem.fault_of(SDPBackend.CUDNN_ATTENTION.value, found) is fault
-    assert problem.fault_of(SDPBackend.MATH.value, found) is None
+    given = {"query": tensor, "key": tensor, "value": tensor} | settings | change
+
+    def answer(choice: SDPBackend) -> tuple[str, str]:
+        became, said = problem.right_choice(choice.value, *given.values())
+        return SDPBackend(became).name.removesuffix("_ATTENTION"), said
+
+    became, said = answer(SDPBackend.CUDNN_ATTENTION)
+    assert became == right and fault in said and bool(fault) == bool(said)
+    assert answer(SDPBackend.MATH) == ("MATH", "")
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+        assert answer(SDPBackend.CUDNN_ATTENTION) == ("CUDNN", said)
+
+
+def stock_would(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int]) -> None:
+    """In a build for CUDA, which alone knows what it would choose there."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
 
 
 FLASH = SDPBackend.FLASH_ATTENTION
@@ -281,7 +309,7 @@ LOOKS = {  # the call, the switch, whether the router looks at stock's choice
 def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors that say they are on a GPU, and with what stock would choose there."""
     keys, scope, looks = LOOKS[name]
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: FLASH.value)
+    stock_would(monkeypatch, lambda *_, **__: FLASH.value)
     with road_to("cpu"), FakeTensorMode() as mode, scope():
         native.set_facts_override(GPUS["a100"])  # auto takes nothing there, fa3 runs nothing
         query, key, value = (
@@ -289,8 +317,46 @@ def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.Mon
             for size in ((2, 4, 128, 64), keys, keys)
         )
         said = [torch_flashplug.explain(query, key, value, scale=scale).stock_choice for scale in (None, NEGATIVE)]
-    nan = f"EFFICIENT_ATTENTION or MATH; {FLASH.name} would give NaN with this scale"
+    nan = f"MATH; {FLASH.name} would give NaN with this scale"  # beside the stand-in nothing is efficient's
     assert said == [FLASH.name, nan if looks else FLASH.name]
+
+
+@pytest.mark.parametrize("watch", ["mode", "grad", "vmap", "none"])
+def test_explain_knows_who_watches_a_mask(watch: str) -> None:
+    """What is left in its place would be seen."""
+    with road_to("cpu") as road:
+        tensors: list[Tensor] = [*road.qkv(), torch.ones(128, 128, dtype=torch.bool)]
+        plans: list[torch_flashplug.api.Plan] = []
+
+        def attend(query: Tensor) -> Tensor:
+            plans.append(torch_flashplug.explain(query, *tensors[1:], device="h100"))
+            return F.scaled_dot_product_attention(query, *tensors[1:]).sum()
+
+        if watch == "grad":
+            torch.func.grad(attend)(tensors[0])
+        elif watch == "vmap":
+            torch.vmap(attend)(tensors[0][None])
+        else:
+            with Ran() if watch == "mode" else nullcontext():
+                attend(tensors[0])
+        took = road.took()
+    assert [plan.backend for plan in plans] == ["fa3" if watch == "none" else "stock"]
+    assert took == (OURS if watch == "none" else STOCK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_explain_knows_what_autocast_makes_of_a_call(dtype: torch.dtype) -> None:
+    """All but fp64, the mask as well."""
+    tensors = (torch.zeros(2, 4, 256, 64, dtype=dtype) for _ in range(3))
+    before = torch.get_autocast_dtype("cuda")
+    # torch.autocast leaves it off where there is no GPU.
+    with _set(functools.partial(torch.set_autocast_enabled, "cuda"), True, False):
+        with _set(functools.partial(torch.set_autocast_dtype, "cuda"), torch.bfloat16, before):
+            plan = torch_flashplug.explain(*tensors, torch.zeros(256, 256, dtype=dtype), device="h100")
+    wide = dtype is torch.float64
+    assert plan.backend == ("stock" if wide else "fa3")
+    name = "float64" if wide else "bfloat16"
+    assert name in plan.call and f"mask {name}" in plan.call and not plan.error
 
 
 @pytest.mark.parametrize("backend, raised", [("auto", True), ("fa3", False)])
@@ -303,7 +369,7 @@ def test_explain_says_what_is_raised_where_nothing_is_allowed(
         raise RuntimeError("No available kernel. Aborting execution.")
 
     with road_to("cpu"), FakeTensorMode() as mode, sdpa_backend(backend):
-        monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
+        stock_would(monkeypatch, refuse)
         native.set_facts_override(GPUS["h100" if backend == "fa3" else "a100"])
         given = (torch.empty((2, 4, 128, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
         plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
@@ -314,7 +380,7 @@ def test_explain_says_what_is_raised_where_nothing_is_allowed(
 @pytest.mark.parametrize("choice", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_explain_knows_who_refuses_is_causal_beside_a_mask(choice: SDPBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's math; the others run such calls."""
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice.value)
+    stock_would(monkeypatch, lambda *_, **__: choice.value)
     with road_to("cpu"), FakeTensorMode() as mode:
         native.set_facts_override(GPUS["h100"])
         sizes = (*[(2, 4, 128, 64)] * 3, (128, 128))
