@@ -158,8 +158,8 @@ int take_last_exit();  // of this thread's latest call since it was asked; -1: t
 // SDPBackend
 inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
                          kChoiceOverrideable = 4;
-// stock_faults.cpp: stock's choice or, where that one is known to be wrong about such a call, another of stock's, as far
-// as sdpa_kernel allows one; and the place of the fault, of which fault_said() says what the wrong one does.
+// stock_faults.cpp: stock's choice or, where that one is known to be wrong about such a call, another of stock's, if
+// sdpa_kernel allows one that is right; and the place of the fault: fault_said() says what the wrong one does.
 struct RightChoice {
   int64_t choice;
   int fault = -1;
