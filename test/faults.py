@@ -46,5 +46,5 @@ def half(*shape: int) -> Tensor:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Of the dims where they mean something."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
+    """Of the dims where they mean something: no number of an empty tensor is anywhere."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and tensor.numel() > 0]

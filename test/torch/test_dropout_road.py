@@ -267,7 +267,7 @@ def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)
     compiled = torch.compile(attend, fullgraph=True, backend=recorder, dynamic=True)
     with torch.no_grad():
-        q, k, v = (torch.randn(2, 3, rows, D, dtype=road.dtype) for rows in (130, 140, 140))
+        q, k, v = (torch.randn(2, 3, rows, D, device=road.device, dtype=road.dtype) for rows in (130, 140, 140))
         torch._dynamo.mark_static(q, 3)
         compiled(q, k, v)
     ours = [("fwd", AUTO)]
