@@ -28,12 +28,14 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
     *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "rows", "compile", "kernels"),
-    *("cache", "digested", "dropped", "lists", "words", "testing", "env", "choices", "rescues", "configs"),
-    *("blocks", "spec"),
+    *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
+    *("configs", "recipes", "blocks", "spec"),
     *("families", "elements", "features", "arguments"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
-STDLIB_ONLY = {"env", "spec", "configs", "choices", "rescues", "families", "elements", "features", "arguments"}
+STDLIB_ONLY = {
+    *("env", "spec", "configs", "choices", "rescues", "recipes", "families", "elements", "features", "arguments"),
+}
 NO_TORCH = {
     *STDLIB_ONLY,
     "cache",

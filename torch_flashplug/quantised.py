@@ -1,0 +1,158 @@
+"""Operands in 8 bits as kernels read them, made in plain torch: what the quantise kernel is held against.
+
+Scores. Rounding a score's factors costs least where no channel stands out: a constant key is taken from all keys, which
+moves all scores of a row alike (SageAttention, arXiv 2410.02367, section 4.2), and rows of Q and K are rotated by
+random signs and a Hadamard matrix, which leaves their products as they are (QuIP, arXiv 2307.13304; FlashAttention-3,
+arXiv 2407.08608, section 3.3). Then each row of Q has a scale, and each block of keys.
+
+Values. Each channel has a scale, from a sample: e4m3 keeps its relative precision over 15 powers of two. V lies
+transposed, its keys in the order in which a thread's probabilities are the next product's left operand.
+
+Everything is made in one pass over the operands: the constant key and the channels' scales are those of SAMPLES keys
+spread over all of them, so that no part waits for another one, and equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .recipes import LARGEST, Recipe
+
+SAMPLES = 64  # keys of a head
+CHANNEL_RMS = 2.0  # of values behind their scale: e4m3 ends at 448, so that 224 times the rms fit
+SMALLEST_SCALE = 2.0**-40  # with 0, or what fp32 makes of less, a score that is hidden would be -inf * 0
+ROTATION = (  # signs of channels, a bit for each, lowest first: digits of pi
+    *(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89),
+)
+# Of every sixteen keys, in the order in which V^T has them. Thread t of four owns scores of keys 2t, 2t + 1, 2t + 8 and
+# 2t + 9; the left operand of a product of 8-bit numbers wants four of its own that follow each other (PTX ISA,
+# fragments of wgmma's m64nNk32).
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+_DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """One call's operands. Scores are q . k * q_scale * k_scale, and the softmax scale of the call, plus row_shift."""
+
+    q: Tensor  # (B, Hq, Sq, D) in 8 bits
+    k: Tensor  # (B, Hkv, Sk, D) in 8 bits
+    v: Tensor  # (B, Hkv, Dv, Sk rounded up to 16) in 8 bits, keys in KEY_ORDER, zeros behind the last; or as given
+    q_scale: Tensor  # (B, Hq, Sq) fp32
+    k_scale: Tensor  # (B, Hkv, blocks of keys) fp32
+    v_scale: Tensor | None  # (B, Hkv, Dv) fp32
+    row_shift: Tensor  # (B, Hq, Sq) fp32: what the constant key has taken from a row's scores, before the softmax scale
+    block: int  # keys of a block
+
+    @property
+    def Sk(self) -> int:
+        return self.k.shape[2]
+
+    def values(self) -> Tensor:
+        """V, (B, Hkv, Sk, Dv) fp64."""
+        if self.v_scale is None:
+            return self.v.double()
+        rows = in_natural_order(self.v.double()).mT[:, :, : self.Sk]
+        return rows * self.v_scale.double().unsqueeze(2)
+
+
+def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Quantised:
+    """Of query (B, Hq, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv) in 16 bits; block: keys that share a
+    scale, those of a kernel's tile. A row of q or a block of k that holds a number which is not finite gets NaN for its
+    scale, and such numbers of v are NaN.
+    """
+    shift = _mean_of_finite(sample(k.float()))
+    group = q.shape[1] // k.shape[1]
+    rotated_q, rotated_k = rotate(q.float()), rotate(k.float() - shift)
+    q_scale = _scale(rotated_q.abs().amax(-1), LARGEST[recipe.scores])
+    k_scale = _scale(_blocks(rotated_k.abs().amax(-1), block).amax(-1), LARGEST[recipe.scores])
+    of_keys = k_scale.repeat_interleave(block, -1)[..., : k.shape[2]]
+    row_shift = (q.float() * shift.repeat_interleave(group, 1)).sum(-1)
+    values, v_scale = (v, None) if recipe.values is None else _values(v.float(), recipe.values)
+    return Quantised(
+        _rounded(rotated_q / q_scale.unsqueeze(-1), recipe.scores),
+        _rounded(rotated_k / of_keys.unsqueeze(-1), recipe.scores),
+        values, q_scale, k_scale, v_scale, row_shift, block,
+    )  # fmt: skip
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rows of D numbers: signs of ROTATION, then Hadamard matrices of the largest power of two that divides D, on the
+    diagonal; lengths and products of rows stay.
+    """
+    D = x.shape[-1]
+    size = D & -D
+    rows = (x * signs(D, x.device)).unflatten(-1, (-1, size))
+    step = 1
+    while step < size:
+        pairs = rows.unflatten(-1, (-1, 2, step))
+        rows = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
+        step *= 2
+    return rows.flatten(-2) * size**-0.5
+
+
+def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
+    """1.0 or -1.0 for each of D channels, at most 256."""
+    bits = [ROTATION[channel // 32] >> channel % 32 & 1 for channel in range(D)]
+    return 1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32, device=device)
+
+
+def sample(x: Tensor) -> Tensor:
+    """(B, H, SAMPLES, D): rows spread evenly over all S, some of them again where S is less."""
+    S = x.shape[2]
+    places = (2 * torch.arange(SAMPLES, device=x.device) + 1) * S // (2 * SAMPLES)
+    return x[:, :, places]
+
+
+def in_key_order(rows: Tensor) -> Tensor:
+    """(..., S), S a multiple of 16: keys as V^T has them."""
+    return _reordered(rows, torch.tensor(KEY_ORDER))
+
+
+def in_natural_order(rows: Tensor) -> Tensor:
+    return _reordered(rows, torch.tensor(KEY_ORDER).argsort())
+
+
+def _reordered(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.unflatten(-1, (-1, len(KEY_ORDER)))[..., places.to(rows.device)].flatten(-2)
+
+
+def _mean_of_finite(rows: Tensor) -> Tensor:
+    """(B, H, 1, D): one NaN must not reach every score of the head."""
+    finite = rows.isfinite()
+    return rows.masked_fill(~finite, 0.0).sum(2, keepdim=True) / finite.sum(2, keepdim=True).clamp_min(1)
+
+
+def _scale(largest: Tensor, of_format: float) -> Tensor:
+    scale = torch.where(largest == 0.0, 1.0, largest / of_format).clamp_min(SMALLEST_SCALE)
+    return torch.where(largest.isfinite(), scale, math.nan)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """(..., S) -> (..., blocks, block), filled up with zeros."""
+    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor]:
+    """V^T in KEY_ORDER, and scales of its channels; where a channel's samples are all zeros, those of the others."""
+    found = sample(v)
+    finite = found.isfinite()
+    mean = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
+    spare = mean.mean(-1, keepdim=True)
+    mean = torch.where(mean > 0.0, mean, torch.where(spare > 0.0, spare, CHANNEL_RMS**2))
+    scale = (mean.sqrt() / CHANNEL_RMS).clamp_min(SMALLEST_SCALE)
+    rows = (v / scale.unsqueeze(2)).mT
+    return in_key_order(_rounded(F.pad(rows, (0, -rows.shape[-1] % len(KEY_ORDER))), number)), scale
+
+
+def _rounded(x: Tensor, number: str) -> Tensor:
+    """To nearest, ties to even; what lies beyond the format's ends becomes its end."""
+    largest = LARGEST[number]
+    if number == "int8":
+        return x.nan_to_num(0.0).round().clamp(-largest, largest).to(torch.int8)
+    return x.masked_fill(~x.isfinite(), math.nan).clamp(-largest, largest).to(_DTYPES[number])

@@ -1,0 +1,84 @@
+"""What 8-bit attention makes of its operands: kernels' arithmetic in fp64, but for what they round; and the recipes of
+others, by the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..quantised import Quantised, in_key_order
+from ..recipes import LARGEST, Recipe
+from .oracle import Attention
+
+RAISED = 256.0  # probabilities on their way to e4m3, which ends at 448: small ones keep their bits
+ACCUMULATED = 32  # keys that a tensor core adds up at once in 8 bits
+
+
+def attend(
+    operands: Quantised, recipe: Recipe, scale: float, *, causal: bool = False, promoted: bool = True,
+    accumulator_bits: int | None = None,
+) -> Attention:  # fmt: skip
+    """Blocks of keys from the last to the first, as kernels take them. accumulator_bits: of the sums of O, which wgmma
+    cuts off after so many digits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); promoted: only within a block.
+    """
+    q, k, v = operands.q.double(), operands.k.double(), operands.values()
+    group, (B, Hq, Sq, _) = q.shape[1] // k.shape[1], q.shape
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    factor = operands.q_scale.double().unsqueeze(-1) * scale
+    k_scale = operands.k_scale.double().repeat_interleave(group, 1)
+    top = torch.full((B, Hq, Sq, 1), -math.inf, dtype=torch.float64)
+    total, out = torch.zeros_like(top), torch.zeros(B, Hq, Sq, v.shape[3], dtype=torch.float64)
+    rows = torch.arange(Sq).unsqueeze(-1)
+    for block in reversed(range(k_scale.shape[2])):
+        keys = slice(block * operands.block, min((block + 1) * operands.block, operands.Sk))
+        scores = q @ k[:, :, keys].mT * factor * k_scale[:, :, block, None, None]
+        if causal:
+            scores = scores.masked_fill(torch.arange(keys.start, keys.stop) > rows, -math.inf)
+        before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = top.masked_fill(top == -math.inf, 0.0)
+        weights, correction = (scores - base).exp(), (before - base).exp()
+        total = total * correction + weights.sum(-1, keepdim=True)
+        weights = _rounded(weights, recipe)
+        values = v[:, :, keys]
+        if accumulator_bits is None:
+            out = out * correction + weights @ values
+        elif promoted:
+            out = out * correction + _added(torch.zeros_like(out), weights, values, accumulator_bits)
+        else:
+            out = _added(out * correction, weights, values, accumulator_bits)
+    lse = (top + total.log()).squeeze(-1) + operands.row_shift.double() * scale
+    none = total == 0.0
+    return Attention(out / total.masked_fill(none, 1.0), lse.masked_fill(none.squeeze(-1), -math.inf))
+
+
+def _rounded(weights: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.values is None:
+        return weights.bfloat16().double()
+    return (weights * RAISED).to(torch.float8_e4m3fn).double() / RAISED
+
+
+def _added(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:
+    for first in range(0, values.shape[2], ACCUMULATED):
+        part = slice(first, first + ACCUMULATED)
+        mantissa, exponent = torch.frexp(out + weights[..., part] @ values[:, :, part])
+        out = torch.ldexp(torch.trunc(mantissa * 2.0**bits), exponent - bits)
+    return out
+
+
+def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantised:
+    """e4m3 by the largest entry of each tensor, or of each of its heads (FlashAttention-3's interface, with a descale
+    for each KV head): neither shifted nor rotated.
+    """
+    dims = (2, 3) if heads else (0, 1, 2, 3)
+    q_scale, k_scale, v_scale = (x.float().abs().amax(dims, keepdim=True) / LARGEST["e4m3"] for x in (q, k, v))
+    cast = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))]
+    blocks, Sk = -(-k.shape[2] // block), k.shape[2]
+    transposed = torch.nn.functional.pad(cast[2].view(torch.int8), (0, 0, 0, -Sk % 16)).mT
+    return Quantised(
+        cast[0], cast[1], in_key_order(transposed).view(torch.float8_e4m3fn),
+        q_scale.squeeze(-1).expand(q.shape[:3]), k_scale.squeeze(-1).expand(*k.shape[:2], blocks),
+        v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), torch.zeros(q.shape[:3]), block,
+    )  # fmt: skip
