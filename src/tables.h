@@ -188,7 +188,6 @@ struct GateRow {
   int64_t measured_cc;  // the GPUs that choice rows hold for
   int64_t rows;         // Sq * G up to here is decode
   int64_t wide_rows;    // and up to here where that is the faster kernel,
-  int64_t rows_spared;  // of queries, in a row: tiles of a backward that share query heads must spare as many
   int64_t cluster;      // splits up to here can be CTAs of a cluster, which add up in shared memory:
   double wide_ns;       // (a wide one takes that much longer for every wave of its CTAs)
   double occupancy;     // share of the SMs that tiles must fill where keys cannot be split

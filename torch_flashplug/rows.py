@@ -66,7 +66,7 @@ class ArgumentRow(ctypes.Structure):
 
 class GateRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "measured_cc rows wide_rows rows_spared cluster"),
+        *_members(c_int64, "measured_cc rows wide_rows cluster"),
         *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share shared_ns"),
         *_members(c_double, "unknown_rate"),
         ("cluster_share", c_double * (CLUSTER + 1)),

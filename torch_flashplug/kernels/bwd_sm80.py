@@ -247,20 +247,20 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
-        B, shares, Sk, _ = call.dk.shape
-        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // shares
+        B, Hkv, Sk, _ = call.k.shape
+        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
         pieces, walk, chain = self.seams.pieces(call), self.seams.walk(call), self.seams.chain(call)
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
         bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
-        section = heads_in_turn(bound, group, B * shares, row_bytes, num_ctas)
-        everything = Ahead(B * shares, group, num_n_blocks)
+        section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
+        everything = Ahead(B * Hkv, group, num_n_blocks)
         sums = (call.rows, call.scratch)
         self.seams.before(call, stream)
         self.prepare(call.o, call.do, call.lse, *sums, everything, chain.kept_share, pieces, stream)
         tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
-            grid=(num_n_blocks * B * shares, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
+            grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
         self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), everything, pieces, stream)
 
@@ -277,9 +277,9 @@ class BackwardSm80(BackwardCall):
         chain: Chain,
     ):
         B, Hkv, Sk, _ = tensors.k.shape
-        Hq, Sq, shares = tensors.q.shape[1], tensors.q.shape[2], tensors.dk.shape[1]
+        Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
         bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
-        order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), shares, B * shares, section, bound, self.in_order)
+        order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
         tile = pieces.of_keys(order, bound.sizes).tile(cute.arch.block_idx()[0])
         first_key = tile.block * self.tile_n
 
@@ -295,11 +295,10 @@ class BackwardSm80(BackwardCall):
         mine = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
         queries = Queries(mover, *mine, q, do, slot_bytes)
 
-        sharing = shares // Hkv
-        mover.load(tile.rows_of_shared(tensors.k, sharing), first_key, k)
-        mover.load(tile.rows_of_shared(tensors.v, sharing), first_key, v)
+        mover.load(tile.rows(tensors.k), first_key, k)
+        mover.load(tile.rows(tensors.v), first_key, v)
         scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
-        tiles, group = Tiles(k, v, weights), Hq // shares
+        tiles, group = Tiles(k, v, weights), Hq // Hkv
         keys = Keys(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
             self.step_together(order, queries, tiles, scratch, keys, scales, chain)
