@@ -151,9 +151,9 @@ int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a
 int uninstall(int slot);  // puts the saved pointer back
 bool installed(int slot);
 // Where calls leave the router, the last one with a plan; test_exits meets every one.
-inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",  "not allowed", "other backend",
-                                             "dims",     "device",          "class", "nested",      "subclass",
-                                             "no sizes", "shapes",          "mask",  "planned"};
+inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",   "not allowed", "other backend",
+                                             "dims",     "device",          "empty",  "class",       "nested",
+                                             "subclass", "no sizes",        "shapes", "mask",        "planned"};
 int take_last_exit();  // of this thread's latest call since it was asked; -1: there was none
 // SDPBackend
 inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
@@ -165,7 +165,8 @@ struct RightChoice {
   int fault = -1;
 };
 RightChoice right_choice(int64_t chosen, const Attention& call);
-const char* fault_said(int fault);  // "" of none
+bool has_no_elements(const Attention& call);  // as far as is known: neither nested nor of symbolic sizes
+const char* fault_said(int fault);            // "" of none
 // What stock torch would choose for a call without mask; math where no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
@@ -185,6 +186,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // support.cpp: everything that keeps kernels of a family from running this call at all (speed aside); stops after
 // `limit`. Returns how many.
 constexpr int kMaxReasons = 8;
+bool is_empty(const Problem& p);  // a dimension is 0
 int unsupported(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
 bool whole_dims(const Problem& p);                       // head dims are whole units, too

@@ -82,6 +82,9 @@ struct Problem {
   double dropout_p = 0.0;
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
+  // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
+  // is forced both are whose the latter is.
+  bool as_with_gradients() const { return grad || (needs & kDropout) != 0; }
 };
 
 // Every fact by its name, in the order in which they cross from Python. The binding names every member: a new one does

@@ -81,11 +81,12 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   Problem& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
   if (!p.on_cuda) return {exit_named("device")};
+  if (has_no_elements(call)) return {exit_named("empty")};
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call);
   p.bias_grad = p.grad && wants_bias_grad(call);
-  p.deterministic = p.grad && torch.deterministic();
+  p.deterministic = p.as_with_gradients() && torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
@@ -147,6 +148,9 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const bool ours = verdict.whose == Whose::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
+  // Stock's choice divides by the number of heads, and what it chooses gives no output, or ends the process.
+  if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !(is_causal && mask->has_value()))
+    return kChoiceMath;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   return verdict.asked ? right_choice(chosen, call).choice : chosen;

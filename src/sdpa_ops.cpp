@@ -124,10 +124,10 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     const Plan plan = plan_in_op(p, device, tables());
     return plan.ours() && our_forward(call, facts, plan, &result);
   };
-  if (standin() == Standin::kOff && p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive) {
-    const int64_t stocks =
+  const bool plain = p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive;
+  if (standin() == Standin::kOff && plain && !is_empty(p)) {
+    const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
-    const int64_t choice = right_choice(stocks, call).choice;
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
@@ -144,7 +144,7 @@ ForwardResult forward(const ForwardCall& call) {
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
     p.bias_grad = grad && call.bias_grad;
-    p.deterministic = grad && torch_symbols().deterministic();
+    p.deterministic = p.as_with_gradients() && torch_symbols().deterministic();
     return remembered_plan(p, device, call.mode, tables());
   };
   Plan plan = plan_with(call.grad.value_or(false));

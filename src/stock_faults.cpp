@@ -10,17 +10,6 @@ namespace flashplug {
 
 namespace {
 
-bool has_no_elements(const Attention& call) {
-  if (torch_symbols().nested(call.q)) return false;
-  std::optional<QuietShims> quiet;  // symbolic sizes
-  if (traced(call)) quiet.emplace();
-  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
-  return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
-    int64_t numbers = -1;
-    return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
-  });
-}
-
 bool has_unusual_scale(const Attention& call) { return is_unusual(scale_of(call.scale)); }
 
 bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
@@ -62,10 +51,6 @@ struct Fault {
 };
 // The first that a backend has counts.
 constexpr Fault kFaults[] = {
-    {"gives no output where operands have no elements, or ends the process",  // it divides by the number of heads
-     has_no_elements,
-     {kChoiceCudnn, kChoiceFlash},
-     false},
     // torch says that any p from 0 to 1 will do
     {"refuses a dropout_p of 1, or gives NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
     {"would give NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
@@ -76,6 +61,17 @@ constexpr Fault kFaults[] = {
 };
 
 }  // namespace
+
+bool has_no_elements(const Attention& call) {
+  if (torch_symbols().nested(call.q)) return false;
+  std::optional<QuietShims> quiet;  // symbolic sizes
+  if (traced(call)) quiet.emplace();
+  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
+  return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
+    int64_t numbers = -1;
+    return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
+  });
+}
 
 const char* fault_said(int fault) {
   const bool known = fault >= 0 && fault < static_cast<int>(std::size(kFaults));

@@ -209,8 +209,9 @@ def explain(
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
     choice, raised = _UNKNOWN, ""
-    known = torch.backends.cuda.is_built() and not problem.decides_itself(query, key, value)
-    if device is None and query.is_cuda and known:
+    # Of operands without elements stock's choice may end the process.
+    unknown = problem.decides_itself(query, key, value) or problem.has_no_elements(query, key, value)
+    if device is None and query.is_cuda and torch.backends.cuda.is_built() and not unknown:
         # The op asks stock's choice function itself, past the router.
         try:
             choice = torch._fused_sdp_choice(
@@ -223,7 +224,9 @@ def explain(
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:
-        right = _right(choice, *problem.right_choice(choice, query, key, value, attn_mask, dropout_p, is_causal, scale))
+        becomes, fault = problem.right_choice(choice, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        in_math = composite.installed() and becomes != choice  # all that Plan B can put in the place of stock's
+        right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
         asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"

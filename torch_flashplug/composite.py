@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import native, problem
 from .ops import never_a_frame
+from .tracing import kept_mask
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
@@ -71,9 +72,9 @@ def _sdpa(
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # it adds what it is given
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool and torch.is_grad_enabled():
+    if attn_mask is not None and attn_mask.dtype == torch.bool and problem.wants_grad(query, key, value):
         # Stock keeps a copy of it: the caller may change it before the backward. Graphs keep values.
-        attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else attn_mask.clone()
+        attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else kept_mask(attn_mask)
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
@@ -90,7 +91,12 @@ def _backend(
     mode = native.effective_mode()
     if problem.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
-    if native.backend_of(mode) == "stock" or problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
+    if native.backend_of(mode) == "stock" or not problem.is_asked(mode):
+        return "stock"
+    if problem.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
+        undefined = is_causal and attn_mask is not None
+        return "math" if torch.backends.cuda.math_sdp_enabled() and not undefined else "stock"
+    if problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
     if (forced := native.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons

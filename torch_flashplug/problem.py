@@ -76,10 +76,23 @@ def _kernels_allowed() -> bool:
 
 def _is_watched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """What the router leaves in a mask's place would be seen by others than our op."""
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in (query, key, value, mask)):
+    if any(_is_transformed(tensor) for tensor in (query, key, value, mask)):
+        return True
+    if get_proxy_mode() is not None and not isinstance(query, FunctionalTensor):
         return True
     only_traced = any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in (query, key, value))
-    return torch.jit.is_tracing() or (not only_traced and torch._C._len_torch_dispatch_stack() > 0)
+    return not only_traced and torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """By torch.func, but for functionalize, which is undone before attention is asked for."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_functionaltensor(tensor)
+
+
+def has_no_elements(*tensors: Tensor) -> bool:
+    """One of them, as far as is known: neither nested nor of symbolic sizes."""
+    return not any(tensor.is_nested for tensor in tensors) and any(0 in _hints(tensor.shape) for tensor in tensors)
 
 
 def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -127,6 +140,8 @@ def outside_dispatcher(
         )
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
+    if has_no_elements(query, key, value):
+        return "operands have no elements; stock's math serves the call"
     if any(tensor.is_nested for tensor in (query, key, value)):
         return "nested tensors are stock attention's"
     if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
@@ -146,7 +161,7 @@ def outside_dispatcher(
     if misfit is not None:
         return f"{misfit}; stock attention takes or rejects it"
     if attn_mask is not None and attn_mask.dtype == torch.bool and _is_watched(query, key, value, attn_mask):
-        return "a bool attn_mask in torch.func, torch.jit.trace or under a TorchDispatchMode is stock attention's"
+        return "a bool attn_mask in torch.func, make_fx or under a TorchDispatchMode is stock attention's"
     if not _kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -209,7 +224,7 @@ def describe(
         "on_cuda": query.is_cuda,
         "grad": grad,
         "bias_grad": attn_mask is not None and wants_grad(attn_mask),
-        "deterministic": grad and torch.are_deterministic_algorithms_enabled(),
+        "deterministic": (grad or dropout_p != 0.0) and torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
         problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)

@@ -21,18 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recipes import LARGEST, Recipe
+from .recipes import CHANNEL_RMS, KEY_ORDER, LARGEST, ROTATION, SAMPLES, SMALLEST_SCALE, Recipe
 
-SAMPLES = 64  # keys of a head
-CHANNEL_RMS = 2.0  # of values behind their scale: e4m3 ends at 448, so that 224 times the rms fit
-SMALLEST_SCALE = 2.0**-40  # with 0, or what fp32 makes of less, a score that is hidden would be -inf * 0
-ROTATION = (  # signs of channels, a bit for each, lowest first: digits of pi
-    *(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89),
-)
-# Of every sixteen keys, in the order in which V^T has them. Thread t of four owns scores of keys 2t, 2t + 1, 2t + 8 and
-# 2t + 9; the left operand of a product of 8-bit numbers wants four of its own that follow each other (PTX ISA,
-# fragments of wgmma's m64nNk32).
-KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -75,8 +65,8 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     row_shift = (q.float() * shift.repeat_interleave(group, 1)).sum(-1)
     values, v_scale = (v, None) if recipe.values is None else _values(v.float(), recipe.values)
     return Quantised(
-        _rounded(rotated_q / q_scale.unsqueeze(-1), recipe.scores),
-        _rounded(rotated_k / of_keys.unsqueeze(-1), recipe.scores),
+        _rounded(rotated_q * (1.0 / q_scale.unsqueeze(-1)), recipe.scores),
+        _rounded(rotated_k * (1.0 / of_keys.unsqueeze(-1)), recipe.scores),
         values, q_scale, k_scale, v_scale, row_shift, block,
     )  # fmt: skip
 
@@ -146,7 +136,7 @@ def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor]:
     spare = mean.mean(-1, keepdim=True)
     mean = torch.where(mean > 0.0, mean, torch.where(spare > 0.0, spare, CHANNEL_RMS**2))
     scale = (mean.sqrt() / CHANNEL_RMS).clamp_min(SMALLEST_SCALE)
-    rows = (v / scale.unsqueeze(2)).mT
+    rows = (v * (1.0 / scale.unsqueeze(2))).mT
     return in_key_order(_rounded(F.pad(rows, (0, -rows.shape[-1] % len(KEY_ORDER))), number)), scale
 
 

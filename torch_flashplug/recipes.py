@@ -1,4 +1,7 @@
-"""Recipes of 8-bit attention: what scores and values are made of. A new one is a row here. Standard library only."""
+"""Recipes of 8-bit attention: what scores and values are made of; and the numbers on which agree who makes operands of
+them (kernels/parts/quantise.py on the device, quantised.py in torch) and who reads those. A new one is a row here.
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,16 @@ from dataclasses import dataclass
 
 LARGEST = {"int8": 127.0, "e4m3": 448.0}  # numbers of a format
 SIXTEEN = "16bit"  # precision of a call that no recipe is asked for
+
+SAMPLES = 64  # keys of a head
+CHANNEL_RMS = 2.0  # of values behind their scale: e4m3 ends at 448, so that 224 times the rms fit
+SMALLEST_SCALE = 2.0**-40  # with 0, or what fp32 makes of less, a score that is hidden would be -inf * 0
+# Signs of channels, a bit for each, lowest first: digits of pi.
+ROTATION = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
+# Of every sixteen keys, in the order in which V^T has them. Thread t of four owns scores of keys 2t, 2t + 1, 2t + 8 and
+# 2t + 9; the left operand of a product of 8-bit numbers wants four of its own that follow each other (PTX ISA,
+# fragments of wgmma's m64nNk32).
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ class _CacheTag:
 cache_tag = _CacheTag()
 
 
-def _kept_mask(mask: Tensor) -> Tensor:
+def kept_mask(mask: Tensor) -> Tensor:
     """A copy for the backward, once where it is broadcast. An op of its own: torch.compile would take a clone for
     something to be made again, of what is there by then.
     """
@@ -263,7 +263,7 @@ def _kept_mask(mask: Tensor) -> Tensor:
 def register() -> None:
     """Called once by _start.load()."""
     _library.impl("force", _force, "CompositeImplicitAutograd")
-    _library.impl("kept_mask", _kept_mask, "CompositeExplicitAutograd")
+    _library.impl("kept_mask", kept_mask, "CompositeExplicitAutograd")
     for side_effect in (ops.namespace.force, ops.namespace.force.default):
         torch.fx.node.has_side_effect(side_effect)
     OVERRIDEABLE.default.py_impl(ProxyTorchDispatchMode)(_trace_forward)

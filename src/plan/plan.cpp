@@ -60,7 +60,8 @@ Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& devic
   if (rescued && (p.needs & kBiases) == 0) return {};  // right goes before fast
   // What could follow our forward there is slower than what stock has for both, and may not repeat its sums. To a bias
   // it would be math, which needs memory for every score.
-  if (const BackwardPlan ours = p.grad ? plan_backward(p, device, mode, tables) : BackwardPlan{}; !ours.ours()) {
+  const bool grad = p.as_with_gradients();
+  if (const BackwardPlan ours = grad ? plan_backward(p, device, mode, tables) : BackwardPlan{}; !ours.ours()) {
     if (ours.why.why == Why::kNoBiasGradient) return ours.why;
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   }

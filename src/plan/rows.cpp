@@ -99,7 +99,8 @@ Operands operands_of(const Problem& p, const KernelRow& kernel) {
 
 bool is_of_class(const ChoiceRow& row, const Problem& p, int kind, const KernelRow& kernel) {
   return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
-         (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.grad && row.features == p.needs;
+         (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
+         row.features == p.needs;
 }
 
 int64_t ranges_missed(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t tiles) {

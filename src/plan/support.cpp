@@ -7,6 +7,10 @@
 
 namespace flashplug {
 
+bool is_empty(const Problem& p) {
+  return p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0;
+}
+
 namespace {
 
 // Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
@@ -56,10 +60,6 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
   if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
-}
-
-bool is_empty(const Problem& p) {
-  return p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0;
 }
 
 void add_broken_units(const Problem& p, Collector* out) {
@@ -212,7 +212,7 @@ bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, con
   if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
   if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
-    return row.kind != kPartBwd && row.serve && row.grad == p.grad && row.features == p.needs;
+    return row.kind != kPartBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
   });
   return chosen || find_rescue_of(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }

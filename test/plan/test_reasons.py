@@ -78,8 +78,7 @@ def test_every_reason_is_met(why: str) -> None:
 @pytest.mark.parametrize(
     "facts, said",
     [
-        ({"dropout": 1, "dropout_p": 0.1}, "the nearest asks for tiles >= 2048 (here 32)"),
-        ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "Sq >= 128 (here 100), tiles >= 2048 (here 8)"),
+        ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest asks for Sq >= 128 (here 100)"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
         ({"dropout": 1, "dropout_p": 1.5}, "dropout_p=1.5 is not above 0"),
         ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take up to 128"),

@@ -243,6 +243,17 @@ def test_what_is_no_probability_is_stocks(any_road: Road, p: float) -> None:
 # ---- graphs and transforms ----
 
 
+@pytest.mark.parametrize("more", [{}, {"causal": 1}, {"bias": 1}, {"mask": 1}], ids=lambda x: "".join(x) or "full")
+@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("rows", [100, 128, 512, 4096])
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_forward_is_whose_its_gradients_are(more: dict[str, int], D: int, rows: int, order: int) -> None:
+    """By the measured table: a reentrant checkpoint runs it without them first, and both must drop the same."""
+    call = facts_of((1, 2, 2), (rows, rows), (D, D), dropout=1, dropout_p=0.5, deterministic=order, **more)
+    plans = [native.plan(call | {"grad": grad}, DEVICES["h100"]) for grad in (0, 1)]
+    assert plans[0]["backend"] == plans[1]["backend"] and plans[0]["kernel"] == plans[1]["kernel"]
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(any_road: Road, dynamic: bool) -> None:
@@ -261,7 +272,7 @@ def test_compiled(any_road: Road, dynamic: bool) -> None:
 def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
     """When such a graph runs, what kernels do not take would be math's, in memory of Sq x Sk: it is stock's at once."""
     sizes = (1, 128, 1, choices.ANY, 1, choices.ANY, 0)
-    row = choices.ChoiceRow("fwd", "square", 90, False, "dropout", *sizes, ratio=2.0, measured="test")
+    row = choices.ChoiceRow("fwd", "square", 90, True, "dropout", *sizes, ratio=2.0, measured="test")
     native.push_rows(configs.KERNEL_ROWS, (row,), OPEN_GATE)
     recorder = Recorder()
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)

@@ -213,7 +213,8 @@ def test_every_exit_has_its_row() -> None:
             with way.scope(), contextlib.suppress(RuntimeError, IndexError):
                 F.scaled_dot_product_attention(*tensors)
         met.add(native.take_last_exit())
-    assert met - {""} == set(native.names("exits"))
+    # This torch asks for no choice of operands without elements; 2.11 does, on a GPU: test_badinput.
+    assert met - {""} == set(native.names("exits")) - {"empty"}
 
 
 # ---- what stock's flash gets wrong ----
@@ -251,7 +252,7 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
     assert mended == {name: asked[name] for name in mended}
 
 
-EMPTY, DROPPED, SCALE, WIDE = "no elements", "dropout_p of 1", "this scale", "masks of fp32"
+DROPPED, SCALE, WIDE = "dropout_p of 1", "this scale", "masks of fp32"
 WIDE_MASK, MASK = torch.zeros(16, 16), torch.zeros(16, 16).bfloat16()
 GROUPED, NARROW = torch.empty(2, 2, 16, 64).bfloat16(), torch.empty(2, 4, 16, 60).bfloat16()
 
@@ -267,7 +268,6 @@ GROUPED, NARROW = torch.empty(2, 2, 16, 64).bfloat16(), torch.empty(2, 4, 16, 60
     ({"scale": -1.0, "value": NARROW}, SCALE, "MATH"),
     ({"scale": -1.0, "attn_mask": MASK.mT}, SCALE, "MATH"), ({"scale": -1.0, "attn_mask": MASK[:, :1]}, SCALE, "MATH"),
     ({"attn_mask": WIDE_MASK, "is_causal": True, "dropout_p": 1.0}, "", "CUDNN"),  # torch does not define it
-    ({"key": torch.empty(2, 4, 0, 64).bfloat16(), "scale": 0.0}, EMPTY, "MATH"),
     ({"dropout_p": 1.0, "scale": -0.3}, DROPPED, "MATH"),  # efficient, which has the scale right, drops as badly
     ({"key": nested(torch.empty(2, 4, 16, 64).bfloat16())}, "", "CUDNN"),
 ])  # fmt: skip
