@@ -22,6 +22,8 @@ struct Attention {
   std::optional<double> scale = {};
 };
 bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
+// torch does not say what is_causal beside a mask is: its math raises.
+inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_there(call.mask); }
 // Whether it is bool, or what autograd keeps instead (mask.cpp), which nobody else makes of these dtypes; or that
 // alone, a digest or a copy of the mask's bytes.
 bool is_mask(AtenTensorHandle tensor);

@@ -86,7 +86,7 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call);
   p.bias_grad = p.grad && wants_bias_grad(call);
-  p.deterministic = p.as_with_gradients() && torch.deterministic();
+  p.deterministic = torch.deterministic();
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
@@ -149,8 +149,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   // Stock's choice divides by the number of heads, and what it chooses gives no output, or ends the process.
-  if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !(is_causal && mask->has_value()))
-    return kChoiceMath;
+  if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   return verdict.asked ? right_choice(chosen, call).choice : chosen;

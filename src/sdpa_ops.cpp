@@ -140,11 +140,11 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 ForwardResult forward(const ForwardCall& call) {
   Facts facts = read_facts(call);
   Problem& p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
     p.grad = grad;
     p.bias_grad = grad && call.bias_grad;
-    p.deterministic = p.as_with_gradients() && torch_symbols().deterministic();
     return remembered_plan(p, device, call.mode, tables());
   };
   Plan plan = plan_with(call.grad.value_or(false));

@@ -79,7 +79,7 @@ const char* fault_said(int fault) {
 }
 
 RightChoice right_choice(int64_t chosen, const Attention& call) {
-  if (call.causal != Causal::kNone && is_there(call.mask)) return {chosen};  // torch does not define it, math raises
+  if (is_undefined(call)) return {chosen};
   for (const Fault& fault : kFaults) {
     if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
     const int place = static_cast<int>(&fault - kFaults);

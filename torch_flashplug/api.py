@@ -209,9 +209,14 @@ def explain(
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
     choice, raised = _UNKNOWN, ""
-    # Of operands without elements stock's choice may end the process.
-    unknown = problem.decides_itself(query, key, value) or problem.has_no_elements(query, key, value)
-    if device is None and query.is_cuda and torch.backends.cuda.is_built() and not unknown:
+    # Calls on other devices never come to the hook: nothing is forced there.
+    mode = native.effective_mode() if device is not None or query.is_cuda else 0
+    known = device is None and query.is_cuda and torch.backends.cuda.is_built()
+    known = known and not problem.decides_itself(query, key, value)
+    if known and problem.has_no_elements(query, key, value):  # stock's choice may end the process
+        if problem.is_asked(mode) and problem.math_takes_empty(attn_mask, is_causal):
+            choice = SDPBackend.MATH.value
+    elif known:
         # The op asks stock's choice function itself, past the router.
         try:
             choice = torch._fused_sdp_choice(
@@ -219,8 +224,6 @@ def explain(
             )
         except RuntimeError as error:  # sdpa_kernel allows nothing that can run it
             raised = str(error).splitlines()[0]
-    # Calls on other devices never come to the hook: nothing is forced there.
-    mode = native.effective_mode() if device is not None or query.is_cuda else 0
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:

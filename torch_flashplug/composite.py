@@ -91,11 +91,10 @@ def _backend(
     mode = native.effective_mode()
     if problem.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
-    if native.backend_of(mode) == "stock" or not problem.is_asked(mode):
+    if not problem.is_asked(mode):
         return "stock"
     if problem.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
-        undefined = is_causal and attn_mask is not None
-        return "math" if torch.backends.cuda.math_sdp_enabled() and not undefined else "stock"
+        return "math" if problem.math_takes_empty(attn_mask, is_causal) else "stock"
     if problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
     if (forced := native.forced_kernels(mode)) is not None:
@@ -106,10 +105,12 @@ def _backend(
     planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
     if planned != "stock":
         return planned
+    if not torch.backends.cuda.math_sdp_enabled():
+        return "stock"
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
-    faulty = bool(problem.right_choice(choice, *given, scale)[1])
-    return "math" if faulty and torch.backends.cuda.math_sdp_enabled() else "stock"
+    _, fault = problem.right_choice(choice, *given, scale)
+    return "math" if fault else "stock"
 
 
 def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:

@@ -95,6 +95,13 @@ def has_no_elements(*tensors: Tensor) -> bool:
     return not any(tensor.is_nested for tensor in tensors) and any(0 in _hints(tensor.shape) for tensor in tensors)
 
 
+def math_takes_empty(attn_mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether math serves operands without elements, which others of stock's may end the process for: unless it may
+    not, or refuses is_causal beside a mask, which torch does not define.
+    """
+    return torch.backends.cuda.math_sdp_enabled() and not (is_causal and attn_mask is not None)
+
+
 def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What attention gets of its operands and a mask where autocast is on: floats but fp64 in its dtype."""
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
@@ -141,7 +148,7 @@ def outside_dispatcher(
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
     if has_no_elements(query, key, value):
-        return "operands have no elements; stock's math serves the call"
+        return "operands have no elements; stock attention takes or rejects them, its math if the plugin is asked"
     if any(tensor.is_nested for tensor in (query, key, value)):
         return "nested tensors are stock attention's"
     if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
@@ -224,7 +231,7 @@ def describe(
         "on_cuda": query.is_cuda,
         "grad": grad,
         "bias_grad": attn_mask is not None and wants_grad(attn_mask),
-        "deterministic": (grad or dropout_p != 0.0) and torch.are_deterministic_algorithms_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
         problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)

@@ -1,6 +1,5 @@
 """Recipes of 8-bit attention: what scores and values are made of; and the numbers on which agree who makes operands of
-them (kernels/parts/quantise.py on the device, quantised.py in torch) and who reads those. A new one is a row here.
-Standard library only.
+them (quantised.py) and who reads those. A new one is a row here. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ class Recipe:
 
     scores: str
     values: str | None
-    said: str  # in words
 
 
 # By the name that users say, in the order of a mode word's numbers, from 1 on (Mode in src/flashplug.h).
 RECIPES = {
-    "qk8": Recipe("int8", None, "scores int8, probabilities and values as the call's"),
-    "8bit": Recipe("int8", "e4m3", "scores int8, probabilities and values e4m3"),
-    "e4m3": Recipe("e4m3", "e4m3", "scores, probabilities and values e4m3"),
+    "qk8": Recipe("int8", None),
+    "8bit": Recipe("int8", "e4m3"),
+    "e4m3": Recipe("e4m3", "e4m3"),
 }
 ALIASES = {"fp8": "8bit"}  # what people search for
 

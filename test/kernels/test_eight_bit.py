@@ -15,7 +15,8 @@ from torch import Tensor
 from torch_flashplug import quantised, recipes
 from torch_flashplug.quantised import KEY_ORDER, SAMPLES, Quantised, quantise, rotate
 from torch_flashplug.recipes import RECIPES, Recipe
-from torch_flashplug.testing.activations import MODELS, Sizes, activations
+from torch_flashplug.testing import Case, Masking, attention_math, new_case
+from torch_flashplug.testing.activations import MODELS, activations
 from torch_flashplug.testing.eight_bit import attend, by_amax
 
 BLOCK, SEED = 128, 20261125
@@ -35,12 +36,8 @@ HEAVY, LIGHT = 16, 2  # draws: where errors of others go by a few outliers, and 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Output and LSE in fp64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q.double() @ k.mT * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    found = attention_math(q, k, v, scale=scale, mask=Masking(int(causal)))
+    return found.out, found.lse
 
 
 def error(out: Tensor, right: Tensor) -> float:
@@ -62,7 +59,7 @@ def qkv(Sk: int, D: int = 64, *, heads: int = 2, rows: int = 40) -> tuple[Tensor
 # ---- what the recipes cost ----
 
 
-def errors_of(model: str, sizes: Sizes, draws: int) -> dict[str, float]:
+def errors_of(model: str, sizes: Case, draws: int) -> dict[str, float]:
     """Of recipes, and of e4m3 by tensor and by head: root mean square."""
     squares: dict[str, list[float]] = {}
     for seed in range(draws):
@@ -81,7 +78,8 @@ def errors_of(model: str, sizes: Sizes, draws: int) -> dict[str, float]:
 @pytest.mark.parametrize("model", MODELS)
 def test_errors_of_recipes(model: str, D: int) -> None:
     times = TIMES.get((model, D), {})
-    found = errors_of(model, Sizes(1, 4, 4, 64, 4096, D), HEAVY if times and model != "normal" else LIGHT)
+    draws = HEAVY if times and model != "normal" else LIGHT
+    found = errors_of(model, new_case(model, (1, 4, 4), (64, 4096), (D, D)), draws)
     for name, most in ERRORS.items():
         assert found[name] <= most[model], (name, found)
         assert found[name] * times.get(name, 0.0) <= found["tensor"], (name, found)
@@ -91,7 +89,7 @@ def test_errors_of_recipes(model: str, D: int) -> None:
 
 def test_blocks_of_e4m3_at_16k_keys() -> None:
     """What FlashAttention-3's paper claims 2.6 of."""
-    found = errors_of("fa3", Sizes(1, 2, 2, 64, 16384, 128), 6)
+    found = errors_of("fa3", new_case("fa3", (1, 2, 2), (64, 16384), (128, 128)), 6)
     assert found["e4m3"] * 2.3 <= found["tensor"], found
 
 

@@ -15,6 +15,7 @@ from faults import check, half, odd
 from plans import call
 from standin import OPEN_GATE, Road
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
@@ -335,6 +336,23 @@ def wide(size: int) -> Tensor:
     """A float mask of fp32, -inf where it hides."""
     bias = torch.randn(size, size, device="cuda")
     return bias.masked_fill_(bias > 0.5, -math.inf)
+
+
+@pytest.mark.parametrize("backend, allowed, said", [
+    ("auto", ("MATH", "FLASH_ATTENTION"), "MATH"), ("fa3", ("MATH", "FLASH_ATTENTION"), "MATH"),
+    ("auto", ("FLASH_ATTENTION",), ""), ("auto", ("MATH",), ""), ("stock", ("MATH", "FLASH_ATTENTION"), ""),
+])  # fmt: skip
+def test_explain_says_who_takes_operands_without_elements(
+    backend: str, allowed: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's choice, which divides by the number of heads, is not asked."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", None)
+    with FakeTensorMode() as mode, torch_flashplug.sdpa_backend(backend):
+        with sdpa_kernel([getattr(SDPBackend, name) for name in allowed]):
+            given = (torch.empty((2, 0, 16, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
+            plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
+    assert (plan.backend, plan.stock_choice, plan.error) == ("stock", said, "")
 
 
 @pytest.mark.gpu

@@ -11,24 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cases import Case
+
 SINK_SCORE, SINK_VALUE = 9.0, 0.02  # of the first key: what queries score it, and how small its value is
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    B: int
-    Hq: int
-    Hkv: int
-    Sq: int
-    Sk: int
-    D: int
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Numbers of one seed."""
 
-    sizes: Sizes
+    sizes: Case
     generator: torch.Generator
 
     def normal(self, *shape: int) -> Tensor:
@@ -116,7 +108,7 @@ MODELS: dict[str, Callable[[Draw], tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
-def activations(model: str, sizes: Sizes, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one of MODELS, bf16."""
+def activations(model: str, sizes: Case, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one of MODELS, bf16; of a case its sizes alone, Dv as D."""
     q, k, v = MODELS[model](Draw(sizes, torch.Generator().manual_seed(seed)))
     return q.bfloat16(), k.bfloat16(), v.bfloat16()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantised import Quantised, in_key_order
@@ -76,7 +77,7 @@ def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False)
     q_scale, k_scale, v_scale = (x.float().abs().amax(dims, keepdim=True) / LARGEST["e4m3"] for x in (q, k, v))
     cast = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))]
     blocks, Sk = -(-k.shape[2] // block), k.shape[2]
-    transposed = torch.nn.functional.pad(cast[2].view(torch.int8), (0, 0, 0, -Sk % 16)).mT
+    transposed = F.pad(cast[2].view(torch.int8), (0, 0, 0, -Sk % 16)).mT
     return Quantised(
         cast[0], cast[1], in_key_order(transposed).view(torch.float8_e4m3fn),
         q_scale.squeeze(-1).expand(q.shape[:3]), k_scale.squeeze(-1).expand(*k.shape[:2], blocks),
