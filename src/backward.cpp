@@ -14,13 +14,14 @@ Owned read_by(const KernelRow& row, AtenTensorHandle tensor) {
 }
 
 // A gradient as a kernel can write it: laid out as empty_like(operand) where that has rows, else packed, unless it goes
-// element by element.
-Owned gradient_of(AtenTensorHandle operand, bool elementwise) {
+// element by element. heads: for each of the operand's so many, one after the other.
+Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
   const Shape like = shape_of(operand);
+  const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
   int64_t stride[4];
   dense_strides(like.size, like.stride, 4, stride);
-  if (stride[3] != 1 && !elementwise) pack_strides(like.size, stride);
-  return new_like(operand, 4, like.size, stride, nullptr);
+  if (heads > 1 || (stride[3] != 1 && !elementwise)) pack_strides(size, stride);
+  return new_like(operand, 4, size, stride, nullptr);
 }
 
 // What every kernel of a backward reads of a call. Lives until they are launched.
@@ -62,9 +63,10 @@ Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query)
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
 }
 
-// dQ, dK and dV, `parts` of them at least. Returns the bias as the kernel reads it.
+// dQ, dK and dV, `parts` of them at least. sharing: as of a BackwardPlan. Returns the bias as the kernel reads it.
 Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
-                        const TensorClass& query, const Given& given, int64_t parts, BackwardResult* result) {
+                        const TensorClass& query, const Given& given, int64_t parts, int64_t sharing,
+                        BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;  // some, so that there is an address
   const Owned rows = new_rows(p, row, query);
@@ -74,7 +76,8 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
-    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise) : Owned::share(given.like(i));
+    result->grads[i] =
+        writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing) : Owned::share(given.like(i));
   Arguments arguments(row, p, query.device_index);
   given.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
@@ -89,7 +92,8 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   launch(kernel, arguments, written != kWantAll);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
-    if (writes(i)) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+    if (writes(i))
+      result->grads[i] = laid_out_like(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
   }
   return bias;
 }
@@ -141,7 +145,8 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
   const Given given(call, p, tables().kernels[some]);
   Owned bias;
-  if (kernels[0] != nullptr) bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, result);
+  if (kernels[0] != nullptr)
+    bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
   if (kernels[1] != nullptr)
     result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias));
   count(Path::kOursBackward);

@@ -231,6 +231,7 @@ struct BackwardPlan {
   int kernel_row = -1;  // of query, key and value; -1: none of theirs is wanted
   int bias_row = -1;    // likewise
   Reason why;
+  int64_t sharing = 1;  // tiles of a block of keys, which share the query heads of its KV head
   bool ours() const { return !why; }
 };
 // What a call of a backward wants beside the bias's: dQ, dK and dV, or both (kernels/parts/arguments/backward.py).

@@ -185,6 +185,27 @@ Owned in_output_layout(Owned out, AtenTensorHandle query) {
   return under_strides(out.get(), want);
 }
 
+Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
+  const Shape like = shape_of(operand), given = shape_of(grad.get());
+  if (given.size[1] == like.size[1]) return grad;
+  const int64_t apart = given.size[1] / like.size[1];
+  const int64_t size[5] = {given.size[0], like.size[1], apart, given.size[2], given.size[3]};
+  const int64_t stride[5] = {given.stride[0], given.stride[1] * apart, given.stride[1], given.stride[2],
+                             given.stride[3]};
+  int64_t want[4];
+  dense_strides(like.size, like.stride, 4, want);
+  Owned sum = new_like(operand, 4, like.size, want, nullptr);
+  OpCall op(kSum);
+  op[kSum["self"]] = box::from_tensor(view(grad.get(), 5, size, stride));
+  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2}));
+  op[kSum["keepdim"]] = box::from(false);
+  op[kSum["dtype"]] = box::from(std::nullopt);
+  op[kSum["out"]] = box::from_borrowed(sum.get());
+  op.run();
+  op.result(0);  // the sum once more
+  return sum;
+}
+
 Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
   const Shape like = shape_of(operand);
   int64_t want[4];

@@ -37,22 +37,6 @@ Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   return op.result(0);
 }
 
-// [B, Hq, S, D] -> [B, Hkv, S, D]: gradients of repeated heads summed (torch accumulates 16-bit sums in fp32).
-Owned sum_heads(Owned grad, const Problem& p) {
-  if (p.group() == 1) return grad;
-  const Shape shape = shape_of(grad.get());
-  const int64_t size[5] = {shape.size[0], p.Hkv, p.group(), shape.size[2], shape.size[3]};
-  const int64_t stride[5] = {shape.stride[0], shape.stride[1] * p.group(), shape.stride[1], shape.stride[2],
-                             shape.stride[3]};
-  OpCall op(kSum);
-  op[kSum["self"]] = box::from_tensor(view(grad.get(), 5, size, stride));
-  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2}));
-  op[kSum["keepdim"]] = box::from(false);
-  op[kSum["dtype"]] = box::from(std::nullopt);
-  op.run();
-  return op.result(0);
-}
-
 // LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
 // probability 0.
 Owned pad_lse(AtenTensorHandle lse, const Problem& p) {
@@ -161,8 +145,8 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   op.run();
   BackwardResult result;
   result.grads[0] = laid_out_like(op.result(0), forward.q);
-  result.grads[1] = laid_out_like(sum_heads(op.result(1), p), forward.k);
-  result.grads[2] = laid_out_like(sum_heads(op.result(2), p), forward.v);
+  result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);
+  result.grads[2] = laid_out_like(sum_of_heads(op.result(2), forward.v), forward.v);
   op.result(3);  // the bias gradient that was not asked for
   return result;
 }

@@ -60,6 +60,7 @@ struct KernelRow {
   int32_t peers_at_once;  // in a cluster: results of other CTAs that are read at the same time
   int32_t counters;       // of a block of rows of a backward's scratch; 0: it has no scratch
   int32_t scratch_rows;   // what rows of a backward's scratch are rounded up to
+  int32_t shares_heads;   // tiles of a backward may share the query heads of a KV head
   int32_t dkdv_alone;     // in parts: faster than the fused kernel where dQ is not wanted
   int32_t at_once;        // decode: CTAs of an SM that read faster than one does
   double last_tile;       // what the least of a head's last tiles costs, of a full one's time
@@ -188,6 +189,7 @@ struct GateRow {
   int64_t measured_cc;  // the GPUs that choice rows hold for
   int64_t rows;         // Sq * G up to here is decode
   int64_t wide_rows;    // and up to here where that is the faster kernel,
+  int64_t rows_spared;  // of queries, in a row: tiles of a backward that share query heads must spare as many
   int64_t cluster;      // splits up to here can be CTAs of a cluster, which add up in shared memory:
   double wide_ns;       // (a wide one takes that much longer for every wave of its CTAs)
   double occupancy;     // share of the SMs that tiles must fill where keys cannot be split

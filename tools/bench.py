@@ -14,6 +14,8 @@ picture.
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
+    --suite grouped          forward + backward of grouped heads with few keys, ours (forced) against stock's default,
+                             replayed from a CUDA graph: where few blocks of keys leave SMs idle
     --suite odd              the same for calls that Hopper's kernels cannot read, on those for every GPU (fa2, forced),
                              forward, then forward + backward
 
@@ -106,7 +108,10 @@ def suite_latency(bench: Bench) -> None:
     _suite_of_forwards(bench, workloads.latency())
 
 
-def _suite_against_stock(bench: Bench, cases: list[Case], grad: bool, ours: str = "ours_fa3") -> None:
+def _suite_against_stock(
+    bench: Bench, cases: list[Case], grad: bool, ours: str = "ours_fa3", replayed: bool = False
+) -> None:
+    """As the user makes the calls, or replayed from a CUDA graph, where no host is waited for."""
     for case in cases:
         if not bench.take(case.name):
             continue
@@ -121,6 +126,8 @@ def _suite_against_stock(bench: Bench, cases: list[Case], grad: bool, ours: str 
 
         with torch.set_grad_enabled(grad):
             candidates, errors, refused = try_each(bench, case, inputs, (ours, "stock"), build)
+            if replayed and bench.device == "cuda":
+                candidates = {name: graphed(candidate, 1) for name, candidate in candidates.items()}
             timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=5.0)
         more = {"errors": errors, "refused": refused, "tiles": _tiles(case, inputs, ours), "grad": grad}
         bench.add(row_of(case.name, timings, **facts_of(case), **more))
@@ -132,6 +139,10 @@ def suite_choice(bench: Bench) -> None:
 
 def suite_grad(bench: Bench) -> None:
     _suite_against_stock(bench, workloads.choice_lattice(), grad=True)
+
+
+def suite_grouped(bench: Bench) -> None:
+    _suite_against_stock(bench, workloads.grouped_lattice(), grad=True, replayed=True)
 
 
 def suite_odd(bench: Bench) -> None:
@@ -244,6 +255,7 @@ SUITES = {
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
+    "grouped": suite_grouped,
     "odd": suite_odd,
 }
 
@@ -251,6 +263,7 @@ SUITES = {
 # Who takes part unless --providers says so; in other suites all but ours_fa2.
 WANTED = {
     "fa2": {"ours_fa2", "fa2"},
+    "grouped": {"ours_fa3", "stock"},
     "odd": {"ours_fa2", "stock"},
     "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex"},
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},

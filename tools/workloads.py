@@ -254,6 +254,17 @@ def choice_lattice() -> list[Case]:
     return cases
 
 
+def grouped_lattice() -> list[Case]:
+    """Query heads that share few blocks of keys, and one head to each as a yardstick."""
+    heads = (1, 8, 1), (1, 8, 2), (1, 14, 2), (1, 32, 8), (2, 32, 8), (4, 8, 2), (1, 8, 8)
+    seqs = *((s, s) for s in (256, 512, 1024, 2048, 4096)), (4096, 77), (2048, 512)
+    return [
+        _named_by_shape(h, seq, dims, causal)
+        for dims in ((64, 64), (128, 128), (192, 128), (256, 256)) for causal in (False, True)
+        for h in heads for seq in seqs if not causal or seq[0] == seq[1]
+    ]  # fmt: skip
+
+
 def odd_lattice() -> list[Case]:
     """What Hopper's kernels cannot read: addresses, strides, head dims."""
     kinds = (("off_by_one", 64), ("odd_rows", 128), ("columns", 64), ("columns", 128), ("columns", 256), ("bhsd", 20),

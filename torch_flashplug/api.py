@@ -167,6 +167,7 @@ class Plan:
     copies: str = ""  # which operands are copied first, since no such kernel reads them as they lie
     rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
+    sharing: int = 1  # tiles of a block of keys in it, which share the query heads of a KV head
     error: str = ""  # what the call raises: a forced backend that cannot run it, or stock or math, which refuse it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
 
@@ -175,7 +176,8 @@ class Plan:
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
         lines += [("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
-        lines += [("gradients", self.gradients), ("raises", self.error)]
+        shared = f", the query heads of a KV head shared among {self.sharing} tiles" * (self.sharing > 1)
+        lines += [("gradients", self.gradients + shared), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))

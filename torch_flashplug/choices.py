@@ -35,6 +35,9 @@ class Gate:
     combine_ns: float  # beyond a cluster: a second kernel,
     combine_rate: float  # and partial results, written to memory and read: bytes per ns
     read_share: float  # of the memory's rate, which reading K and V comes to
+    # Of queries, which tiles of a backward that share the query heads of a KV head must spare it, one after the other:
+    # their results are added up. Estimated: steps of 64 rows take 1.2 to 2.2 us, two sums 6.
+    rows_spared: int = 512
     shared_ns: float = 1700  # what CTAs must save by sharing SMs: more splits wait longer where most keys are hidden
     cluster: int = CLUSTER  # CTAs of one cluster at most
     # Of the SMs, which clusters of so many CTAs may fill; 0: any number. Those above a pair are put beside each other

@@ -87,6 +87,10 @@ class KernelRow:
         return PEERS_AT_ONCE
 
     @property
+    def shares_heads(self) -> bool:
+        return BY_ARCH[self.arch].shares_heads
+
+    @property
     def counters(self) -> int:
         """Of a block of rows of a backward's scratch; 0: none is needed."""
         return SCRATCH_UNITS if self.kind in {"bwd", "detbwd"} else 0

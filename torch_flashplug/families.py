@@ -17,6 +17,7 @@ class Family:
     gpus: str  # that run them, in words: "these kernels need ..."
     tma: bool = False  # operands come in boxes of rows
     clusters: bool = False  # CTAs add up in each other's shared memory
+    shares_heads: bool = False  # tiles of a backward may share the query heads of a KV head
     wgmma: bool = False  # products of warpgroups, which share registers unevenly: reports of packs count both
 
     def runs_on(self, cc: int) -> bool:
@@ -24,7 +25,9 @@ class Family:
 
 
 FAMILIES = (  # in the order in which auto asks
-    Family("fa3", 90, later=False, gpus="exactly 9.0 (H100, H200)", tma=True, clusters=True, wgmma=True),
+    Family(
+        "fa3", 90, later=False, gpus="exactly 9.0 (H100, H200)", tma=True, clusters=True, shares_heads=True, wgmma=True
+    ),
     Family("fa2", 80, later=True, gpus="8.0 or more"),
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}

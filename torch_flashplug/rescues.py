@@ -69,8 +69,9 @@ RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("mask", "rows", "whole_dims"),
         "give rows that see no key the attention of all keys (cuDNN), and with gradients NaN at some lengths",
-        f"{_SEEN}: left-padded batches; dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
-        features=("mask",),
+        f"{_SEEN}: left-padded batches; dQ where a length is 64 more than a multiple of 128 (pytorch#196678); "
+        "2026-11-25 H100: with dropout, too: q (1, 7, 64, 216), Dv 8; q (1, 18, 160, 208), Sk 64",
+        features=("mask", "dropout"),
     ),
     Rescue(
         ("bias32", "rows", "whole_dims"),
@@ -83,7 +84,7 @@ RESCUES: tuple[Rescue, ...] = (
         "give 0 for rows that finfo.min hides (cuDNN, efficient), whose keys count alike, and with gradients NaN at "
         "some lengths",
         f"{_SEEN}: dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
-        features=("bias",),
+        features=("bias", "dropout"),
     ),
     Rescue(
         ("all_dropped", "rows", "whole_dims"),

@@ -38,7 +38,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "scratch_rows dkdv_alone at_once"),
+        *_members(c_int32, "scratch_rows shares_heads dkdv_alone at_once"),
         *_members(c_double, "last_tile"),
     )
 
@@ -66,7 +66,7 @@ class ArgumentRow(ctypes.Structure):
 
 class GateRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "measured_cc rows wide_rows cluster"),
+        *_members(c_int64, "measured_cc rows wide_rows rows_spared cluster"),
         *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share shared_ns"),
         *_members(c_double, "unknown_rate"),
         ("cluster_share", c_double * (CLUSTER + 1)),

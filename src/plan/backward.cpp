@@ -23,6 +23,19 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
 
+// Where few blocks of keys leave SMs idle, a block is several tiles, each of which has some of the query heads: as many
+// as are done in the fewest turns. Their results have to be added up, which must be worth it.
+int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
+  const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
+  int64_t best = 1;
+  if (row.shares_heads == 0) return best;
+  for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
+    if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
+  }
+  return (heads_in_turn(1) - heads_in_turn(best)) * p.Sq < tables.gate.rows_spared ? 1 : best;
+}
+
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
 
 // By kernels of one family.
@@ -33,7 +46,8 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
   const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
   if ((wanted != 0 && row < 0) || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
   if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
-  return BackwardPlan{row, bias_row, {}};
+  const bool shared = row >= 0 && (wanted & kWantDkDv) != 0;
+  return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};
 }
 
 // By those of the family that is asked for, else of the first that can.

@@ -295,6 +295,7 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
   add(Backend::kStock, not_needed(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+  const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
@@ -303,7 +304,8 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
          ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
-         ", \"gradients\": " + quoted(plan.ours() && p.grad ? gradients_text(p, device, mode, tables) : "") + "}";
+         ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
+         ", \"gradients\": " + quoted(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
 

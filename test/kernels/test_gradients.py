@@ -5,6 +5,9 @@ fp64 math, added up in any order or, under torch.use_deterministic_algorithms, i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
+from torch_flashplug import _start, choices, configs, native, rescues
 from torch_flashplug.elements import DTYPES
 from torch_flashplug.families import FAMILIES, Family
 from torch_flashplug.testing import (
@@ -34,6 +37,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 SEED = 20261121
 RUNS = 1000
 NAMES = ("dq", "dk", "dv")
+Order = Callable[[], AbstractContextManager]
 # Every fourth, all whose heads or layouts are unusual, and those that ask for it.
 GRAD_CASES = [c for i, c in enumerate(CASES) if i % 4 == 0 or c.gqa or c.layout != "bshd" or "grad" in c.tags]
 GRAD_CASES = [case for case in GRAD_CASES if not case.tags & {"large", "many"}]
@@ -116,6 +120,57 @@ def test_gradients(kernels_on: str, family: str, case: Case, dtype: str) -> None
 def test_odd_gradients(kernels_on: str, case: Case, dtype: str) -> None:
     """What no vector fits."""
     check(case.with_dtype(dtype), "fa2", kernels_on)
+
+
+# Whose query heads may be shared among tiles of a block of keys: 4, 3 and 6 of a KV head.
+SHARED = (
+    new_case("shared_gqa4_d64", (2, 8, 2), (150, 70), (64, 64)),
+    new_case("shared_gqa4_d64_causal", (1, 8, 2), (200, 200), (64, 64), "causal"),
+    new_case("shared_mqa3_d128_causal", (2, 3, 1), (90, 130), (128, 128), "causal"),
+    new_case("shared_mqa6_d256", (1, 6, 1), (70, 65), (256, 256)),
+    new_case("shared_gqa4_d192_v128", (1, 4, 1), (70, 130), (192, 128)),
+)
+
+
+@contextlib.contextmanager
+def spared(rows: int) -> Iterator[None]:
+    """Heads are shared where that spares a tile so many rows."""
+    gate = dataclasses.replace(choices.GATE, rows_spared=rows)
+    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, gate, rescues.RESCUES)
+    try:
+        yield
+    finally:
+        _start.push_tables()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+@ORDERS
+def test_query_heads_are_shared(kernels_on: str, case: Case, order: Order, shared: bool) -> None:
+    """Where few blocks of keys leave SMs idle: each tile leaves dK and dV of its own heads, which are added up."""
+    facts = {"grad": 1, "deterministic": order is in_order}
+    with spared(1 if shared else 1 << 40), order():
+        assert planned(case, backend="fa3", **facts)["sharing"] == (case.Hq // case.Hkv if shared else 1)
+        check(case, "fa3", kernels_on)
+
+
+@pytest.mark.parametrize("extra", ["mask", "bias", "dropout"])
+def test_shared_query_heads_have_stages_of_their_own(kernels_on: str, extra: str) -> None:
+    """The same gradients as where one tile works through them all, but for roundings: each its own rows of a mask."""
+    case = SHARED[0]
+    scores = (case.B, case.Hq, case.Sq, case.Sk)
+    drawn = torch.randn(scores, generator=torch.Generator().manual_seed(SEED)).to(kernels_on)
+    mask = {"mask": drawn > 0, "bias": drawn.bfloat16(), "dropout": None}[extra]
+    found = []
+    for rows in (1, 1 << 40):
+        inputs = make_inputs(case, kernels_on, SEED, requires_grad=True)
+        torch.manual_seed(SEED)
+        with spared(rows), torch_flashplug.sdpa_backend("fa3"):
+            dropout_p = 0.3 * (extra == "dropout")
+            out = F.scaled_dot_product_attention(*inputs, mask, dropout_p, enable_gqa=True)
+            found.append(gradients(out, inputs))
+    for name, shared, alone in zip(NAMES, *found, strict=True):
+        assert float((shared - alone).norm()) < 6e-3 * float(alone.norm()), name
 
 
 @pytest.mark.gpu

@@ -377,3 +377,17 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
     reasons = native.plan(call, DEVICES["h100"])["reasons"]["fa3"]
     for part in ("dropout_p=1.5 is not above 0 and up to 1", "head dim 60", "head dim 264"):
         assert part in reasons
+
+
+@pytest.mark.parametrize("heads, Sq, Sk, sharing", [
+    ((1, 8, 1), 2048, 2048, 8),  # 16 blocks of keys: 128 tiles of one head
+    ((1, 14, 2), 2048, 2048, 7),  # 32: what seven each make is done in two turns, of one head each
+    ((2, 8, 2), 1024, 1024, 4),
+    ((1, 32, 8), 1024, 1024, 2),  # 64: two turns of one head would take as long as one of two
+    ((1, 32, 8), 2048, 2048, 1),  # 128: the SMs have enough
+    ((4, 8, 8), 1024, 1024, 1),  # nothing to share
+    ((1, 8, 2), 128, 2048, 1),  # spares three times 128 rows
+])  # fmt: skip
+def test_few_blocks_of_keys_share_query_heads(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
+    plan = native.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
+    assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing

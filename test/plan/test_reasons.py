@@ -100,7 +100,7 @@ def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
     """Stock's NaN of scales below zero was seen without dropout."""
-    dropped = {"mask": 1, "dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # which nobody measured, too
+    dropped = {"dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # which nobody measured, too
     below = PLAIN | {"scale": native.SCALE_IDS["negative"]}
     for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), (dropped, "stock")):
         plan = native.plan(below | needs, DEVICES["h100"])

@@ -72,16 +72,22 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((1, 32, 8), (rows, 4096), (d, d), mask=1, grad=grad), mode=mode), "fa3")
         for d in EIGHTS for rows in (1, 16, 64, 65) for mode in (AUTO, FA3) for grad in (0, 1)
     ),
-    "ours where D = Dv is up to 128 in steps of 8, gradients too, full, causal or beside a mask": (
+    "ours where D = Dv is up to 128 in steps of 8, gradients too, full or causal": (
         (served(long(d, dropout_p=0.1, grad=grad, **more), mode=mode), "fa3" if d <= 128 or mode == FA3 else "stock")
-        for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}, {"mask": 1}) for mode in (AUTO, FA3)
+        for d in EIGHTS for grad in (0, 1) for more in ({}, {"causal": 1}) for mode in (AUTO, FA3)
+    ),
+    "of any length, up to D 256 where they are bool, up to 128 where they are of floats": (
+        (served(call((1, 4, 4), (rows, 40), (d, d), dropout_p=0.1, grad=grad, **{mask: 1})),
+         "fa3" if d <= most else "stock")
+        for rows in (1, 40, 1000) for d in EIGHTS for grad in (0, 1)
+        for mask, most in (("mask", 256), ("bias", 128), ("bias32", 128))
     ),
     "At 1, which stock refuses or makes NaN of, all those up to D 128 are ours, short ones too": (
         (served(call((1, 4, 4), (rows, 64), (d, d), dropout_p=1.0, grad=grad, **more)), "fa3")
         for rows in (1, 64, 512) for d in EIGHTS if d <= 128 for grad in (0, 1)
         for more in ({}, {"causal": 1}, {"mask": 1})
     ),
-    "but for any of fewer than 128 rows or keys (causal: 512). At 1,": (
+    "but for any of fewer than 128 rows or keys (causal: 512); and beside masks": (
         *((served(call((1, 4, 4), (512, 512), (64, 64), dropout_p=0.1, **more)), backend)
           for more, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), ({"bias": 1}, "fa3"), ({"mask": 1}, "fa3"))),
         *((served(call((64, 16, 16), (rows, rows), (64, 64), dropout_p=0.1, grad=grad, causal=causal)), backend)

@@ -1,38 +1,11 @@
 // What a lane does alone with its registers, and what lanes of a warp tell each other. PTX ISA 9, chapter 9.7.
 #include <cmath>
 
-#include "opcodes.h"
+#include "lanes.h"
 
 namespace interpreter {
 
 namespace {
-
-// d = work(a), work(a, b), work(a, b, c) in every lane.
-template <typename D, typename A, auto work>
-Outcome unary(Warp& w, const Instruction& in, uint32_t lanes) {
-  D* d = w.lanes<D>(in.operands[0].at);
-  const A* a = w.lanes<A>(in.operands[1].at);
-  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i])); });
-  return Outcome::kNext;
-}
-
-template <typename D, typename A, typename B, auto work>
-Outcome binary(Warp& w, const Instruction& in, uint32_t lanes) {
-  D* d = w.lanes<D>(in.operands[0].at);
-  const A* a = w.lanes<A>(in.operands[1].at);
-  const B* b = w.lanes<B>(in.operands[2].at);
-  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i], b[i])); });
-  return Outcome::kNext;
-}
-
-template <typename D, typename A, typename C, auto work>
-Outcome ternary(Warp& w, const Instruction& in, uint32_t lanes) {
-  D* d = w.lanes<D>(in.operands[0].at);
-  const A *a = w.lanes<A>(in.operands[1].at), *b = w.lanes<A>(in.operands[2].at);
-  const C* c = w.lanes<C>(in.operands[3].at);
-  each_lane(lanes, [&](int i) { d[i] = static_cast<D>(work(a[i], b[i], c[i])); });
-  return Outcome::kNext;
-}
 
 template <typename T>
 Outcome select(Warp& w, const Instruction& in, uint32_t lanes) {
@@ -326,6 +299,7 @@ void add_arithmetic(Opcodes& to) {
   constexpr auto multiplied = [](float a, float b, float c) { return std::fma(a, b, c); };
   constexpr auto exponential = [](float a) { return std::exp2(a); };
   constexpr auto logarithm = [](float a) { return std::log2(a); };
+  constexpr auto root = [](float a) { return std::sqrt(a); };
   constexpr auto inverse = [](float a) { return 1.0f / a; };
   constexpr auto size = [](float a) { return std::fabs(a); };
   constexpr auto quotient = [](float a, float b) { return a / b; };
@@ -334,6 +308,7 @@ void add_arithmetic(Opcodes& to) {
   to["fma.rn.f32"] = {"wwww", ternary<float, float, float, multiplied>};
   to["ex2.approx.f32"] = {"ww", unary<float, float, exponential>};
   to["lg2.approx.f32"] = {"ww", unary<float, float, logarithm>};
+  to["sqrt.rn.f32"] = {"ww", unary<float, float, root>};
   to["rcp.approx.f32"] = to["rcp.rn.f32"] = {"ww", unary<float, float, inverse>};
   to["tanh.approx.f32"] = {"ww", unary<float, float, tangent>};
   to["div.rn.f32"] = to["div.full.f32"] = to["div.approx.f32"] = {"www", binary<float, float, float, quotient>};

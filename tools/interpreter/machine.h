@@ -176,7 +176,7 @@ struct Machine {
   std::mt19937 random;
   std::vector<std::function<void()>> copies;  // into shared memory, in no order
   // Of one product at a time.
-  float left[16][16], right[16][256], sums[16][256];
+  float left[16][32], right[32][256], sums[16][256];
 
  private:
   const Launch* launch_ = nullptr;

@@ -6,7 +6,37 @@ namespace interpreter {
 
 namespace {
 
-constexpr int kDepth = 16;       // of a product, in elements of 16 bits
+// What products multiply: in a register lie as many as fit.
+struct Bf16 {
+  using Word = uint16_t;
+  static constexpr auto value = from_bf16;
+};
+struct Fp16 {
+  using Word = uint16_t;
+  static constexpr auto value = from_fp16;
+};
+struct E4m3 {
+  using Word = uint8_t;
+  static float value(uint8_t x) {
+    const int exponent = x >> 3 & 15, mantissa = x & 7;
+    if ((x & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+    const int whole = exponent == 0 ? mantissa : mantissa + 8;
+    return std::ldexp(static_cast<float>((x & 0x80) != 0 ? -whole : whole), std::max(exponent, 1) - 10);
+  }
+};
+struct S8 {  // added up in 32 bits: fp32 has all of them up to 2^24
+  using Word = uint8_t;
+  static float value(uint8_t x) { return static_cast<int8_t>(x); }
+};
+
+template <typename Number>
+constexpr int kPacked = 4 / sizeof(typename Number::Word);  // in a register
+template <typename Number>
+constexpr int kDepth = 8 * kPacked<Number>;  // of a product, in elements
+template <typename Number>
+constexpr int kChunk = 16 / sizeof(typename Number::Word);  // elements of 16 bytes
+template <typename Number>
+constexpr bool kInWholeNumbers = std::is_same_v<Number, S8>;
 constexpr int kRowsOfWarp = 16;  // of a product's 64, or all of mma.sync's
 constexpr int kMostColumns = 256;
 
@@ -17,30 +47,43 @@ struct Place {
 // Of element i of a lane's accumulator.
 constexpr Place accumulator(int lane, int i) { return {lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2}; }
 
-// Of one half of register i of a lane's left operand.
-constexpr Place left(int lane, int i, int half) { return {lane / 4 + i % 2 * 8, i / 2 * 8 + lane % 4 * 2 + half}; }
+// Of one part of register i of a lane's left operand, which has so many of them.
+constexpr Place left(int lane, int i, int part, int parts) {
+  return {lane / 4 + i % 2 * 8, (i / 2 * 4 + lane % 4) * parts + part};
+}
 
-using Left = float[kRowsOfWarp][kDepth];
+template <typename Number>
+float part_of(uint32_t word, int part) {
+  return Number::value(static_cast<typename Number::Word>(word >> 32 / kPacked<Number> * part));
+}
 
 uint32_t* many(Warp& w, const Instruction& in, const Operand& vector, int i) {
   return w.lanes<uint32_t>(in.many[static_cast<size_t>(vector.number + i)]);
 }
 
-template <auto from>
-void read_left(Warp& w, const Instruction& in, const Operand& vector, Left& a) {
+template <typename Number>
+void read_left(Warp& w, const Instruction& in, const Operand& vector) {
+  auto& a = w.machine().left;
   for (int i = 0; i < 4; ++i) {
     const uint32_t* words = many(w, in, vector, i);
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (int half = 0; half < 2; ++half) {
-        const Place to = left(lane, i, half);
-        a[to.row][to.column] = from(static_cast<uint16_t>(words[lane] >> 16 * half));
+      for (int part = 0; part < kPacked<Number>; ++part) {
+        const Place to = left(lane, i, part, kPacked<Number>);
+        a[to.row][to.column] = part_of<Number>(words[lane], part);
       }
     }
   }
 }
 
 // d (rows x columns, in the lanes' registers) = left right, plus c where there is one.
+template <typename Number>
 void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, const Operand* c) {
+  const auto number = [](uint32_t word) {
+    return kInWholeNumbers<Number> ? static_cast<float>(static_cast<int32_t>(word)) : std::bit_cast<float>(word);
+  };
+  const auto word = [](float x) {
+    return kInWholeNumbers<Number> ? static_cast<uint32_t>(static_cast<int32_t>(x)) : std::bit_cast<uint32_t>(x);
+  };
   const auto& a = w.machine().left;
   const auto& b = w.machine().right;
   auto& sums = w.machine().sums;
@@ -50,35 +93,35 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
     const uint32_t* words = many(w, in, *c, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      sums[at.row][at.column] = std::bit_cast<float>(words[lane]);
+      sums[at.row][at.column] = number(words[lane]);
     }
   }
   for (int row = 0; row < kRowsOfWarp; ++row)
-    for (int k = 0; k < kDepth; ++k)
+    for (int k = 0; k < kDepth<Number>; ++k)
       for (int column = 0; column < columns; ++column) sums[row][column] += a[row][k] * b[k][column];
   for (int i = 0; i < registers; ++i) {
     uint32_t* words = many(w, in, d, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      words[lane] = std::bit_cast<uint32_t>(sums[at.row][at.column]);
+      words[lane] = word(sums[at.row][at.column]);
     }
   }
 }
 
 // ---- mma.sync.m16n8k16.row.col d, a, b, c ----
 
-template <auto from>
+template <typename Number>
 Outcome mma(Warp& w, const Instruction& in, uint32_t) {
   if (!whole(w)) return Outcome::kBlocked;
   auto& b = w.machine().right;
-  read_left<from>(w, in, in.operands[1], w.machine().left);
+  read_left<Number>(w, in, in.operands[1]);
   for (int i = 0; i < 2; ++i) {
     const uint32_t* words = many(w, in, in.operands[2], i);
     for (int lane = 0; lane < kLanes; ++lane)
       for (int half = 0; half < 2; ++half)
-        b[i * 8 + lane % 4 * 2 + half][lane / 4] = from(static_cast<uint16_t>(words[lane] >> 16 * half));
+        b[i * 8 + lane % 4 * 2 + half][lane / 4] = part_of<Number>(words[lane], half);
   }
-  multiply(w, in, 8, in.operands[0], &in.operands[3]);
+  multiply<Number>(w, in, 8, in.operands[0], &in.operands[3]);
   return Outcome::kNext;
 }
 
@@ -99,8 +142,8 @@ struct Matrix {
 
   uint64_t swizzled(uint64_t address) const { return address ^ ((address >> 7 & (swizzle / 16 - 1)) << 4); }
 
-  // Eight elements on end: of row `index` from k = 8 `chunk`; or, where the other dim is the contiguous one, of k =
-  // `index` from row 8 `chunk`.
+  // 16 bytes on end: of row `index`, from the `chunk`th on along k; or, where the other dim is the contiguous one, of k
+  // = `index` from row 8 `chunk`.
   uint64_t by_depth(int index, int chunk) const {
     if (swizzle == 16) return start + index / 8 * stride + index % 8 * 16 + chunk * leading;
     return swizzled(start + index / 8 * stride + index % 8 * swizzle + chunk * 16);
@@ -113,48 +156,54 @@ struct Matrix {
 };
 
 // put(row, k, element) for `rows` rows from `first`.
-template <auto from, typename Put>
+template <typename Number, typename Put>
 void read_matrix(Cta& cta, const Matrix& matrix, bool rows_contiguous, int first, int rows, Put&& put) {
-  uint16_t line[8];
+  constexpr int on_end = kChunk<Number>;
+  typename Number::Word line[on_end];
   if (rows_contiguous) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int chunk = first / 8; chunk < (first + rows) / 8; ++chunk) {
+    for (int k = 0; k < kDepth<Number>; ++k) {
+      for (int chunk = first / on_end; chunk < (first + rows) / on_end; ++chunk) {
         std::memcpy(line, cta.to_read_async(matrix.by_rows(k, chunk), sizeof line), sizeof line);
-        for (int i = 0; i < 8; ++i) put(chunk * 8 + i - first, k, from(line[i]));
+        for (int i = 0; i < on_end; ++i) put(chunk * on_end + i - first, k, Number::value(line[i]));
       }
     }
   } else {
     for (int row = first; row < first + rows; ++row) {
-      for (int chunk = 0; chunk < kDepth / 8; ++chunk) {
+      for (int chunk = 0; chunk < kDepth<Number> / on_end; ++chunk) {
         std::memcpy(line, cta.to_read_async(matrix.by_depth(row, chunk), sizeof line), sizeof line);
-        for (int i = 0; i < 8; ++i) put(row - first, chunk * 8 + i, from(line[i]));
+        for (int i = 0; i < on_end; ++i) put(row - first, chunk * on_end + i, Number::value(line[i]));
       }
     }
   }
 }
 
-// A warp's rows of wgmma d, a, b, scale-d, imm-scale-a, imm-scale-b, (imm-trans-a,) imm-trans-b.
-template <auto from, bool in_registers>
+// A warp's rows of wgmma d, a, b, scale-d, (imm-scale-a, imm-scale-b,) (imm-trans-a,) (imm-trans-b): whole numbers are
+// not scaled, and only 16 bits come transposed.
+template <typename Number, bool in_registers>
 Outcome wgmma(Warp& w, const Instruction& in, uint32_t lanes) {
   if (!whole(w)) return Outcome::kBlocked;
   const int lane = std::countr_zero(lanes);
   const uint64_t left_word = in_registers ? 0 : w.lanes<uint64_t>(in.operands[1].at)[lane];
   const uint64_t right_word = w.lanes<uint64_t>(in.operands[2].at)[lane];
   const bool accumulates = (w.predicate(in.operands[3].at) >> lane & 1) != 0;
-  if (in.operands[4].number != 1 || in.operands[5].number != 1) throw Stop("wgmma that negates");
+  if (!kInWholeNumbers<Number> && (in.operands[4].number != 1 || in.operands[5].number != 1))
+    throw Stop("wgmma that negates");
   w.machine().later(w.products, [&w, &in, left_word, right_word, accumulates] {
     auto& a = w.machine().left;
     auto& b = w.machine().right;
+    const auto comes_transposed = [&in](size_t operand) {
+      return sizeof(typename Number::Word) == 2 && in.operands[operand].number != 0;
+    };
     const int columns = in.extra, first = w.index % 4 * kRowsOfWarp;
     if constexpr (in_registers) {
-      read_left<from>(w, in, in.operands[1], a);
+      read_left<Number>(w, in, in.operands[1]);
     } else {
-      read_matrix<from>(*w.cta, Matrix(left_word), in.operands[6].number != 0, first, kRowsOfWarp,
-                        [&](int row, int k, float x) { a[row][k] = x; });
+      read_matrix<Number>(*w.cta, Matrix(left_word), comes_transposed(6), first, kRowsOfWarp,
+                          [&](int row, int k, float x) { a[row][k] = x; });
     }
-    read_matrix<from>(*w.cta, Matrix(right_word), in.operands[in_registers ? 6 : 7].number != 0, 0, columns,
-                      [&](int column, int k, float x) { b[k][column] = x; });
-    multiply(w, in, columns, in.operands[0], accumulates ? &in.operands[0] : nullptr);
+    read_matrix<Number>(*w.cta, Matrix(right_word), comes_transposed(in_registers ? 6 : 7), 0, columns,
+                        [&](int column, int k, float x) { b[k][column] = x; });
+    multiply<Number>(w, in, columns, in.operands[0], accumulates ? &in.operands[0] : nullptr);
   });
   return Outcome::kNext;
 }
@@ -209,21 +258,26 @@ Outcome move_matrices(Warp& w, const Instruction& in, uint32_t) {
   return Outcome::kNext;
 }
 
-template <auto from>
-void add_products(Opcodes& to, const std::string& type) {
-  to["mma.sync.m16n8k16.row.col.f32." + type + "." + type + ".f32"] = {"VVVV", mma<from>};
+// types: of sums, then of what is multiplied.
+template <typename Number>
+void add_products(Opcodes& to, const std::string& types, const char* of_matrices, const char* of_registers) {
   for (int columns = 8; columns <= kMostColumns; columns += 8) {
-    const auto name = "wgmma.mma_async.sync.m64n" + std::to_string(columns) + "k16.f32." + type + "." + type;
-    to[name] = {"VxxpIIII", wgmma<from, false>, columns};
-    to[name + " registers"] = {"VVxpIII", wgmma<from, true>, columns};
+    const auto sizes = "m64n" + std::to_string(columns) + "k" + std::to_string(kDepth<Number>);
+    const auto name = "wgmma.mma_async.sync." + sizes + "." + types;
+    to[name] = {of_matrices, wgmma<Number, false>, columns};
+    to[name + " registers"] = {of_registers, wgmma<Number, true>, columns};
   }
 }
 
 }  // namespace
 
 void add_matrices(Opcodes& to) {
-  add_products<from_bf16>(to, "bf16");
-  add_products<from_fp16>(to, "f16");
+  to["mma.sync.m16n8k16.row.col.f32.bf16.bf16.f32"] = {"VVVV", mma<Bf16>};
+  to["mma.sync.m16n8k16.row.col.f32.f16.f16.f32"] = {"VVVV", mma<Fp16>};
+  add_products<Bf16>(to, "f32.bf16.bf16", "VxxpIIII", "VVxpIII");
+  add_products<Fp16>(to, "f32.f16.f16", "VxxpIIII", "VVxpIII");
+  add_products<E4m3>(to, "f32.e4m3.e4m3", "VxxpII", "VVxpII");
+  add_products<S8>(to, "satfinite.s32.s8.s8", "Vxxp", "VVxp");
   to["wgmma.fence.sync"] = {"", together};
   to["wgmma.commit_group.sync"] = {"", commit_products};
   to["wgmma.wait_group.sync"] = {"I", wait_products};

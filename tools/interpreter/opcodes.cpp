@@ -27,7 +27,7 @@ std::string plain(std::string_view name) {
 const Opcodes& table() {
   static const Opcodes* all = [] {
     auto* made = new Opcodes();
-    for (auto add : {add_arithmetic, add_memory, add_barriers, add_matrices, add_tensors}) add(*made);
+    for (auto add : {add_arithmetic, add_eight_bits, add_memory, add_barriers, add_matrices, add_tensors}) add(*made);
     return made;
   }();
   return *all;

@@ -12,6 +12,7 @@ namespace interpreter {
 using Opcodes = std::unordered_map<std::string, Opcode>;
 
 void add_arithmetic(Opcodes& to);
+void add_eight_bits(Opcodes& to);
 void add_memory(Opcodes& to);
 void add_barriers(Opcodes& to);
 void add_matrices(Opcodes& to);

@@ -26,9 +26,9 @@ TensorMap TensorMap::read(const std::byte* words) {
   map.base = reinterpret_cast<std::byte*>(word(words, 0));
   map.rank = static_cast<int>(flags >> 4 & 7) + 1;
   map.swizzle = 16 << (flags >> 13 & 3);
-  if (type != 6 && type != 7 && type != 10)
-    throw Stop("a tensor map of type " + std::to_string(type) + "; fp16 is 6, fp32 7, bf16 10");
-  map.element_bytes = type == 7 ? 4 : 2;
+  if (type != 0 && type != 6 && type != 7 && type != 10)
+    throw Stop("a tensor map of type " + std::to_string(type) + "; 8 bits are 0, fp16 is 6, fp32 7, bf16 10");
+  map.element_bytes = type == 0 ? 1 : type == 7 ? 4 : 2;
   if (half(words, 7) != 0) throw Stop("a tensor map with a stride of 2^36 bytes or more");
   map.strides[0] = map.element_bytes;
   for (int i = 1; i < map.rank; ++i) map.strides[i] = int64_t{half(words, 2 + i)} << 4;

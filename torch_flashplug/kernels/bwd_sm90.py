@@ -110,7 +110,8 @@ class Work:
     queue: sm90.TileQueue
     pieces: Launch
     walk: Walk
-    group: Int32  # query heads of a KV head
+    group: Int32  # query heads that a tile meets
+    sharing: Int32  # tiles of a block of keys, which share those of its KV head
     tile_m: int
     tile_n: int
 
@@ -272,14 +273,14 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
         self.seams.before(call, stream)
-        B, Hkv, Sk, _ = call.k.shape
-        pieces, group = self.seams.pieces(call), call.q.shape[1] // Hkv
+        B, shares, Sk, _ = call.dk.shape
+        pieces, group = self.seams.pieces(call), call.q.shape[1] // shares
         num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
         walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
         num_ctas = call.num_ctas if self.in_order else None
-        section = heads_in_turn(walk, group, B * Hkv, row_bytes, num_ctas)
-        ahead = Ahead.create(B * Hkv if self.in_order else section, num_n_blocks, B * Hkv, group)
+        section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
+        ahead = Ahead.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
         chain = self.seams.chain(call)
         self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
         self.step_over_keys(call, section, ahead, stream)
@@ -298,7 +299,7 @@ class BackwardSm90(BackwardCall):
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         between = Between(call.rows, call.scratch)
         self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
-            grid=(cutlass.min(ahead.portions * call.k.shape[1] * call.k.shape[0], call.num_ctas), 1, 1),
+            grid=(cutlass.min(ahead.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -366,12 +367,14 @@ class BackwardSm90(BackwardCall):
 
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_n_blocks, kv_heads = pieces.blocks_of_keys(Sk, self.tile_n), Hkv * pieces.batch(tensors.k)
+        shares = tensors.dk.shape[2]
+        num_n_blocks, all_shares = pieces.blocks_of_keys(Sk, self.tile_n), shares * pieces.batch(tensors.k)
         sizes = Sizes(Sq, Sk)
         bound = walk.at(sizes, self.tile_m, self.tile_n)
-        order = KeyOrder(True, num_n_blocks, Hkv, kv_heads, section, bound, self.in_order)
+        order = KeyOrder(True, num_n_blocks, shares, all_shares, section, bound, self.in_order)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
-        work = Work(rings, queue, pieces.of_keys(order, sizes), walk, Hq // Hkv, self.tile_m, self.tile_n)
+        tiles, heads = pieces.of_keys(order, sizes), (Hq // shares, shares // Hkv)
+        work = Work(rings, queue, tiles, walk, *heads, self.tile_m, self.tile_n)
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
@@ -380,7 +383,7 @@ class BackwardSm90(BackwardCall):
                 between.scratch.iterator, between.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
             ),
             ahead=Ahead(heads_ahead, work.group, num_n_blocks),
-            kv_heads=kv_heads,
+            kv_heads=all_shares,
             scale=chain.scaled(scales.natural),
             dQ=sm90.Operand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, of_unit),
@@ -447,7 +450,7 @@ class BackwardSm90(BackwardCall):
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
-                tXsX, tXgX = tile.rows(x).tiles((ROWS, columns), (None, 0))
+                tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
                 ring.acquire(nth)
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     block = tile.block * WARPGROUPS + w

@@ -85,7 +85,8 @@ class Work:
     queue: sm90.TileQueue
     pieces: Launch
     walk: Walk
-    group: Int32  # query heads of a KV head
+    group: Int32  # query heads that a tile meets
+    sharing: Int32  # tiles of a block of keys, which share those of its KV head
 
 
 @dataclass(frozen=True)
@@ -181,13 +182,13 @@ class KeyGradientsSm90:
             for x, columns in ((call.dk, self.d), (call.dv, self.dv))
         )
         atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        B, Hkv, Sk, _ = call.k.shape
-        num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // Hkv
+        B, shares, Sk, _ = call.dk.shape
+        num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
         walk, chain = self.seams.walk(call), self.seams.chain(call).tma(self.form)
         bound = walk.at(Sizes(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = heads_in_turn(bound, group, B * Hkv, (self.d + self.dv) * self.element.bytes)
+        section = heads_in_turn(bound, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, pieces, walk, chain).launch(
-            grid=(cutlass.min(num_n_blocks * B * Hkv, call.num_ctas), 1, 1),
+            grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -238,10 +239,12 @@ class KeyGradientsSm90:
 
         Sk, _, Hkv, _ = tensors.k.shape
         sizes, num_n_blocks = Sizes(tensors.q.shape[0], Sk), pieces.blocks_of_keys(Sk, TILE_N)
-        kv_heads = pieces.batch(tensors.k) * Hkv
-        order = KeyOrder(True, num_n_blocks, Hkv, kv_heads, section, walk.at(sizes, TILE_M, TILE_N))
+        shares = tensors.dk.shape[2]
+        all_shares = pieces.batch(tensors.k) * shares
+        order = KeyOrder(True, num_n_blocks, shares, all_shares, section, walk.at(sizes, TILE_M, TILE_N))
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, pieces.of_keys(order, sizes), walk, tensors.q.shape[2] // Hkv)
+        heads = (tensors.q.shape[2] // shares, shares // Hkv)
+        work = Work(rings, queue, pieces.of_keys(order, sizes), walk, *heads)
         consumers = 4 * WARPGROUPS
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
@@ -302,7 +305,7 @@ class KeyGradientsSm90:
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
-                tXsX, tXgX = tile.rows(x).tiles((ROWS, columns), (None, 0))
+                tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
                 sm90.load_block(x.atom, tXgX, tXsX, ring, tile.block, nth)
             number = work.queue.take(nth)
             nth += 1

@@ -19,7 +19,7 @@ from .walk import Sizes
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of rows of one query head, or of keys of one KV head."""
+    """A block of rows of one query head, or of keys of one KV head, or of one of the heads that share it."""
 
     block: Int32
     head: Int32
@@ -42,6 +42,10 @@ class Tile:
     def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
         """The same of any head."""
         return of_head(x, head, batch)
+
+    def rows_of_shared(self, x: sm90.Operand | cute.Tensor, sharing: Int32) -> sm90.Operand | cute.Tensor:
+        """Of the KV head that so many heads like this one share."""
+        return self.rows_of(x, self.head // sharing, self.batch)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
         """K or V that a block of rows meets."""

@@ -15,7 +15,11 @@ WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
 @dataclass(frozen=True)
 class Gradients:
-    """One call's arguments, but for the stream; tensors as BackwardCall says."""
+    """One call's arguments, but for the stream; tensors as BackwardCall says.
+
+    dK and dV have as many heads as K and V, or a multiple. Then a block of keys is so many tiles, which share the query
+    heads of its KV head: each leaves what its own ones add, and who calls sums that up.
+    """
 
     q: cute.Tensor
     k: cute.Tensor
@@ -24,7 +28,7 @@ class Gradients:
     do: cute.Tensor
     lse: cute.Tensor
     dq: cute.Tensor
-    dk: cute.Tensor
+    dk: cute.Tensor  # (B, shares, Sk, D)
     dv: cute.Tensor
     rows: cute.Tensor
     scratch: cute.Tensor
@@ -43,8 +47,10 @@ class BackwardCall(KernelCall):
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         tensors = super().fake_tensors()
-        gradients = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
-        tensors |= {name: self.fake_operand(*tensors[of].shape) for name, of in gradients.items()}
+        shares = cute.sym_int()
+        sizes = {name: tensors[of].shape for name, of in {"do": "o", "dq": "q", "dk": "k", "dv": "v"}.items()}
+        sizes |= {name: (B, shares, Sk, D) for name in ("dk", "dv") for B, _, Sk, D in (sizes[name],)}
+        tensors |= {name: self.fake_operand(*size) for name, size in sizes.items()}
         rows = fake_rows(*tensors["lse"].shape[:2])
         own = {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
         return tensors | own | fake_features(self.element.dtype)
