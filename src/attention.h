@@ -56,6 +56,8 @@ Owned aligned_ones(Owned tensor);
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
 // `out` itself, or a copy of it in the layout that output_strides() says.
+// Scratch for operands in 8 bits, to a kernel that takes it.
+Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments);
 Owned in_output_layout(Owned out, AtenTensorHandle query);
 // [B, n * H, S, D] -> [B, H, S, D], as the operand has them: heads that gradients were left for apart, added up (torch
 // adds 16-bit numbers in fp32). `grad` itself where it has as many.

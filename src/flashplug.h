@@ -42,13 +42,24 @@ constexpr Backend backend_of(int family) {
 }
 constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamily; }
 
-// bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision (0 = inputs')
+// bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision: 0 as the
+// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe.
+constexpr int kPrecisionShift = 16;
+constexpr int kWholePrecision = 0xff;     // the inputs', whatever the process says
+constexpr int kPrecisionOfThread = 0xfe;  // in graphs that want no gradients: what surrounds their run
 struct Mode {
   int64_t word = 0;
   static Mode preferring(Backend backend) { return Mode{static_cast<int64_t>(backend) | 0x80}; }
   static Mode forcing(int family) { return Mode{static_cast<int64_t>(backend_of(family))}; }
   Backend backend() const { return static_cast<Backend>(word & 0x7f); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
+  int precision() const { return static_cast<int>((word >> kPrecisionShift) & 0xff); }
+  Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
+  // What calls need of kernels beside what their tensors say.
+  int64_t asks() const {
+    const size_t place = static_cast<size_t>(precision()) - 1;
+    return place < std::size(kRecipes) ? kRecipes[place] : 0;
+  }
   bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
   // The family that is asked for; -1: none.
@@ -97,14 +108,35 @@ enum class Why : int {
   kDeterministic,
   kNoBackward,
   kNoBiasGradient,
+  kGradientsInEightBits,
   kCount
 };
 // Why a family's kernels do not take a call; test_reasons meets every one.
-inline constexpr const char* kWhyNames[] = {
-    "none",          "device",      "arch",        "dtype",         "mixed dtype",   "feature",
-    "together",      "scale",       "probability", "empty",         "head dim step", "head dim",
-    "features' dim", "last stride", "alignment",   "no kernel",     "splits",        "unmeasured gpu",
-    "no row",        "slower",      "decode gate", "deterministic", "no backward",   "no bias gradient"};
+inline constexpr const char* kWhyNames[] = {"none",
+                                            "device",
+                                            "arch",
+                                            "dtype",
+                                            "mixed dtype",
+                                            "feature",
+                                            "together",
+                                            "scale",
+                                            "probability",
+                                            "empty",
+                                            "head dim step",
+                                            "head dim",
+                                            "features' dim",
+                                            "last stride",
+                                            "alignment",
+                                            "no kernel",
+                                            "splits",
+                                            "unmeasured gpu",
+                                            "no row",
+                                            "slower",
+                                            "decode gate",
+                                            "deterministic",
+                                            "no backward",
+                                            "no bias gradient",
+                                            "8 bits with gradients"};
 static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 
 // A sentence in numbers: what is in the way, what was given, what is allowed. reason_text() says it in words with the
@@ -142,6 +174,8 @@ struct Plan {
   int64_t tiles = 0;                      // B * Hq * ceil(Sq / tile_m); packed: B * Hkv * ceil(Sq * G / tile_m)
   Gate gate;
   std::array<Reason, kMostFamilies> why;  // not by the kernels of each family, where they were asked and not taken
+  int64_t features = 0;                   // what a mode asks for, and its kernel has
+  Reason why_whole;                       // 16 bits, where a mode asks for less
   bool ours() const { return is_ours(backend); }
 };
 
@@ -221,6 +255,7 @@ int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& table
 Reason slower_by_row(const Plan& plan, const Tables& tables);
 // The whole rule, as the router and explain apply it: measured rows and the decode gate decide between ours and stock.
 Plan plan_call(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+Problem as_asked(const Problem& p, Mode mode);  // with what the mode asks for
 // The same, from memory where this thread has made that plan lately (memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
@@ -291,6 +326,7 @@ Tables& tables();
 bool enabled();
 Mode effective_mode();  // process-wide backend first, else this thread's mode
 Backend process_backend();
+void set_process_precision(int precision);
 // Tests without a GPU: CPU tensors are eligible; the math op stands in for the kernel, or a pack's symbol is called on
 // CPU memory with a null stream.
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };

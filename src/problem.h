@@ -52,6 +52,10 @@ inline constexpr Feature kFeatures[] = {
     {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
     {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
+    // What a mode asks for, and no tensor says.
+    {"qk8", [](const Attention&) { return false; }},
+    {"8bit", [](const Attention&) { return false; }},
+    {"e4m3", [](const Attention&) { return false; }},
 };
 int64_t needs_of(const Attention& call);  // a sum of their bits
 // One of them that some rule of ours knows by its name. A name that is not there does not compile.
@@ -61,6 +65,9 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << place;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout");
+// By a mode's precision, from 1 on: RECIPES of recipes.py.
+constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
+constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
 // another finite one goes to the query (SignedScale in attention.h).

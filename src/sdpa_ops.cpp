@@ -48,7 +48,8 @@ Facts read_facts(const ForwardCall& call) {
 // Ours: two allocations (three where keys are split), copies of what no kernel reads, and one call of a kernel. False
 // where no kernel could be had (auto mode goes on to stock).
 bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
-  const Problem& p = facts.problem;
+  Problem p = facts.problem;
+  p.needs |= plan.features;
   const TensorClass& query = facts.operand[0];
   if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
   if (standin() == Standin::kMath) {  // everything but the kernel is real
@@ -94,6 +95,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
     arguments.one_number("partials", mutable_data(result->lse.get()));
+  const Owned eight = give_scratch8(p, query, row, &arguments);
   const Masked mask = give_mask(call, p, query, false, &arguments);
   const Owned bias = give_bias(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
@@ -179,8 +181,11 @@ BackwardResult backward(const BackwardCall& call) {
 Mode own_op_mode(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
     throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of families.py");
-  const Mode now = effective_mode();
-  return process_backend() != Backend::kAuto || (baked & kModeMask) == 0 ? now : Mode{baked & kModeMask};
+  const Mode now = effective_mode(), said{baked & kModeMask};
+  const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
+  // Whether gradients are wanted, only who traces knows.
+  const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
+  return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
 }
 
 Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {

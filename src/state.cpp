@@ -89,8 +89,14 @@ Backend process_backend() { return static_cast<Backend>(state().process_backend.
 
 Mode effective_mode() {
   const Backend everywhere = process_backend();
-  return everywhere != Backend::kAuto ? Mode::preferring(everywhere) : Mode{thread_mode};
+  const Mode mine{thread_mode};
+  const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : mine;
+  const int asked = mine.precision();
+  if (asked == 0) return mode.with_precision(state().process_precision.load(std::memory_order_relaxed));
+  return mode.with_precision(asked == kWholePrecision ? 0 : asked);
 }
+
+void set_process_precision(int precision) { state().process_precision.store(precision); }
 
 DeviceFacts device_facts(int device_index) {
   State& s = state();

@@ -21,6 +21,7 @@ struct State {
   std::atomic<bool> enabled{true};
   std::atomic<Standin> standin{Standin::kOff};
   std::atomic<int> process_backend{0};
+  std::atomic<int> process_precision{0};
   Tables tables;  // written at import and by tests, before calls run
   std::atomic<int64_t> counters[kNumPaths] = {};
 

@@ -124,7 +124,7 @@ struct FeatureRow {
 constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",       "do",       "lse",        "dq",
                                       "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
                                       "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "digest",
-                                      "bias",    "bias32",   "seed",   "dbias",   "dbias32"};
+                                      "bias",    "bias32",   "seed",   "dbias",   "dbias32",  "scratch8"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {

@@ -13,7 +13,7 @@ from standin import Road
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_flashplug import ops, sdpa_backend
+from torch_flashplug import native, ops, sdpa_backend
 from torch_flashplug.families import BACKENDS
 
 OWN_OPS = {
@@ -26,7 +26,9 @@ TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 
 
 def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
-    """(op, mode word) of our ops, and (aten name, -1) of every other attention op, in graph order."""
+    """(op, mode word without its precision) of our ops, and (aten name, -1) of every other attention op, in graph
+    order.
+    """
     found = []
     for node in graph.nodes:
         call = [
@@ -39,7 +41,7 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
         )
         if own is not None:
             name, fields = OWN_OPS[call[own]]
-            found.append((name, fields(*call[own + 1 :]).mode))
+            found.append((name, fields(*call[own + 1 :]).mode & (1 << native.PRECISION_SHIFT) - 1))
         elif "attention" in str(node.target) or "softmax" in str(node.target):
             found.append((str(node.target), -1))
     return found

@@ -184,7 +184,7 @@ def trial(spec: KernelSpec, *stages: str):
     def add_stages(part) -> None:
         of = part.seams
         kind = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})
-        part.seams = kind(of.element, of.transposed, of.listed_rows)
+        part.seams = kind(of.element, of.spec, of.transposed)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:
@@ -196,10 +196,11 @@ def trial(spec: KernelSpec, *stages: str):
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            seed: cute.Tensor | None, dropout_p: Float32 | None, extra: Extra, stream: cuda.CUstream,
+            seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None, extra: Extra,
+            stream: cuda.CUstream,
         ):  # fmt: skip
-            scales = Scales(scale_log2, scale)
-            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, None, None, extra), stream)
+            scales, given = Scales(scale_log2, scale), (mask, digest, None, None, None)
+            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
 
     class Decode(base):
         fake_arguments = Forward.fake_arguments

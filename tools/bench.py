@@ -10,6 +10,7 @@ picture.
     --suite fa2              the kernels for every GPU since sm_80, forced, beside torch's FlashAttention-2: both ways
     --suite masks            bool masks by pattern, head dim and length, as users pass them, forward, then both
     --suite dropout          dropout of 0.1 by head dim, mask and length, forward, then both
+    --suite eightbit         8-bit attention by recipe: kernels alone and whole calls, beside 16 bits and FA3's FP8
     --suite maskdecode       few query rows against caches that a bool mask hides parts of
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
@@ -34,6 +35,7 @@ from pathlib import Path
 
 import decode
 import dropout
+import eightbit
 import masked_decode
 import masks
 import providers as who
@@ -251,6 +253,7 @@ SUITES = {
     "fa2": suite_fa2,
     "masks": masks.suite_masks,
     "dropout": dropout.suite_dropout,
+    "eightbit": eightbit.suite_eightbit,
     "maskdecode": masked_decode.suite_maskdecode,
     "host": suite_host,
     "choice": suite_choice,
@@ -268,6 +271,7 @@ WANTED = {
     "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex"},
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
     "maskdecode": set(masked_decode.MASKED),
+    "eightbit": {"ours_fa3", "fa3"},
 }
 
 

@@ -34,6 +34,7 @@ from rich.table import Table
 
 import torch_flashplug
 from torch_flashplug import env
+from torch_flashplug.recipes import RECIPES
 
 DEVICES = {"cuda": "cuda", "cpu": "cpu", INTERPRETED: "cpu"}  # torch's names for them
 WORK = {"cuda": 1 << 29, "cpu": 1 << 20, INTERPRETED: 1 << 25}  # multiply-adds of a call's two products
@@ -42,7 +43,7 @@ STALL, START, ALONE = 60.0, 180.0, 90.0  # seconds: without progress; to the fir
 GRACE = 25.0  # seconds that are kept to ask again what was found
 AT_ONCE = 3  # questions
 ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
-MODES = ("auto", "fa3", "fa2")
+MODES = ("auto", "fa3", "fa2")  # and, if asked for, recipes of 8 bits (recipes.py)
 SHORT = 200  # characters of what is said of a fault that is known
 
 
@@ -314,7 +315,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it under deterministic algorithms
     modes, only = tuple(options.modes.split(",")), options.only.split(",")
-    known = {*MODES, *(("stock",) if options.call is not None else ())}
+    known = {*MODES, *RECIPES, *(("stock",) if options.call is not None else ())}
     if unknown := {*only} - {*fuzz_calls.NAMES} | {*modes} - known:
         parser.error(f"{sorted(unknown)}: kinds are {fuzz_calls.NAMES}, modes {sorted(known)}")
     if options.call is not None:

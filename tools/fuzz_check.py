@@ -24,10 +24,15 @@ import torch_flashplug
 from torch_flashplug import dropped, env, native
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.ops import empty_in_layout_of
+from torch_flashplug.quantised import quantise
+from torch_flashplug.recipes import RECIPES
+from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, bias_grad_math, grads_math
 from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_bias_sums, cancelled_sums
+from torch_flashplug.testing.eight_bit import attend as emulate
 
 SIGMAS = 5.0
+RECIPE_ERROR = 0.012  # relative, root mean square
 INTERPRETED = "interpreted"  # for a device: our kernels, on CPU tensors
 
 Off = Callable[[], contextlib.AbstractContextManager]
@@ -154,7 +159,9 @@ def _as_told(call: Call, mode: str) -> Iterator[None]:
     try:
         forced = mode not in {"auto", "stock"}
         with contextlib.ExitStack() as scopes:
-            if forced:
+            if mode in RECIPES:
+                scopes.enter_context(torch_flashplug.sdpa_backend("fa3", precision=mode))
+            elif forced:
                 scopes.enter_context(torch_flashplug.sdpa_backend(mode))
             if call.allow:
                 scopes.enter_context(sdpa_kernel(ALLOWED[call.allow]))
@@ -266,6 +273,28 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
         yield "other bits the second time"
 
 
+def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) -> Iterator[str]:
+    """Against what the recipe makes of its own operands, in fp64: rounded once more, and P where it has 16 bits."""
+    call, given = posed.call, (posed.q, posed.k, posed.v)
+    with _as_told(call, mode):
+        spec = KernelSpec.from_name(torch_flashplug.explain(*given, **settings(call)).kernel)
+    padded = (F.pad(x, (0, spec.d - call.D)) for x in given[:2])
+    made = quantise(*padded, posed.v, RECIPES[mode], spec.tile_n)
+    right = emulate(made, RECIPES[mode], _softmax_scale(call), causal=call.causal).out
+    for run in runs:
+        got = run["out"].double()
+        if not torch.equal(got.isfinite(), right.isfinite()):
+            yield "out is not finite where it should be, or the other way round"
+        error, size = ((x.nan_to_num() ** 2).sum() ** 0.5 for x in (got - right, right))
+        if error > RECIPE_ERROR * size + 1e-6:
+            yield f"out is {float(error / size):.4f} of its size off"
+    if not all(bool(buffer.isnan().sum() == buffer.numel() - stored) for buffer, stored in posed.guards):
+        yield "an operand's buffer was written"
+    yield from _layout_faults(posed, runs[-1], {"ours_fwd": 1})
+    if not all(torch.equal(a, b) or a.isnan().any() for a, b in zip(*(run.values() for run in (runs[0], runs[-1])))):
+        yield "other bits the second time"
+
+
 def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
     """Makes the call in one mode and judges what comes back; inside of `off()` the plugin is disabled."""
     call = posed.call
@@ -281,11 +310,15 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
             runs = [attend(posed, grad) for grad in grads]
         if call.dropout and native.counters().get("ours_fwd"):
             answers = answer(posed, kept_by_ours(posed))
-        detail = "; ".join(dict.fromkeys(_faults(posed, answers, runs, native.counters())))[:1000]
+        if mode in RECIPES:
+            faults = _faults_of_recipe(posed, runs, mode)
+        else:
+            faults = _faults(posed, answers, runs, native.counters())
+        detail = "; ".join(dict.fromkeys(faults))[:1000]
         status = "wrong" if detail else "right"
     except Exception as error:  # of any kind: that a call raises is what is looked for
         status, detail = "raised", f"{type(error).__name__}: {error}"[:1000]
-        may_refuse = mode in {"fa3", "fa2"} or call.allow
+        may_refuse = mode in {"fa3", "fa2", *RECIPES} or call.allow
         if may_refuse and isinstance(error, RuntimeError) and any(words in detail for words in NOT_SERVED):
             status, detail = "refused", ""
     return Verdict(status, detail, {path: count for path, count in native.counters().items() if count})

@@ -60,6 +60,11 @@ def labels() -> dict[str, str]:
     return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
 
 
+def wheel(name: str) -> Callable | None:
+    """Its flash_attn_func; None where it is not installed."""
+    return _import_wheel(WHEELS[name][1])[0]
+
+
 def _wheel(function: Callable) -> Attend:
     """A flash_attn_func of the (B, S, H, D) school as an F.sdpa look-alike."""
 

@@ -93,6 +93,16 @@ def masked_decode() -> list[Case]:
     return [_named_by_shape(*call) for call in grid + beside]
 
 
+def eight_bits() -> list[Case]:
+    """The grid's of 2k and more, then grouped heads and other head dims."""
+    beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),
+              ((2, 8, 8), 8192, (192, 128)))  # fmt: skip
+    others = [
+        _named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)
+    ]  # fmt: skip
+    return [*(case for case in grid("grid") if case.Sq >= 2048), *others]
+
+
 def head_dims() -> list[Case]:
     """Head dims beside the grid's, at one middling size."""
     return [

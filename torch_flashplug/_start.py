@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from . import choices, configs, env, integrations, library, native, problem, rescues, tracing, up_calls
+from . import choices, configs, env, integrations, library, native, problem, recipes, rescues, tracing, up_calls
 from .families import BACKENDS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -19,6 +19,14 @@ def _process_backend() -> int:
     if name and name not in BACKENDS:
         raise ValueError(f"{env.BACKEND.name}={name!r}; use one of {', '.join(BACKENDS)}")
     return BACKENDS.index(name) if name else 0
+
+
+def _process_precision() -> int:
+    name = env.PRECISION.get()
+    try:
+        return recipes.number_of(name) if name else 0
+    except ValueError as error:
+        raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
 def provide(name: str, cc: int) -> int | str:
@@ -44,6 +52,7 @@ def register_packs() -> None:
 def _load_core() -> None:
     push_tables()
     native.set_process_backend(_process_backend())
+    native.set_process_precision(_process_precision())
     register_packs()
     up_calls.set_compile(provide)
     up_calls.set_trace(problem.sizes_of_traced)

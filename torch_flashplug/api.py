@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, choices, composite, configs, env, native, problem, repair, rescues, tracing
+from . import _start, choices, composite, configs, env, native, problem, recipes, repair, rescues, tracing
 from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
 
@@ -45,15 +45,18 @@ def _cache_mark() -> str:
     return f"|torch_flashplug:{flags}:{table:08x}"
 
 
-def enable() -> None:
+def enable(*, precision: str | None = None) -> None:
     """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
-    Undone by disable().
+    Undone by disable(). precision: of all calls of the process that no sdpa_backend block gives another one; None: as
+    it is, 16 bits at first or TORCH_FLASHPLUG_PRECISION.
 
     Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's
     attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
     as they are.
     """
     _start.load()
+    if precision is not None:
+        native.set_process_precision(recipes.number_of(precision))
     native.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
@@ -94,6 +97,10 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
+def ours_in_words() -> str:
+    return " or ".join(map(repr, KERNEL_BACKENDS))
+
+
 class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
 
@@ -102,19 +109,29 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     error that lists the reasons. `num_splits`, with "fa3" or "fa2": among how many CTAs the keys of a tile of query
     rows are split, 1 to 255, never more than it has blocks of keys; 0: as the decode gate says.
 
+    `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
+    scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None: as
+    the process says (enable). Operands are made ahead of each call, rotated and with scales (recipes.py,
+    quantised.py). With "auto" it is a permission: a call is multiplied in 8 bits only where that was measured to be
+    faster than our 16, and never where gradients are wanted. Of a backend that is forced it is asked for.
+
     Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
     compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
     with torch.nn.attention.sdpa_kernel).
     """
 
-    def __init__(self, backend: str, *, num_splits: int = 0) -> None:
+    def __init__(self, backend: str, *, num_splits: int = 0, precision: str | None = None) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
         if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
-            ours = " or ".join(map(repr, KERNEL_BACKENDS))
-            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with {ours}")
-        self.backend, self.num_splits = backend, num_splits
-        self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT
+            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with {ours_in_words()}")
+        field = native.PRECISION_OF_PROCESS if precision is None else recipes.number_of(precision)
+        if field and backend in ("math", "stock"):
+            raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {ours_in_words()}")
+        if precision is not None and not field:
+            field = native.WHOLE_PRECISION
+        self.backend, self.num_splits, self.precision = backend, num_splits, precision
+        self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << native.PRECISION_SHIFT
 
     @never_a_frame
     def __enter__(self) -> sdpa_backend:
@@ -134,12 +151,12 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             tracing.cache_tag.pop(tag)
 
     def __call__(self, function: Callable) -> Callable:
-        backend, num_splits = self.backend, self.num_splits
+        backend, num_splits, precision = self.backend, self.num_splits, self.precision
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
             # A new block: Dynamo cannot enter one that was made outside of the graph.
-            with sdpa_backend(backend, num_splits=num_splits):
+            with sdpa_backend(backend, num_splits=num_splits, precision=precision):
                 return function(*args, **kwargs)
 
         return wrapper
@@ -163,6 +180,8 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
     gate: str = ""  # arithmetic of the decode gate
     row: str = ""  # the measured row that decided
+    precision: str = ""  # the recipe of 8 bits that products are multiplied in; empty: the operands' 16
+    whole: str = ""  # why 16 bits, where fewer are allowed
     mask: str = ""  # how kernels of ours read a mask of floats
     copies: str = ""  # which operands are copied first, since no such kernel reads them as they lie
     rescue: str = ""  # what stock would do with this call, where that decided
@@ -175,7 +194,9 @@ class Plan:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
-        lines += [("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
+        if self.precision:
+            lines.append(("precision", f"{self.precision}: {recipes.in_words(self.precision)}"))
+        lines += [("16 bits", self.whole), ("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
         shared = f", the query heads of a KV head shared among {self.sharing} tiles" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]

@@ -68,9 +68,10 @@ _DROPOUT = (
     _tensor("seed", 1, "int64", "(1,), what bits are drawn from", optional=True),
     _number("dropout_p", "fp32", "probability with which a score is dropped", optional=True),
 )
+_EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES)
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from . import features
 from .elements import elements_of, misfit
 from .families import BY_ARCH, TARGETS, targets_of
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
@@ -22,6 +23,9 @@ BIAS_DROPPED, BIAS32_DROPPED = ("bias+dropout",), ("bias32+dropout",)
 BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
 ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
+QK8 = ("qk8", "causal+qk8")
+IN_E4M3 = tuple(mask + recipe for recipe in ("8bit", "e4m3") for mask in ("", "causal+"))
+NARROW = ("fp16",)  # ends at 65504
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
 # Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
@@ -86,9 +90,9 @@ class KernelRow:
     def peers_at_once(self) -> int:
         return PEERS_AT_ONCE
 
-    @property
-    def shares_heads(self) -> bool:
-        return BY_ARCH[self.arch].shares_heads
+    def shares_heads(self, spec: KernelSpec) -> bool:
+        """A part of a sum could leave the range of narrow numbers where the sum does not."""
+        return BY_ARCH[self.arch].shares_heads and spec.dtype not in NARROW
 
     @property
     def counters(self) -> int:
@@ -156,6 +160,18 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 192, 128, BIASES, 128, 64, 2, 1700),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
+    # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md). Where values are, every block's O has
+    # registers of its own.
+    KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
+    KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, QK8, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 128, QK8, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 192, QK8, 128, 96, 2),
+    KernelRow("fwd", 90, 256, 256, QK8, 128, 80, 2),
+    KernelRow("fwd", 90, 64, 64, IN_E4M3, 192, 96, 2),
+    KernelRow("fwd", 90, 96, 96, IN_E4M3, 128, 128, 2),
+    KernelRow("fwd", 90, 128, 128, IN_E4M3, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 128, IN_E4M3, 128, 128, 2),
     KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + MASK + DROPPED, 64, 128, 4),
@@ -248,6 +264,10 @@ def _drops(spec: KernelSpec) -> bool:
     return "dropout" in spec.features
 
 
+def _in_eight_bits(spec: KernelSpec) -> bool:
+    return features.recipe_of(spec.features) is not None
+
+
 def _only_forced(spec: KernelSpec) -> bool:
     """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
     for all that bring a mask, a bias or dropout.
@@ -262,10 +282,11 @@ def _has_bias(spec: KernelSpec) -> bool:
 
 # Of a target, the one that every call needs comes first.
 PACKS = (
-    Pack("sm90a", "sm_90a", lambda spec: not _only_forced(spec) and not _has_bias(spec) and not _drops(spec)),
+    Pack("sm90a", "sm_90a", lambda spec: not any(of(spec) for of in (_only_forced, _has_bias, _drops, _in_eight_bits))),
     Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
     Pack("sm90a_dropout", "sm_90a", lambda spec: not _only_forced(spec) and _drops(spec)),
+    Pack("sm90a_8bit", "sm_90a", lambda spec: not _only_forced(spec) and _in_eight_bits(spec)),
     Pack("sm80", "sm_80", lambda spec: True),
 )
 

@@ -35,6 +35,12 @@ BACKEND = Flag(
     "fa3, fa2, math or stock for all calls of the process; what it cannot run stays stock",
     traced=True,
 )
+PRECISION = Flag(
+    "TORCH_FLASHPLUG_PRECISION",
+    "",
+    "8bit, qk8, e4m3: calls may be multiplied in 8 bits where that is faster",
+    traced=True,
+)
 CACHE_DIR = Flag(
     "TORCH_FLASHPLUG_CACHE_DIR",
     "",
@@ -55,7 +61,7 @@ REPAIR = Flag(
     traced=True,
 )
 
-FLAGS = (ENABLED, BACKEND, CACHE_DIR, JIT, HOOK, REPAIR)
+FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR)
 
 
 def disabled() -> bool:

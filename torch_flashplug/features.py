@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .recipes import RECIPES, Recipe
+
 
 @dataclass(frozen=True, slots=True)
 class Feature:
@@ -24,6 +26,7 @@ class Feature:
     detbwd: str = ""  # and of backwards in order
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
+    recipe: str = ""  # of recipes.py: what its kernels multiply operands in
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
 
     def part_of(self, kind: str) -> str:
@@ -63,6 +66,13 @@ FEATURES = (
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
         arguments=("seed", "dropout_p"), part="dropout.Dropped",
     ),
+    *(
+        Feature(
+            name, name, f"in {name}", f"precision={name!r} is asked for, these kernels multiply in 16 bits",
+            arguments=("scratch8",), part=f"eight.{part}", always=True, recipe=name,
+        )
+        for name, part in (("qk8", "Int8Scores"), ("8bit", "EightBit"), ("e4m3", "E4m3"))
+    ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
 NONE = "full"  # the tag of kernels without any
@@ -95,6 +105,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
+    *(Combination(frozenset({*beside, name}), {90: ("fwd",)}) for name in RECIPES for beside in ((), ("causal",))),
 )
 
 
@@ -121,6 +132,10 @@ def bringing(argument: str) -> int:
 def score_bytes(features: Iterable[str]) -> int:
     """Of shared memory for every score of a block."""
     return sum(feature.score_bytes for feature in of(features))
+
+
+def recipe_of(features: Iterable[str]) -> Recipe | None:
+    return next((RECIPES[feature.recipe] for feature in of(features) if feature.recipe), None)
 
 
 def walks_lists(features: Iterable[str]) -> bool:

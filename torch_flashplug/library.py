@@ -66,6 +66,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in (
         "set_enabled",
         "set_process_backend",
+        "set_process_precision",
         "set_standin",
         "unregister_ops",
         "device_facts",

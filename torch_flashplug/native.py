@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from . import choices, configs, rescues
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
+# Of a mode word (Mode in src/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
+PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
 SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/problem.h
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
 STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/torch_symbols.h
@@ -122,6 +124,11 @@ def is_preference(mode_word: int) -> bool:
 def set_process_backend(backend: int) -> None:
     """Backend id that goes ahead of every gate and block; calls that it cannot run stay stock. 0: none."""
     lib().flashplug_set_process_backend(backend)
+
+
+def set_process_precision(number: int) -> None:
+    """Of a recipe (recipes.number_of), for calls whose mode says none."""
+    lib().flashplug_set_process_precision(number)
 
 
 def set_standin(on: bool | int) -> None:

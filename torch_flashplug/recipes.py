@@ -11,6 +11,7 @@ SIXTEEN = "16bit"  # precision of a call that no recipe is asked for
 
 SAMPLES = 64  # keys of a head
 CHANNEL_RMS = 2.0  # of values behind their scale: e4m3 ends at 448, so that 224 times the rms fit
+RAISED = 8  # powers of two by which probabilities are larger on their way to e4m3: small ones keep their bits
 SMALLEST_SCALE = 2.0**-40  # with 0, or what fp32 makes of less, a score that is hidden would be -inf * 0
 # Signs of channels, a bit for each, lowest first: digits of pi.
 ROTATION = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
@@ -43,3 +44,17 @@ def named(precision: str) -> str:
     if name != SIXTEEN and name not in RECIPES:
         raise ValueError(f"precision={precision!r}; use one of {', '.join((SIXTEEN, *RECIPES, *ALIASES))}")
     return name
+
+
+def number_of(precision: str) -> int:
+    """In a mode word; 0: 16 bits. Raises ValueError where there is none of that name."""
+    return (SIXTEEN, *RECIPES).index(named(precision))
+
+
+def in_words(name: str) -> str:
+    """What a recipe multiplies."""
+    recipe = RECIPES[name]
+    rest = "probabilities and values in 16 bits"
+    if recipe.values is not None:
+        rest = f"probabilities {recipe.values} x {2**RAISED}, values {recipe.values} per channel"
+    return f"scores {recipe.scores} (rotated, shifted; a scale for each row, and each block of keys), {rest}"

@@ -106,6 +106,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
             dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
             whole_sectors=row.whole_sectors(spec),
+            shares_heads=row.shares_heads(spec),
             scratch_rows=spec.scratch_rows,
         )
 

@@ -49,6 +49,8 @@ DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
 KV_IN_REGISTERS_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
 
+EIGHT_BIT_DEPTH = 32  # numbers that a step of a product in 8 bits takes of a row: bytes, as of 16 bits
+
 # sm_80
 AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
 AMPERE_NARROW = 128  # up to this head dim a warp owns two slabs of rows: K and V are read half as often
@@ -143,7 +145,13 @@ class KernelSpec:
 
     def row_bytes(self, operand: str) -> int:
         """Of one row of "q", "k", "v" or "o" (its gradient is made of the same)."""
-        return (self.d if operand in "qk" else self.dv) * ELEMENTS[self.dtype].bytes(operand)
+        return (self.d if operand in "qk" else self.dv) * self.bytes_of(operand)
+
+    def bytes_of(self, operand: str) -> int:
+        """Of one of its numbers, as kernels multiply it."""
+        recipe = features.recipe_of(self.features)
+        eight = recipe is not None and (operand in "qk" or (operand == "v" and recipe.values is not None))
+        return 1 if eight else ELEMENTS[self.dtype].bytes(operand)
 
     def kv_bytes(self) -> int:
         return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
@@ -200,16 +208,31 @@ class HopperSpec(KernelSpec):
     @property
     def q_columns(self) -> int:
         """Columns of a Q tile in shared memory: O leaves through the Q tile that it came from."""
-        return max(self.d, self.dv)
+        return max(self.d, self.dv) if self.out_in_q else self.d
+
+    @property
+    def out_in_q(self) -> bool:
+        return self.bytes_of("q") == self.bytes_of("o")
+
+    @property
+    def promoted(self) -> bool:
+        """fwd: whether every block's O is a sum of its own: sums in 8 bits drop digits."""
+        return self.bytes_of("v") == 1
 
     @property
     def q_slots(self) -> int:
         """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
         free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
+        free -= self._out_bytes()
         return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
 
     def _q_slot_bytes(self) -> int:
-        return ROWS_PER_WARPGROUP * max(self.row_bytes("q"), self.row_bytes("o"))
+        q, o = self.row_bytes("q"), self.row_bytes("o")
+        return ROWS_PER_WARPGROUP * (max(q, o) if self.out_in_q else q)
+
+    def _out_bytes(self) -> int:
+        """Of O, where it does not leave through the slots of Q."""
+        return 0 if self.out_in_q or self.is_decode else self.tile_m * self.row_bytes("o")
 
     @property
     def early_rescale(self) -> bool:
@@ -232,7 +255,8 @@ class HopperSpec(KernelSpec):
         if self.is_backward:
             return self._bwd_bytes() + self.dq_writer_units * DQ_WRITERS * self._dq_unit_bytes()
         q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
-        return q_bytes + self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES
+        held = self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + self._out_bytes()
+        return q_bytes + held + BARRIER_BYTES
 
     @property
     def dq_writer_units(self) -> int:
@@ -282,7 +306,7 @@ class HopperSpec(KernelSpec):
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             return keys + self.kv_in_registers * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
-        return self.tile_n // 2 + self.tile_n // 4 + self.dv // 2
+        return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2 * (1 + self.promoted)
 
     def register_budget(self) -> tuple[int, int]:
         has = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]
@@ -300,6 +324,8 @@ class HopperSpec(KernelSpec):
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
             return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
+        if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
+            return f"head dim {self.d}, tile_n={self.tile_n}; products in 8 bits have multiples of {EIGHT_BIT_DEPTH}"
         if self.is_backward and not self.in_parts and (self.d % 64 or self.dv % 64):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):

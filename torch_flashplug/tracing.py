@@ -98,6 +98,19 @@ def traced_mode() -> int:
     return _traced.blocks[-1][0] if _traced.blocks and _is_current() else 0
 
 
+def _baked_mode() -> int:
+    """The mode word that a graph keeps. One that may want gradients, which who traces cannot tell, multiplies in the
+    operands' own 16 bits; one that wants none goes by what surrounds its run, where no block surrounds the trace.
+    """
+    word = traced_mode()
+    precision = word >> native.PRECISION_SHIFT
+    if torch.is_grad_enabled():
+        precision = 0
+    elif precision == native.PRECISION_OF_PROCESS:
+        precision = native.PRECISION_OF_THREAD
+    return word & ((1 << native.PRECISION_SHIFT) - 1) | precision << native.PRECISION_SHIFT
+
+
 # ---- trace carrier ----
 
 
@@ -119,7 +132,7 @@ def _trace_forward(
             mask = ops.namespace.kept_mask(mask)
     with mode:
         out, lse, seed, offset = ops.namespace.sdpa_fwd(
-            query, key, value, mask, dropout_p, int(is_causal), scale, traced_mode()
+            query, key, value, mask, dropout_p, int(is_causal), scale, _baked_mode()
         )
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
 

@@ -5,6 +5,8 @@
 // Is there a kernel row (rows.cpp)? In auto: is it a call that stock is known to fail? Unless forced: is the backward
 // ours, too, where gradients are wanted? In auto: does the decode gate let it through, and does a measured row say that
 // it is at least as fast as stock? The words for every answer are in text.cpp.
+#include <algorithm>
+
 #include "../flashplug.h"
 
 namespace flashplug {
@@ -85,10 +87,7 @@ Plan attempt(const Problem& p, const Problem& given, const DeviceFacts& device, 
   return plan;
 }
 
-}  // namespace
-
-// Stock where no family serves; under a forced backend the op turns that into an error.
-Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+Plan plan_exactly(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Backend wanted = mode.backend();
   const Problem p = as_read(given, tables);
   if (mode.family() >= 0) return attempt(p, given, device, mode, tables, mode.family());
@@ -106,6 +105,26 @@ Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const
   });
   plan.why = why;
   return plan;
+}
+
+}  // namespace
+
+Problem as_asked(const Problem& p, Mode mode) {
+  Problem asked = p;
+  asked.needs |= mode.asks();
+  return asked;
+}
+
+// Stock where no family serves; under a forced backend the op turns that into an error. Fewer bits are a permission: 16
+// where kernels of 8 cannot run a call, or were not measured to be faster; an order where the backend is forced.
+Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  if (mode.asks() == 0) return plan_exactly(given, device, mode, tables);
+  Plan asked = plan_exactly(as_asked(given, mode), device, mode, tables);
+  if (asked.ours()) asked.features = mode.asks();
+  if (asked.ours() || mode.forces_kernels()) return asked;
+  Plan whole = plan_exactly(given, device, mode, tables);
+  whole.why_whole = asked.why[std::max(mode.family(), 0)];
+  return whole;
 }
 
 Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables) {

@@ -58,6 +58,7 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
   if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
+  if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }

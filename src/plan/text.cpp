@@ -136,7 +136,8 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
 std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
-  return std::string(row.said) + ": " + fixed(row.ratio) + " x stock (" + row.measured + ")";
+  const char* than = (row.features & kEightBits) != 0 ? " x ours of 16 bits (" : " x stock (";
+  return std::string(row.said) + ": " + fixed(row.ratio) + than + row.measured + ")";
 }
 
 std::string rescue_text(int rescue_row, const Tables& tables) {
@@ -245,6 +246,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
     case Why::kNoBiasGradient:
       return "attn_mask wants a gradient, and no kernel of ours that makes one takes this call";
+    case Why::kGradientsInEightBits:
+      return "8-bit attention has no backward; use torch.no_grad() or precision='16bit'";
   }
   return "";
 }
@@ -276,7 +279,11 @@ std::string copies_text(const Problem& p, const Tables& tables) {
          (broadcast ? " less what is broadcast" : "");
 }
 
-std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
+                      const Tables& tables) {
+  // What the plan is one of: with 8 bits, or without them after all.
+  const bool whole = static_cast<bool>(plan.why_whole);
+  const Problem p = whole ? given : as_asked(given, mode);
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -300,7 +307,9 @@ std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& dev
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
            quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
+  out += "}, \"precision\": " + quoted(needs_text(plan.features)) +
+         ", \"whole\": " + quoted(whole ? reason_text(plan.why_whole, as_asked(given, mode), device, tables) : "") +
+         ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
          ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
@@ -322,8 +331,9 @@ std::string call_text(const Problem& p, const Tables& tables) {
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
-std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const Plan plan = plan_call(p, device, mode, tables);
+std::string forced_error(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Problem p = as_asked(given, mode);
+  const Plan plan = plan_call(given, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);

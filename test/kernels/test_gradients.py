@@ -154,6 +154,18 @@ def test_query_heads_are_shared(kernels_on: str, case: Case, order: Order, share
         check(case, "fa3", kernels_on)
 
 
+def test_heads_that_cancel_in_fp16(kernels_on: str) -> None:
+    """Each head's part of dV lies beyond fp16, their sum is 0."""
+    q, k, v = (torch.zeros(1, heads, S, 64) for heads, S in ((2, 512), (1, 64), (1, 64)))
+    q[..., 0], k[..., 0, 0] = 8.0, 30.0
+    q, k, v = (x.half().to(kernels_on).requires_grad_() for x in (q, k, v + 1.0))
+    grad_out = torch.full((1, 2, 512, 64), 200.0, dtype=torch.half, device=kernels_on)
+    grad_out[:, 1] = -200.0
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert not torch.autograd.grad(out, v, grad_out)[0].any()
+
+
 @pytest.mark.parametrize("extra", ["mask", "bias", "dropout"])
 def test_shared_query_heads_have_stages_of_their_own(kernels_on: str, extra: str) -> None:
     """The same gradients as where one tile works through them all, but for roundings: each its own rows of a mask."""

@@ -18,6 +18,7 @@ from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.elements import ELEMENTS, NUMBERS, elements_of
 from torch_flashplug.families import BACKENDS
+from torch_flashplug.rows import DTYPE_IDS
 from torch_flashplug.spec import KernelSpec
 
 FACTS = {**DEVICES, "none": None}
@@ -391,3 +392,5 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
 def test_few_blocks_of_keys_share_query_heads(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
     plan = native.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
     assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing
+    narrow = call(heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"]))
+    assert native.plan(narrow, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == 1

@@ -56,6 +56,7 @@ MET = {
     "deterministic": Met(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": Met(LONG | {"grad": 1}, kernels=FORWARDS),
     "no bias gradient": Met(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
+    "8 bits with gradients": Met(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
 ELSEWHERE = {"together"}  # asked of a table of its own, by test_facts
 

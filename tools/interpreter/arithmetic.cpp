@@ -1,5 +1,6 @@
 // What a lane does alone with its registers, and what lanes of a warp tell each other. PTX ISA 9, chapter 9.7.
 #include <cmath>
+#include <limits>
 
 #include "lanes.h"
 
@@ -300,6 +301,11 @@ void add_arithmetic(Opcodes& to) {
   constexpr auto exponential = [](float a) { return std::exp2(a); };
   constexpr auto logarithm = [](float a) { return std::log2(a); };
   constexpr auto root = [](float a) { return std::sqrt(a); };
+  constexpr auto product_upwards = [](float a, float b) {
+    const double exact = double{a} * b;
+    const float near = static_cast<float>(exact);
+    return near < exact ? std::nextafter(near, std::numeric_limits<float>::infinity()) : near;
+  };
   constexpr auto inverse = [](float a) { return 1.0f / a; };
   constexpr auto size = [](float a) { return std::fabs(a); };
   constexpr auto quotient = [](float a, float b) { return a / b; };
@@ -308,6 +314,7 @@ void add_arithmetic(Opcodes& to) {
   to["fma.rn.f32"] = {"wwww", ternary<float, float, float, multiplied>};
   to["ex2.approx.f32"] = {"ww", unary<float, float, exponential>};
   to["lg2.approx.f32"] = {"ww", unary<float, float, logarithm>};
+  to["mul.rp.f32"] = {"www", binary<float, float, float, product_upwards>};
   to["sqrt.rn.f32"] = {"ww", unary<float, float, root>};
   to["rcp.approx.f32"] = to["rcp.rn.f32"] = {"ww", unary<float, float, inverse>};
   to["tanh.approx.f32"] = {"ww", unary<float, float, tangent>};

@@ -16,18 +16,20 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.forward import Call, ForwardCall
 from .parts.arguments.operands import Scales
+from .parts.output import Output, Promoted
 from .parts.pieces import Launch, Pieces
+from .parts.scaled import ScaledSoftmax, Scaling
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
-from .parts.softmax import OnlineSoftmax, write_lse
+from .parts.softmax import OnlineSoftmax, Unscaled, write_lse
 from .parts.walk import Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
@@ -78,10 +80,18 @@ class Scores:
     product: sm90.Product
     keys: cute.Tensor  # (MMA, 1, D/16, slot)
     acc: cute.Tensor
-    values: cute.Tensor  # (2, columns), the same registers
+    compares_given: bool
 
     def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
         self.product.issue(self.acc, my_Q, self.keys[None, None, None, slot], accumulate=False)
+
+    def take(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Scores in fp32: as the accumulator has them, and (2, columns), the same registers; and what the largest score
+        is looked for in: whole numbers, of which one instruction compares three, where P is small enough beside them.
+        """
+        acc = self.acc if self.acc.element_type is Float32 else sm90.in_floats(self.acc)
+        values = fragments.rows_and_columns(acc)
+        return acc, values, fragments.rows_and_columns(self.acc) if self.compares_given else values
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,13 @@ class FirstBlock:
     turns: sm90.Turns
     chain: Chain
     n_block: Int32
-    softmax: OnlineSoftmax
-    P: fragments.OperandA
+    softmax: OnlineSoftmax | ScaledSoftmax
+    P: fragments.OperandA | fragments.Quads
 
     @cute.jit
     def weigh(self, S: Scores):
         self.chain.begin(self.n_block, masked=True)
+        self.softmax.fetch(self.n_block)
         self.ring_k.wait(self.nth)
         self.turns.take()
         warpgroup.fence()
@@ -108,9 +119,10 @@ class FirstBlock:
         self.chain.make_ready(self.n_block, masked=True)
         warpgroup.wait_group(0)
         self.ring_k.release(self.nth)
-        self.chain.apply(S.values, self.n_block, masked=True, count=self.nth)
-        self.softmax.step(S.values, first=True, masked=True)
-        self.P.take(S.acc, self.chain.kept(masked=True))
+        acc, values, given = S.take()
+        self.chain.apply(values, self.n_block, masked=True, count=self.nth)
+        self.softmax.step(values, True, True, given)
+        self.P.take(acc, self.chain.kept(masked=True))
 
 
 class ForwardSm90(ForwardCall):
@@ -125,10 +137,12 @@ class ForwardSm90(ForwardCall):
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
         self.small_smem = spec.q_slots < 2 * self.warpgroups
-        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D ptxas would serialise
-        # every product.)
-        self.halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D, and in 8 bits, ptxas
+        # would serialise every product.)
+        halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        self.halves = halves and self.element.scores is self.element
         self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+        self.out_in_q = spec.out_in_q
         self.form = Form(self.element, self.warpgroups, self.tile_n)
 
     @property
@@ -140,29 +154,34 @@ class ForwardSm90(ForwardCall):
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
         """Q, K and V as TMA brings them."""
+        scores, values = self.element.scores, self.element.values
         return (
-            sm90.Input.create(self.element, ROWS, self.q_columns, self.q_slots),
-            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
-            sm90.Input.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
+            sm90.Input.create(scores, ROWS, self.q_columns, self.q_slots),
+            sm90.Input.create(scores, self.tile_n, self.d, self.stages),
+            sm90.Input.create(values, self.dv, self.tile_n, self.stages, major=self.major_of_values),
         )
+
+    @property
+    def major_of_values(self) -> str:
+        return "rows" if self.seams.turned else "columns"
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
         self.seams.before(call, stream)
         q, k, v = self.inputs
-        pieces = self.seams.pieces(call)
-        tma_q, mQ = q.tma(pieces.rows_first(call.q))
-        tma_k, mK = k.tma(pieces.rows_first(call.k))
-        tma_v, mVt = v.tma(pieces.columns_first(call.v))
+        pieces, given = self.seams.pieces(call), self.seams.operands(call)
+        tma_q, mQ = q.tma(pieces.rows_first(given.q))
+        tma_k, mK = k.tma(pieces.rows_first(given.k))
+        tma_v, mVt = v.tma((pieces.rows_first if self.seams.turned else pieces.columns_first)(given.v))
         tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
-        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
+        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
-        self.kernel(atoms, tensors, call.lse, call.scales, call.counter, section, *seams).launch(
+        self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -171,11 +190,11 @@ class ForwardSm90(ForwardCall):
 
     def make_qk(self, columns: int) -> cute.TiledMma:
         """S = Q K^T, both from shared memory."""
-        return sm90.make_mma(self.element.dtype, columns, "rows", "rows")
+        return sm90.make_mma(self.element.scores.dtype, columns, "rows", "rows", self.element.scores.sums)
 
     def make_pv(self) -> cute.TiledMma:
         """O += P V, P from registers."""
-        return sm90.make_mma(self.element.dtype, self.dv, "registers", "columns")
+        return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
 
     def make_scores(self, sK: cute.Tensor, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
         """S of the first `columns` keys of a block, kept in the first of `registers`."""
@@ -184,7 +203,7 @@ class ForwardSm90(ForwardCall):
         keys = part.make_fragment_B(part.partition_B(cute.local_tile(sK, (columns, self.d, self.stages), (0, 0, 0))))
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
-        return Scores(product, keys, acc, fragments.rows_and_columns(acc))
+        return Scores(product, keys, acc, self.element.values.bytes == 1)
 
     @cute.kernel
     def kernel(
@@ -193,6 +212,7 @@ class ForwardSm90(ForwardCall):
         tensors: Operands,
         mLSE: cute.Tensor,
         scales: Scales,
+        scaling: Unscaled | Scaling,
         mCounter: cute.Tensor,
         section: Int32,
         pieces: Pieces,
@@ -205,6 +225,8 @@ class ForwardSm90(ForwardCall):
         mail, ring_mail = sm90.create_mail(smem)
         chain = chain.shared(smem, self.form)
         shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        own = sm90.Input.create(self.element, ROWS, self.dv, self.warpgroups)
+        out = shared.q if self.out_in_q else own.buffer(smem)
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -228,8 +250,7 @@ class ForwardSm90(ForwardCall):
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            out = sm90.Operand(atoms.o, tensors.o, shared.q)
-            self.consume(shared, work, out, mLSE, scales, chain)
+            self.consume(shared, work, sm90.Operand(atoms.o, tensors.o, out), mLSE, scales, scaling, chain)
 
     @cute.jit
     def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work, chain: Chain):
@@ -268,24 +289,23 @@ class ForwardSm90(ForwardCall):
 
     @cute.jit
     def consume(
-        self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales, chain: Chain
+        self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales,
+        scaling: Unscaled | Scaling, chain: Chain,
     ):  # fmt: skip
         """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n))
-        S, half = (self.make_scores(shared.k, thread, acc_S, self.tile_n // parts) for parts in (1, 2))
-        times_v = sm90.Product.create(self.make_pv)
-        qk, pv = S.product.add.get_slice(thread), times_v.add.get_slice(thread)
+        acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n), self.element.scores.sums)
+        S, half = (self.make_scores(shared.k, thread, acc_S, self.tile_n // parts) for parts in (1, 1 + self.halves))
+        output = (Promoted if self.spec.promoted else Output).create(self.make_pv, (ROWS, self.dv))
+        qk, pv = S.product.add.get_slice(thread), output.product.add.get_slice(thread)
         tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
-        acc_O = sm90.zeros(pv, (ROWS, self.dv))
-        P = fragments.OperandA.create(S.acc, self.element)  # (MMA, 1, tile_n/16)
-        output = fragments.rows_and_columns(acc_O)
+        P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
         scales = chain.scales(scales)
-        softmax = OnlineSoftmax.create(scales.log2)
+        softmax = scaling.softmax(scales.log2)
         turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
         chain = chain.hold(self.tile_n)
@@ -296,17 +316,17 @@ class ForwardSm90(ForwardCall):
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            rows = softmax.at(tile, row, work.pieces)
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, here, done)
             sections = run.sections()
             nth_q = nth * self.warpgroups + wg  # of the Q's
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
-
             ring_q.wait(nth_q)
-            first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), softmax, P)
+            first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
             self.weigh_first(first, S, half, run.columns_of_first(ROWS))
-            acc_O.fill(0.0)
+            output.clear()
             if cutlass.const_expr(not self.small_smem):
                 hand_back(ring_q, nth_q - self.warpgroups)
 
@@ -314,41 +334,44 @@ class ForwardSm90(ForwardCall):
                 here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     now, before = done + j, done + j - 1
+                    rows.fetch(run.nth(j))
                     ring_k.wait(now)
                     turns.take()
                     warpgroup.fence()
                     S.issue(my_Q, ring_k.slot(now))
                     if cutlass.const_expr(self.early_rescale):
-                        softmax.rescale(output)
+                        rows.rescale(output.values)
                         warpgroup.fence()
                     ring_v.wait(before)
-                    times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(before)], accumulate=True)
+                    output.add(P.fragment, tOrV[None, None, None, ring_v.slot(before)], rows)
                     turns.pass_on()
                     here.make_ready(run.nth(j), section.masked)
                     warpgroup.wait_group(1)
                     ring_k.release(now)
                     here.ahead(run.next(j, section), section.masked)
-                    here.apply(S.values, run.nth(j), section.masked, now)
-                    softmax.step(S.values, first=False, masked=here.hides(section.masked))
+                    acc, values, given = S.take()
+                    here.apply(values, run.nth(j), section.masked, now)
+                    rows.step(values, False, here.hides(section.masked), given)
                     warpgroup.wait_group(0)
                     ring_v.release(before)
-                    P.take(S.acc, here.kept(section.masked))
+                    P.take(acc, here.kept(section.masked))
                     if cutlass.const_expr(not self.early_rescale):
-                        softmax.rescale(output)
+                        output.settle(rows)
 
             done += run.count
             if cutlass.const_expr(self.early_rescale):
-                softmax.rescale(output)
+                rows.rescale(output.values)
             ring_v.wait(done - 1)
             warpgroup.fence()
-            times_v.issue(acc_O, P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], accumulate=True)
+            output.add(P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], rows)
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
+            output.close(rows)
             if cutlass.const_expr(not isinstance(run.behind, int)):
                 done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
-            lse = softmax.finish(output, scales.natural, chain.kept_share)
-            write_lse(mLSE, lse, tile, row)
-            self.store(acc_O, tile.rows(out), ring_q.slot(nth_q), wg_tile, times_v.add)
+            write_lse(mLSE, rows.finish(output.values, scales.natural, chain.kept_share), tile, row)
+            slot = ring_q.slot(nth_q) if self.out_in_q else wg
+            self.store(output.acc, tile.rows(out), slot, wg_tile, output.product.add)
             if cutlass.const_expr(self.small_smem):
                 hand_back(ring_q, nth_q)
             number = work.queue.take(nth)
@@ -368,15 +391,16 @@ class ForwardSm90(ForwardCall):
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
-        """O in 16 bits through its Q's slot of shared memory to global memory; each warp sends its 16 rows when it has
-        them.
+        """O in 16 bits through shared memory, the slot of its Q where that is as large, to global memory; each warp
+        sends its 16 rows when it has them.
         """
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
         rO.store(acc_O.load().to(self.element.dtype))
         slot_start = cute.slice_(out.s, (None, None, slot)).iterator
         sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
-        sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
+        if cutlass.const_expr(self.out_in_q):
+            sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 
 

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantised import Quantised, in_key_order
-from ..recipes import LARGEST, Recipe
+from ..recipes import LARGEST, RAISED, Recipe
 from .oracle import Attention
 
-RAISED = 256.0  # probabilities on their way to e4m3, which ends at 448: small ones keep their bits
 ACCUMULATED = 32  # keys that a tensor core adds up at once in 8 bits
 
 
@@ -30,14 +29,14 @@ def attend(
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     factor = operands.q_scale.double().unsqueeze(-1) * scale
     k_scale = operands.k_scale.double().repeat_interleave(group, 1)
-    top = torch.full((B, Hq, Sq, 1), -math.inf, dtype=torch.float64)
-    total, out = torch.zeros_like(top), torch.zeros(B, Hq, Sq, v.shape[3], dtype=torch.float64)
-    rows = torch.arange(Sq).unsqueeze(-1)
+    top = q.new_full((B, Hq, Sq, 1), -math.inf)
+    total, out = torch.zeros_like(top), q.new_zeros(B, Hq, Sq, v.shape[3])
+    rows = torch.arange(Sq, device=q.device).unsqueeze(-1)
     for block in reversed(range(k_scale.shape[2])):
         keys = slice(block * operands.block, min((block + 1) * operands.block, operands.Sk))
         scores = q @ k[:, :, keys].mT * factor * k_scale[:, :, block, None, None]
         if causal:
-            scores = scores.masked_fill(torch.arange(keys.start, keys.stop) > rows, -math.inf)
+            scores = scores.masked_fill(torch.arange(keys.start, keys.stop, device=q.device) > rows, -math.inf)
         before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
         base = top.masked_fill(top == -math.inf, 0.0)
         weights, correction = (scores - base).exp(), (before - base).exp()
@@ -58,7 +57,7 @@ def attend(
 def _rounded(weights: Tensor, recipe: Recipe) -> Tensor:
     if recipe.values is None:
         return weights.bfloat16().double()
-    return (weights * RAISED).to(torch.float8_e4m3fn).double() / RAISED
+    return (weights * 2.0**RAISED).to(torch.float8_e4m3fn).double() / 2.0**RAISED
 
 
 def _added(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:

@@ -14,6 +14,8 @@ class Element:
     and takes no types in them.
     """
 
+    sums = Float32  # what products add up in
+
     def __init__(self, dtype: type[cutlass.Numeric], pack: str, raised: int = 0):
         """pack: what two packed elements are called in PTX; raised: exponents by which P is larger on its way to sums
         over many rows. fp16 has no small numbers: P of a row with many keys would lose bits, or vanish; bf16 has all
@@ -25,6 +27,16 @@ class Element:
     @property
     def bytes(self) -> int:
         return self.dtype.width // 8
+
+    @property
+    def scores(self) -> Element | EightBits:
+        """What Q and K are multiplied in."""
+        return self
+
+    @property
+    def values(self) -> Element | EightBits:
+        """What P and V are."""
+        return self
 
     def pack_pair(self, low: Float32, high: Float32) -> Int32:
         """Two numbers as elements, round to nearest even.
@@ -41,6 +53,51 @@ class Element:
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[pair])
 
 
+class EightBits:
+    """Q and K, or P and V, of a recipe (recipes.py)."""
+
+    bytes = 1
+
+    def __init__(self, dtype: type[cutlass.Numeric], sums: type[cutlass.Numeric], packing: str):
+        """sums: what products add up in; packing: the PTX that makes {$w0} of four fp32 numbers, the first lowest."""
+        self.dtype, self.sums, self.packing = dtype, sums, packing
+
+    def pack_four(self, four: list[Float32]) -> Int32:
+        """Round to nearest even; beyond the ends of a format lies its end, and NaN of e4m3 stays."""
+        return cute.arch.inline_ptx(self.packing, write_only_types=[Int32], read_only_args=four)
+
+
+class QuantisedElement(Element):
+    """Operands and O in 16 bits, products in 8: of scores, perhaps of values."""
+
+    def __init__(self, whole: Element, scores: EightBits, values: EightBits | None):
+        super().__init__(whole.dtype, whole.pack, whole.raised)
+        self.eight, self.of_values = scores, values or whole
+
+    @property
+    def scores(self) -> EightBits:
+        return self.eight
+
+    @property
+    def values(self) -> Element | EightBits:
+        return self.of_values
+
+
+EIGHT_BITS = {
+    "int8": EightBits(
+        cutlass.Int8,
+        Int32,
+        "{ .reg .b32 n<4>; .reg .b32 high; cvt.rni.s32.f32 n0, {$r0}; cvt.rni.s32.f32 n1, {$r1}; "
+        "cvt.rni.s32.f32 n2, {$r2}; cvt.rni.s32.f32 n3, {$r3}; cvt.pack.sat.s8.s32.b32 high, n3, n2, 0; "
+        "cvt.pack.sat.s8.s32.b32 {$w0}, n1, n0, high; }",
+    ),
+    "e4m3": EightBits(
+        cutlass.Float8E4M3FN,
+        Float32,
+        "{ .reg .b16 low; .reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }",
+    ),
+}
 ELEMENTS = {  # by the name of spec.DTYPES
     "bf16": Element(cutlass.BFloat16, "bf16x2"),
     "fp16": Element(cutlass.Float16, "f16x2", raised=12),

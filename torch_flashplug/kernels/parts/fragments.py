@@ -13,7 +13,7 @@ from cutlass import Int32
 from cutlass.base_dsl import Arch
 from cutlass.cutlass_dsl import BaseDSL
 
-from .element import Element
+from .element import EightBits, Element
 
 LOG2_E = math.log2(math.e)
 
@@ -67,6 +67,44 @@ class OperandA:
         """What is not negative of another, or of itself; 0 for the rest."""
         for i in range(cute.size(self.pairs)):
             self.pairs[i] = self.element.kept_pair(signed.pairs[i])
+
+
+@dataclass(frozen=True)
+class Quads:
+    """Probabilities in 8 bits, in registers, as the left operand of the next product; packed in fours. Thread t of four
+    owns scores of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of sixteen, and the product wants four on end: V has its keys in
+    recipes.KEY_ORDER.
+    """
+
+    quads: cute.Tensor  # (K/8,) Int32
+    fragment: cute.Tensor  # (16, 1, K/32), the same registers as the product sees them
+    element: EightBits
+
+    @classmethod
+    def create(cls, acc: cute.Tensor, element: EightBits) -> Quads:
+        """Room for an accumulator of K columns."""
+        quads = cute.make_rmem_tensor((cute.size(acc) // 4,), Int32)
+        layout = cute.make_layout(((4, 2, 2), 1, cute.size(acc) // 16), stride=((1, 4, 8), 0, 16))
+        return cls(quads, cute.make_tensor(cute.recast_ptr(quads.iterator, dtype=element.dtype), layout), element)
+
+    def take(self, acc: cute.Tensor, through: Callable | None = None) -> None:
+        """As OperandA does. Of sixteen columns a thread has eight scores: of the first eight a pair of each row, then
+        of the others.
+        """
+        values = rows_and_columns(acc)
+        for i in range(cute.size(acc) // 4, cute.size(self.quads)):
+            self.quads[i] = Int32(0)
+        for i in range(cute.size(acc) // 4):
+            r, first = i % 2, i // 4 * 8 + i // 2 % 2 * 4
+            four = [values[r, first + c] for c in range(4)]
+            if through is not None:
+                four = [through(r, first + c, value) for c, value in enumerate(four)]
+            self.quads[i] = self.element.pack_four(four)
+
+
+def left_operand(acc: cute.Tensor, element: Element | EightBits) -> OperandA | Quads:
+    """Room for P of an accumulator's columns."""
+    return (Quads if element.bytes == 1 else OperandA).create(acc, element)
 
 
 def zero_of(step: Int32) -> Int32:

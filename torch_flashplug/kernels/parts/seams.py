@@ -5,8 +5,10 @@ a chain of stages and an element type, and never what they are.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
+import cutlass.cute as cute
 
 from ... import features
 from ...spec import KernelSpec
@@ -14,7 +16,18 @@ from .element import ELEMENTS, Element
 from .pieces import Dense, Pieces
 from .scores.chain import Chain, Stage
 from .scores.visible import Visible
+from .softmax import Unscaled
 from .walk import Band, Walk
+
+
+@dataclass(frozen=True)
+class Given:
+    """Operands of both products in global memory."""
+
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D)
+    v: cute.Tensor  # (B, Hkv, Sk, Dv), or turned
+    scaling: object  # softmax.Unscaled, or scaled.Scaling
 
 
 class Seams:
@@ -25,9 +38,10 @@ class Seams:
 
     uneven = False  # whether rows of a tile may see different numbers of keys
     short = False  # whether many tiles have few rows
+    turned = False  # whether V is given as (B, Hkv, Dv, Sk)
 
-    def __init__(self, element: Element, transposed: bool, listed_rows: int):
-        self.element, self.transposed, self.listed_rows = element, transposed, listed_rows
+    def __init__(self, element: Element, spec: KernelSpec, transposed: bool):
+        self.element, self.spec, self.transposed, self.listed_rows = element, spec, transposed, spec.listed_rows
 
     @staticmethod
     def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
@@ -35,13 +49,17 @@ class Seams:
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
         parts = [part_named(name) for name in names if name]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
-        return kind(ELEMENTS[spec.dtype], transposed, spec.listed_rows)
+        return kind(ELEMENTS[spec.dtype], spec, transposed)
 
     def pieces(self, call: object) -> Pieces:
         return Dense()
 
     def walk(self, call: object) -> Walk:
         return Band()
+
+    def operands(self, call: object) -> Given:
+        """What is multiplied."""
+        return Given(call.q, call.k, call.v, Unscaled())
 
     def visible(self, call: object) -> Stage:
         """Which scores count: what every chain has."""

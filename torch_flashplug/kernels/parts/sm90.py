@@ -364,14 +364,16 @@ def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], rings: tuple[tu
     cute.arch.sync_threads()
 
 
-def make_mma(dtype: type[cutlass.Numeric], columns: int, left: str, right: str) -> cute.TiledMma:
+def make_mma(
+    dtype: type[cutlass.Numeric], columns: int, left: str, right: str, sums: type[cutlass.Numeric] = Float32
+) -> cute.TiledMma:
     """64 x columns on one warpgroup, operands from "rows" (K-major in shared memory), "columns" (MN-major) or
-    "registers".
+    "registers"; sums: what it adds up in.
     """
     major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
     source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, major[left], major[right], Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, columns), source
+        dtype, dtype, major[left], major[right], sums, (1, 1, 1), (ROWS_PER_WARPGROUP, columns), source
     )
 
 
@@ -426,8 +428,16 @@ class SlotProduct:
         self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=True)
 
 
-def zeros(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
-    """Accumulator of one warpgroup, (64, N) fp32, cleared."""
-    acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
-    acc.fill(0.0)
+def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric] = Float32) -> cute.Tensor:
+    """Accumulator of one warpgroup, (64, N), cleared."""
+    acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), sums)
+    acc.fill(sums(0))
     return acc
+
+
+def in_floats(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator of whole numbers, in fp32."""
+    floats = cute.make_rmem_tensor(acc.layout, Float32)
+    for i in range(cute.size(acc)):
+        floats[i] = Float32(acc[i])
+    return floats

@@ -20,13 +20,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .pieces import Tile
+from .pieces import Launch, Tile
 from .scores.chain import Kept
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
 SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
 COARSE_SHIFT = float(2**26)  # neighbouring fp32 numbers are 4 apart here
 SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """Operands that nothing is multiplied by; others have a scaled.Scaling. Holds nothing, so that a kernel has no
+    argument for it.
+    """
+
+    def softmax(self, scale_log2: Float32) -> OnlineSoftmax:
+        return OnlineSoftmax.create(scale_log2)
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,20 @@ class OnlineSoftmax:
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
         return cls(row_max, row_sum, correction, scale_log2, coarse_scale)
 
+    def at(self, tile: Tile, row: Int32, pieces: Launch) -> OnlineSoftmax:
+        """Of a tile's rows `row` and `row` + 8; pieces: where it is from."""
+        return self
+
+    def fetch(self, block: Int32) -> None:
+        """What a block of keys has of its own is on its way."""
+
     @cute.jit
-    def step(self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool]):
-        """acc_S (2, cols): scores in, probabilities out. Updates the running state and `correction`."""
+    def step(
+        self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: object = None
+    ):
+        """acc_S (2, cols): scores in, probabilities out. Updates the running state and `correction`. given: as of
+        scaled.ScaledSoftmax.
+        """
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
             new_max = row_reduce(acc_S, r, cute.arch.fmax)

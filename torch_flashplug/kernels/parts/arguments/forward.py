@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, given_bias
+from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_vector, given_bias
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,15 @@ class Call:
     digest: cute.Tensor | None
     bias: cute.Tensor | None  # of either dtype
     drawn: Drawn | None
+    scratch8: cute.Tensor | None
 
 
 class ForwardCall(KernelCall):
     """Of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        return super().fake_tensors() | fake_features(self.element.dtype) | {"counter": fake_counter()}
+        own = {"counter": fake_counter(), "scratch8": fake_vector(Int32, 16)}
+        return super().fake_tensors() | fake_features(self.element.dtype) | own
 
     @cute.jit
     def __call__(
@@ -53,8 +55,9 @@ class ForwardCall(KernelCall):
         bias32: cute.Tensor | None,
         seed: cute.Tensor | None,
         dropout_p: Float32 | None,
+        scratch8: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         bias = given_bias(bias, bias32)
-        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, bias, drawn), stream)
+        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, bias, drawn, scratch8), stream)

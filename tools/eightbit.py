@@ -1,0 +1,130 @@
+"""Suite eightbit: 8-bit attention by recipe: kernels alone, and whole calls with what makes operands, beside ours of 16
+bits and FlashAttention-3's FP8, whose operands torch makes (by the largest entry of each head).
+
+Kernels alone are the profiler's: what a call launches but for what makes operands of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import providers as who
+import torch
+import torch.nn.functional as F
+import workloads
+from harness import Bench, facts_of, refusal, row_of
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from torch_flashplug import recipes, sdpa_backend
+from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
+
+QUANTISES = "quantise"  # in names of kernels of ours that make operands
+LARGEST_ERROR = {"qk8": 0.03, "8bit": 0.06, "e4m3": 0.08}  # relative, of normal inputs: more is a wrong number
+ROUND_MS = 8.0  # of one candidate in one round
+
+
+def calls() -> Iterator[tuple[str, Case, str]]:
+    for case in workloads.eight_bits():
+        for recipe in recipes.RECIPES:
+            yield f"{recipe}_{case.name}", case, recipe
+
+
+def suite_eightbit(bench: Bench) -> None:
+    for name, case, recipe in calls():
+        if bench.take(name):
+            _measure(bench, name, case, recipe)
+
+
+def _ours(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with sdpa_backend("fa3", precision=precision):
+            return F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
+
+    return call
+
+
+def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """(B, S, H, D) in e4m3 and its scales, (B, kv_heads), each of the heads that share a KV head."""
+    grouped = x.transpose(1, 2).unflatten(2, (kv_heads, -1))
+    scale = grouped.abs().amax((1, 3, 4)).float() / recipes.LARGEST["e4m3"]
+    return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
+
+
+def _fa3(inputs: Inputs, case: Case) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
+    """FlashAttention-3 in FP8, on operands made before, and the whole; None where the wheel is not installed."""
+    function = who.wheel("fa3")
+    if function is None:
+        return None
+
+    def attend(made: list[tuple[Tensor, Tensor]]) -> Tensor:
+        (q, q_descale), (k, k_descale), (v, v_descale) = made
+        descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        return function(q, k, v, causal=case.causal, **descales)
+
+    def operands() -> list[tuple[Tensor, Tensor]]:
+        return [by_head(x, case.Hkv) for x in inputs]
+
+    return functools.partial(attend, operands()), lambda: attend(operands())
+
+
+def _error(case: Case, inputs: Inputs, out: Tensor) -> float:
+    """Of the last rows of the first head, relative, against fp64."""
+    rows, group = min(case.Sq, 256), 1
+    q, k, v = inputs.q[:1, :group, -rows:], inputs.k[:1, :1], inputs.v[:1, :1]
+    scores = q.double() @ k.double().mT * case.D**-0.5
+    if case.causal:
+        seen = torch.arange(case.Sk, device=q.device) <= torch.arange(case.Sq - rows, case.Sq, device=q.device)[:, None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+    right = scores.softmax(-1) @ v.double()
+    return float((out[:1, :group, -rows:].double() - right).norm() / right.norm())
+
+
+def alone(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, Timing]:
+    """What kernels of calls take, those left out that make operands; interleaved, the first round is not counted."""
+    mark = torch.zeros(1, dtype=torch.int64, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(rounds + 1):
+            for call in calls.values():
+                mark.add_(1)
+                for _ in range(repeats):
+                    call()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    groups: list[float] = []
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        if "CUDAFunctorOnSelf_add<long>" in event.name:
+            groups.append(0.0)
+        elif groups and QUANTISES not in event.name:
+            groups[-1] += event.time_range.elapsed_us() / 1000 / repeats
+    assert len(groups) == (rounds + 1) * len(calls), f"{len(groups)} groups of kernels were seen"
+    return {name: Timing(tuple(groups[i + len(calls) :: len(calls)])) for i, name in enumerate(calls)}
+
+
+def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
+    inputs = make_inputs(case, bench.device)
+    refused: dict[str, str] = {}
+    with torch.no_grad():
+        ours, whole = _ours(inputs, case, recipe), _ours(inputs, case, recipes.SIXTEEN)
+        try:
+            error = _error(case, inputs, ours())
+        except RuntimeError as reason:  # no kernel of that recipe holds these head dims
+            bench.skipped[name] = refusal(reason)
+            return
+        if error > LARGEST_ERROR[recipe]:
+            raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
+        kernels, others = {"ours_fa3": ours}, {"ours_call": ours, "ours_16bit": whole}
+        try:
+            if fa3 := _fa3(inputs, case):
+                fa3[0]()
+                kernels["fa3_fp8"], others["fa3_fp8_call"] = fa3
+        except (RuntimeError, ValueError) as reason:
+            refused["fa3_fp8"] = refusal(reason)
+        repeats = max(2, int(ROUND_MS / (workloads.bound_ms(case) * 1.5)))
+        timings = alone(kernels, bench.rounds, repeats) if bench.device == "cuda" else {}
+        candidates = {peer: Candidate(call) for peer, call in others.items()}
+        beside = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+    row = row_of(name, timings, **facts_of(case), recipe=recipe, error=error, refused=refused)
+    row["all_ms"] |= {peer: timing.ms for peer, timing in beside.items()}
+    bench.add(row)

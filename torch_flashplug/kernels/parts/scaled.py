@@ -1,0 +1,172 @@
+"""Online softmax over scores that are whole numbers, or small ones, times scales: one for each row of Q, and for each
+block of keys (recipes.py).
+
+Domains, stated once:  S scores as products give them;  factor = scale of the row * scale of the block * log2(e) times
+the softmax scale;  row_max = running maximum of S * factor, in powers of two;  row_sum = sum of exp2(S * factor -
+row_max), this thread's share until `finish`, raised by 2^raised as P is;  LSE = (row_max + log2(row_sum)) / log2(e), to
+which comes what the constant key has taken from the row's scores.
+
+The exponent is one fused multiply-add, whose product is exact, and the maximum is rounded up: no probability exceeds 1.
+Beyond COARSE that rounding would be powers of two. There scores count relative to the largest one of their block, by a
+factor that is steep, and so small that the shift is exact: what is not the largest is powers of two below it anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .fragments import LOG2_E, column_of
+from .pieces import Launch, Tile
+from .scores.chain import Kept
+from .softmax import ROWS, row_reduce
+
+COARSE = float(2**24)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What scores and values are multiplied by, as kernels get it."""
+
+    q: cute.Tensor  # (B, Hq, Sq)
+    k: cute.Tensor  # (B, Hkv, blocks)
+    v: cute.Tensor | None  # (B, Hkv, Dv)
+    row_shift: cute.Tensor  # (B, Hq, Sq)
+    raised: int  # powers of two by which P is larger on its way to the next product
+    steep: float  # powers of two between neighbouring scores, times which the largest score is below 2^26
+
+    def softmax(self, scale_log2: Float32) -> ScaledSoftmax:
+        row_max, row_sum, correction, row_scale = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(4))
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        block_scale = cute.make_rmem_tensor((1,), Float32)
+        return ScaledSoftmax(row_max, row_sum, correction, row_scale, block_scale, scale_log2, self)
+
+
+@dataclass(frozen=True)
+class ScaledSoftmax:
+    """Running maximum and sum of two rows, kept in registers; asked as softmax.OnlineSoftmax is."""
+
+    row_max: cute.Tensor  # (2,) fp32
+    row_sum: cute.Tensor  # (2,) fp32
+    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by
+    row_scale: cute.Tensor  # (2,) fp32
+    block_scale: cute.Tensor  # (1,) fp32
+    scale_log2: Float32
+    scaling: Scaling
+    tile: Tile | None = None
+    row: Int32 | None = None
+    k_scales: cute.Tensor | None = None  # (blocks,)
+
+    @cute.jit
+    def at(self, tile: Tile, row: Int32, pieces: Launch) -> ScaledSoftmax:
+        """Of a tile's rows `row` and `row` + 8; pieces: where it is from."""
+        for r in cutlass.range_constexpr(ROWS):
+            batch, head, place = tile.place(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
+            self.row_scale[r] = self.scaling.q[batch, head, place] * self.scale_log2
+        tile = replace(tile, group=pieces.group)
+        k_scales = self.scaling.k[tile.batch, tile.head_of_keys(), None]
+        return replace(self, tile=tile, row=row, k_scales=k_scales)
+
+    @cute.jit
+    def fetch(self, block: Int32):
+        """The scale of a block of keys is on its way."""
+        self.block_scale[0] = self.k_scales[block]
+
+    @cute.jit
+    def step(
+        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: cute.Tensor
+    ):  # fmt: skip
+        """S (2, cols): scores in, probabilities out. Updates the running state and `correction`. given: the scores as
+        the product left them, of which the largest is known before they are converted; nothing is hidden there.
+        """
+        factors, shifts, tops = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
+        for r in cutlass.range_constexpr(ROWS):
+            factor, old_max = self.row_scale[r] * self.block_scale[0], self.row_max[r]
+            top = largest(S if cutlass.const_expr(masked) else given, r)
+            if cutlass.const_expr(masked):  # a row that sees nothing of a block stays as it is, whatever its scale
+                hidden = top == -Float32.inf
+                factor = cutlass.select_(hidden, Float32(1.0), factor)
+            new_max = rounded_up(top, factor)
+            if cutlass.const_expr(not first):
+                new_max = cute.arch.fmax(new_max, old_max)
+            self.row_max[r] = new_max
+            base = new_max
+            if cutlass.const_expr(masked):
+                base = 0.0 if new_max == -Float32.inf else new_max
+                top = cutlass.select_(hidden, Float32(0.0), top)
+            factors[r], shifts[r], tops[r] = factor, base - self.scaling.raised, top
+            self.correction[r] = 1.0
+            if cutlass.const_expr(not first):
+                self.correction[r] = cute.math.exp2(old_max - base, fastmath=True)
+        if cute.arch.fmax(size_of(shifts[0]), size_of(shifts[1])) > COARSE:
+            self.coarsen(factors, shifts, tops)
+        for r in cutlass.range_constexpr(ROWS):
+            for c in range(cute.size(S, mode=[1])):
+                S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
+            earlier = 0.0 if cutlass.const_expr(first) else self.row_sum[r] * self.correction[r]
+            self.row_sum[r] = earlier + row_reduce(S, r, lambda a, b: a + b)
+
+    def coarsen(self, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor) -> None:
+        """Of rows whose maximum is huge: scores relative to the block's own largest, which `tops` has."""
+        for r in range(ROWS):
+            behind = self.row_max[r] - rounded_up(tops[r], factors[r])
+            huge = size_of(shifts[r]) > COARSE
+            shift = tops[r] * self.scaling.steep + behind - self.scaling.raised
+            shifts[r] = cutlass.select_(huge, shift, shifts[r])
+            factors[r] = cutlass.select_(huge, Float32(self.scaling.steep), factors[r])
+
+    @cute.jit
+    def rescale(self, acc_O: cute.Tensor):
+        """acc_O (2, cols): bring the output of earlier blocks to the new maximum."""
+        for r in cutlass.range_constexpr(ROWS):
+            for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+                acc_O[r, c] = acc_O[r, c] * self.correction[r]
+
+    @cute.jit
+    def finish(self, acc_O: cute.Tensor, scale: Float32, kept: Kept | None = None) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. kept: of the probabilities that O has."""
+        lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(ROWS):
+            total = self.row_sum[r]
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+            if cutlass.const_expr(kept is not None):
+                inverse[r] = inverse[r] * kept.inverse
+            batch, head, place = self.tile.place(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
+            powers = self.row_max[r] - self.scaling.raised + cute.math.log2(total, fastmath=True)
+            shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, place] * scale
+            lse[r] = cutlass.select_(total == 0.0, -Float32.inf, shifted)
+        first = cute.arch.lane_idx() % 4 * 2
+        for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+            of_channel = Float32(1.0)
+            if cutlass.const_expr(self.scaling.v is not None):
+                channel = cutlass.min(first + column_of(c), self.scaling.v.shape[2] - 1)
+                of_channel = self.scaling.v[self.tile.batch, self.tile.head_of_keys(), channel]
+            for r in cutlass.range_constexpr(ROWS):
+                acc_O[r, c] = acc_O[r, c] * (inverse[r] * of_channel)
+        return lse
+
+
+def largest(S: cute.Tensor, row: int) -> Float32:
+    """Of a row, which four threads share."""
+    if S.element_type is Float32:
+        top = row_reduce(S, row, cute.arch.fmax)
+    else:
+        top = Float32(row_reduce(S, row, cutlass.max))
+    for lanes in (1, 2):
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=lanes))
+    return top
+
+
+def size_of(x: Float32) -> Float32:
+    return cute.arch.fmax(x, -x)
+
+
+def rounded_up(a: Float32, b: Float32) -> Float32:
+    """a b, or the next number above: no other product with b of one that is not above a exceeds it."""
+    return cute.arch.inline_ptx("mul.rp.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
