@@ -56,8 +56,6 @@ Owned aligned_ones(Owned tensor);
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
 // `out` itself, or a copy of it in the layout that output_strides() says.
-// Scratch for operands in 8 bits, to a kernel that takes it.
-Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments);
 Owned in_output_layout(Owned out, AtenTensorHandle query);
 // [B, n * H, S, D] -> [B, H, S, D], as the operand has them: heads that gradients were left for apart, added up (torch
 // adds 16-bit numbers in fp32). `grad` itself where it has as many.
@@ -65,6 +63,9 @@ Owned sum_of_heads(Owned grad, AtenTensorHandle operand);
 // `grad` under the strides of torch.empty_like(operand), which graphs that torch.compile made expect.
 Owned laid_out_like(Owned grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
+
+// eight.cpp: scratch for operands in 8 bits, to a kernel that takes it.
+Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments);
 
 // The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).
 struct ReadCall {

@@ -97,7 +97,7 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-def ours_in_words() -> str:
+def _ours_in_words() -> str:
     return " or ".join(map(repr, KERNEL_BACKENDS))
 
 
@@ -124,10 +124,11 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
         if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
-            raise ValueError(f"num_splits={num_splits} with {backend!r}; use 1 to {MAX_SPLITS}, with {ours_in_words()}")
+            allowed = f"use 1 to {MAX_SPLITS}, with {_ours_in_words()}"
+            raise ValueError(f"num_splits={num_splits} with {backend!r}; {allowed}")
         field = native.PRECISION_OF_PROCESS if precision is None else recipes.number_of(precision)
         if field and backend in ("math", "stock"):
-            raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {ours_in_words()}")
+            raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {_ours_in_words()}")
         if precision is not None and not field:
             field = native.WHOLE_PRECISION
         self.backend, self.num_splits, self.precision = backend, num_splits, precision

@@ -94,7 +94,7 @@ BACKWARD = (
     *_OPERANDS,
     *_GIVEN,
     _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; not written: any of that shape"),
-    _tensor("dk", 4, "key", "(B, Hkv, Sk, D), likewise"),
+    _tensor("dk", 4, "key", "(B, Hkv, Sk, D), likewise; Hopper: a multiple of Hkv where tiles share query heads"),
     _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), likewise"),
     _ROWS,
     _tensor("scratch", 1, "fp32", "(n,), scratch: dQ in register order and counters; in parts: unused"),

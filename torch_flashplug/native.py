@@ -281,8 +281,8 @@ def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | Non
 def plan_text(
     problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0, remembered: bool = False
 ) -> str:
-    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, why{} (their names), gate, row, rescue, copies,
-    sharing, gradients} of a call on a device.
+    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, why{} (their names), precision, whole, gate, row,
+    rescue, copies, sharing, gradients} of a call on a device.
 
     The call is described by problem_facts() and the names of the features it needs; what is left out is as they say.
     `remembered`: from this thread's memory of plans, as calls get theirs; else made anew.

@@ -1,4 +1,4 @@
-"""Operands in 8 bits as kernels are to read them, made in plain torch; no kernel makes or reads them yet.
+"""Operands in 8 bits as kernels read them, made in plain torch: what the quantise kernel is held against.
 
 Scores. Rounding a score's factors costs least where no channel stands out: a constant key is taken from all keys, which
 moves all scores of a row alike (SageAttention, arXiv 2410.02367, section 4.2), and rows of Q and K are rotated by
