@@ -268,7 +268,7 @@ WANTED = {
     "fa2": {"ours_fa2", "fa2"},
     "grouped": {"ours_fa3", "stock"},
     "odd": {"ours_fa2", "stock"},
-    "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex"},
+    "masks": {"ours_fa3", "ours_auto", "ours_tall", "stock", "efficient", "flex", "flex_flash"},
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
     "maskdecode": set(masked_decode.MASKED),
     "eightbit": {"ours_fa3", "fa3"},

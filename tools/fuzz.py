@@ -28,7 +28,7 @@ from pathlib import Path
 import fuzz_calls
 import report
 import torch
-from fuzz_check import INTERPRETED, Verdict, answer, check, hooked, is_stocks, operands, settings
+from fuzz_check import INTERPRETED, Verdict, answer, as_told, check, hooked, is_stocks, operands, settings
 from rich.console import Console
 from rich.table import Table
 
@@ -292,7 +292,7 @@ def show_call(seed: int, index: int, mode: str, device: str) -> int:
         print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")
     with hooked(device, mode) as off:
         if mode != "stock":
-            with torch_flashplug.sdpa_backend(mode):
+            with as_told(call, mode):
                 preset = None if device == "cuda" else "h100"
                 print(torch_flashplug.explain(*operands(posed), **settings(call), device=preset), flush=True)
         verdict = check(posed, answer(posed), mode, off)

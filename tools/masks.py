@@ -167,8 +167,8 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
     of_torch = functools.partial(F.scaled_dot_product_attention, *inputs, mask, enable_gqa=case.gqa)
     attends = dict.fromkeys(("ours_fa3", "ours_auto", who.TALL, "stock", "efficient"), of_torch)
     with torch.set_grad_enabled(grad):
-        if pattern.name in FLEX and "flex" in bench.providers:
-            attends["flex"] = _flex_call(bench.providers["flex"].attend, case, pattern, inputs)
+        for flex in sorted({"flex", who.FLASH} & bench.providers.keys()) if pattern.name in FLEX else ():
+            attends[flex] = _flex_call(bench.providers[flex].attend, case, pattern, inputs)
         timings, wrong, refused = time_calls(
             bench,
             name,

@@ -47,6 +47,7 @@ WHEELS = {
 }
 SLOW = {"efficient", "math"}  # never near the front
 FORWARD_ONLY = {"fa3"}
+FLASH = "flex_flash"  # FlexAttention on FlashAttention-4's kernels
 TALL = "ours_tall"  # tiles of 192 rows beside bool masks, whatever the plan estimates
 OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2", TALL: "fa3"}  # name -> backend
 
@@ -56,7 +57,7 @@ def labels() -> dict[str, str]:
     ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
     both = ours | {TALL: "torch_flashplug (fa3, tall tiles)", "stock": "F.sdpa without the plugin"}
     peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
-    both["flex"] = "FlexAttention (compiled)"
+    both |= {"flex": "FlexAttention (compiled)", FLASH: "FlexAttention (compiled, FLASH)"}
     return both | {f"{name}{ONE_ORDER}": both[name] for name in ("ours_fa3", "stock")} | peers
 
 
@@ -151,8 +152,13 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
         else:
             found[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
     found["flex"] = Provider("flex", _flex, plugin_off)
+    if "fa4" in found:
+        found[FLASH] = Provider(FLASH, functools.partial(_flex, kernel_options={"BACKEND": "FLASH"}), plugin_off)
+    else:
+        absent[FLASH] = absent["fa4"]
     if wanted is None:
-        del found["ours_fa2"], found[TALL], found["flex"]
+        found = {name: p for name, p in found.items() if name not in {"ours_fa2", TALL, "flex", FLASH}}
+        absent.pop(FLASH, None)
     else:
         found = {name: p for name, p in found.items() if name in wanted}
         absent = {name: reason for name, reason in absent.items() if name in wanted}

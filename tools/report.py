@@ -33,6 +33,7 @@ CLOCK_FIELDS = (
     "driver_version",
 )
 MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # of the picture of masks
+MASKED_BARS = {"flex": "tab:gray", "flex_flash": "tab:olive", "ours_fa3": "tab:blue"}  # their colours
 LIMIT = 1.03  # auto may cost this much of stock's time, by the project's promise
 
 
@@ -142,7 +143,7 @@ def print_classes(document: dict[str, object], console: Console) -> None:
 
 
 def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Path | None:
-    """A picture of a document; None (and a line that says so) where matplotlib is missing."""
+    """A picture of a document; None where nothing of it is drawn, and (a line says so) where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -153,7 +154,8 @@ def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Pat
     draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode,
              "masks": _plot_masks}  # fmt: skip
     draw = draws.get(str(document["suite"]), _plot_ratios)
-    return records.save(draw(document, labels), path)
+    figure = draw(document, labels)
+    return records.save(figure, path) if figure else None
 
 
 def _subject(document: dict[str, object]) -> str:
@@ -227,23 +229,29 @@ def _plot_bars(document, labels):
 
 
 def _plot_masks(document, labels):
-    """One group of bars per kind of mask: speed as a multiple of stock's, one panel per head dim."""
+    """One group of bars per kind of mask: speed as a multiple of stock's, one panel per head dim; None without calls of
+    the panels' length.
+    """
     import matplotlib.pyplot as plt
 
     forwards = [row for row in document["rows"] if not row["grad"] and "_beside_" not in row["case"]]
     rows = [row for row in forwards if row["s"] == MASKED_ROWS]
     panels = [d for d in MASKED_DIMS if any(row["d"] == d for row in rows)]
+    if not panels:
+        return None
     kinds = list(dict.fromkeys(row["mask"] for row in rows))
     figure, axes = plt.subplots(len(panels), figsize=(1.5 + 0.95 * len(kinds), 2.9 * len(panels)), squeeze=False)
     for axis, d in zip(axes.flat, panels, strict=True):
-        times = {row["mask"]: row["all_ms"] for row in rows if row["d"] == d}
-        for name, side, colour in (("flex", -0.2, "tab:gray"), ("ours_fa3", 0.2, "tab:blue")):
-            timed = {i: times[kind] for i, kind in enumerate(kinds) if {name, "stock"} <= times.get(kind, {}).keys()}
+        # Of a call that was timed twice the last row: a group's bars are of one run.
+        times = {row["mask"]: row["all_ms"] for row in rows if row["d"] == d and "stock" in row["all_ms"]}
+        shown = [[name for name in MASKED_BARS if name in times.get(kind, ())] for kind in kinds]
+        for name, colour in MASKED_BARS.items():
+            timed = [i for i, names in enumerate(shown) if name in names]
             if not timed:
                 continue
-            at = [i + side * ("flex" in each) for i, each in timed.items()]
-            speeds = [each["stock"] / each[name] for each in timed.values()]
-            bars = axis.bar(at, speeds, 0.4, label=labels.get(name, name), color=colour)
+            at = [i + 0.3 * (shown[i].index(name) - (len(shown[i]) - 1) / 2) for i in timed]
+            speeds = [times[kinds[i]]["stock"] / times[kinds[i]][name] for i in timed]
+            bars = axis.bar(at, speeds, 0.3, label=labels.get(name, name), color=colour)
             axis.bar_label(bars, fmt="%.1f", fontsize=8)
         axis.axhline(1.0, color="black", linewidth=1, label="stock")
         axis.set_xticks(range(len(kinds)), [kind.replace("_", "\n") for kind in kinds], fontsize=9)
