@@ -158,6 +158,7 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
 bool efficient_can_run(const Problem& p);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
 ForwardResult math_forward(const ForwardCall& call);
+Owned cached_math(const ForwardCall& call);  // of key and value in 8 bits, made 16 (cached.py)
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
 BackwardResult math_backward(const BackwardCall& call);
 

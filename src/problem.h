@@ -20,6 +20,9 @@ struct Attention {
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
   std::optional<double> scale = {};
+  // Of key and value in 8 bits, (B, Hkv, Sk) fp32; rotated: the keys (quantised.rotate).
+  AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
+  bool rotated = false;
 };
 bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
 // torch does not say what is_causal beside a mask is: its math raises.
@@ -56,6 +59,7 @@ inline constexpr Feature kFeatures[] = {
     {"qk8", [](const Attention&) { return false; }},
     {"8bit", [](const Attention&) { return false; }},
     {"e4m3", [](const Attention&) { return false; }},
+    {"cache8", [](const Attention& call) { return is_there(call.k_scale); }},
 };
 int64_t needs_of(const Attention& call);  // a sum of their bits
 // One of them that some rule of ours knows by its name. A name that is not there does not compile.

@@ -73,6 +73,12 @@ inline constexpr Schema kOwnBackward(
     "torch_flashplug::sdpa_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, "
     "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
     "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+inline constexpr Schema kCachedForward(
+    "torch_flashplug::cached_fwd(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kCachedMath(
+    "torch_flashplug::_cached_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
@@ -126,22 +132,12 @@ inline constexpr Schema kSum(
 
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
-inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
-                                           kCarrierBackward.text(),
-                                           kOwnForward.text(),
-                                           kOwnBackward.text(),
-                                           kRightChoice.text(),
-                                           kMathForward.text(),
-                                           kMathBackward.text(),
-                                           kCudnnForward.text(),
-                                           kCudnnBackward.text(),
-                                           kFlashForward.text(),
-                                           kFlashBackward.text(),
-                                           kEfficientForward.text(),
-                                           kEfficientBackward.text(),
-                                           kNegate.text(),
-                                           kRepeat.text(),
-                                           kSum.text(),
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
+                                           kOwnBackward.text(),    kRightChoice.text(),      kMathForward.text(),
+                                           kMathBackward.text(),   kCachedForward.text(),    kCachedMath.text(),
+                                           kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
+                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text(),
+                                           kNegate.text(),         kRepeat.text(),           kSum.text(),
                                            kRandom.text()};
 
 }  // namespace flashplug

@@ -3,6 +3,7 @@
 //   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager; autograd, autocast and functorch are
 //     libtorch's
 //   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
+//   torch_flashplug::cached_fwd: attention() with a cache in 8 bits (cached.py)
 //
 // Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
 // the efficient attention; else math. A forced backend that cannot run raises its reasons. The backward follows its
@@ -104,6 +105,11 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     result->offset = std::move(drawn.offset);
   }
   const Owned seed = give_seed(result->seed.get(), query, &arguments);
+  if (call.k_scale != nullptr) {
+    arguments.tensor("k_scale", call.k_scale);
+    arguments.tensor("v_scale", call.v_scale);
+    arguments.integer("rotated", call.rotated);
+  }
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -311,6 +317,49 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
+// ---- door 3: torch_flashplug::cached_fwd, key and value in 8 bits; 16-bit attention where no kernel reads them ----
+
+void check_scale(const char* name, AtenTensorHandle scale, const Facts& facts) {
+  const Problem& p = facts.problem;
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t dtype = -1;
+  int64_t dims = 0;
+  Shape shape;
+  check_shim(aoti_torch_get_dtype(scale, &dtype), "get_dtype");
+  check_shim(aoti_torch_get_dim(scale, &dims), "get_dim");
+  const int64_t wanted[3] = {p.B, p.Hkv, p.Sk};
+  const bool fits = dtype == fp32 && dims == 3 && read_shape(scale, &shape) && beside(scale, facts.operand[0]) &&
+                    std::equal(wanted, wanted + 3, shape.size);
+  if (!fits)
+    throw std::runtime_error(std::string("torch_flashplug: cached_fwd takes float32 [B, Hkv, Sk] for ") + name +
+                             ", on the query's device, broadcast by strides of 0");
+}
+
+void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCachedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
+              v_scale = box::to_tensor(stack[op["v_scale"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  refuse_kept(mask.get());
+  ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
+  call.rotated = box::to<bool>(stack[op["rotated"]]);
+  const Facts facts = read_facts(call);
+  check_scale("k_scale", call.k_scale, facts);
+  check_scale("v_scale", call.v_scale, facts);
+  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // others are stock's to refuse
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_in_op(facts.problem, device, tables());
+  note_plan("cached_fwd", facts.problem, device, call.mode, plan);
+  ForwardResult result;
+  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
+    stack[0] = box::from_tensor(std::move(result.out));
+    return;
+  }
+  stack[0] = box::from_tensor(cached_math(call));
+}
+
 void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kRightChoice;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
@@ -341,6 +390,7 @@ void register_ops(const char* dispatch_key, bool own_ops) {
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
   own->impl("sdpa_fwd", &own_forward);
   own->impl("sdpa_bwd", &own_backward);
+  own->impl("cached_fwd", &cached_forward);
   own->impl("_right_choice", &right_choice_of_call);
   libraries().push_back(std::move(own));
 }

@@ -121,6 +121,21 @@ ForwardResult math_forward(const ForwardCall& call) {
   return result;
 }
 
+Owned cached_math(const ForwardCall& call) {
+  constexpr const Schema& schema = kCachedMath;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+  op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
+  op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
+  op[schema["attn_mask"]] = box::from_optional_tensor(is_there(call.mask) ? call.mask : nullptr);
+  op[schema["rotated"]] = box::from(call.rotated);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  return op.result(0);
+}
+
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;

@@ -10,7 +10,7 @@
 namespace flashplug {
 
 // What tensors are made of: a place in kDTypes, in the order of NUMBERS in elements.py. kOther: any that is not there.
-enum class DType : int { kFirst = 0, kOther = 3 };
+enum class DType : int { kFirst = 0, kOther = 6 };
 struct DTypeFacts {
   const char* name;    // torch's
   int32_t (*torch)();  // its number for it
@@ -20,6 +20,9 @@ struct DTypeFacts {
 inline constexpr DTypeFacts kDTypes[] = {{"bfloat16", aoti_torch_dtype_bfloat16, 2, 4},
                                          {"float16", aoti_torch_dtype_float16, 2, 2},
                                          {"float32", aoti_torch_dtype_float32, 4, 2},
+                                         {"int8", aoti_torch_dtype_int8, 1, 0},
+                                         {"float8_e4m3fn", aoti_torch_dtype_float8_e4m3fn, 1, 10},
+                                         {"float8_e5m2", aoti_torch_dtype_float8_e5m2, 1, 12},
                                          {"other", nullptr, 8, 0}};  // float64's bytes; none is looked at
 constexpr int kNumDTypes = std::size(kDTypes);
 static_assert(static_cast<int>(DType::kOther) == kNumDTypes - 1);

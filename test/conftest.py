@@ -19,7 +19,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from torch_flashplug import native
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.testing import case_named
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
@@ -55,7 +55,7 @@ def _is_small(item: pytest.Item) -> bool:
     case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
     if case is None:
         return True
-    dtype = DTYPES[zlib.crc32(case.name.encode()) % len(DTYPES)]
+    dtype = WHOLE[zlib.crc32(case.name.encode()) % len(WHOLE)]
     return on_cpu.is_small(case) and parameters.get("dtype", dtype) == dtype
 
 

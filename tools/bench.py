@@ -11,7 +11,9 @@ picture.
     --suite masks            bool masks by pattern, head dim and length, as users pass them, forward, then both
     --suite dropout          dropout of 0.1 by head dim, mask and length, forward, then both
     --suite eightbit         8-bit attention by recipe: kernels alone and whole calls, beside 16 bits and FA3's FP8
+    --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, beside FA3's FP8 and caches
     --suite maskdecode       few query rows against caches that a bool mask hides parts of
+    --suite cache8           one query row against caches in 8 bits, beside our own decode of 16
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -33,6 +35,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import accuracy
+import cached_decode
 import decode
 import dropout
 import eightbit
@@ -254,7 +258,9 @@ SUITES = {
     "masks": masks.suite_masks,
     "dropout": dropout.suite_dropout,
     "eightbit": eightbit.suite_eightbit,
+    "accuracy": accuracy.suite_accuracy,
     "maskdecode": masked_decode.suite_maskdecode,
+    "cache8": cached_decode.suite_cache8,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -272,6 +278,8 @@ WANTED = {
     "dropout": {"ours_fa3", "stock", "cudnn", "fa2", "efficient"},
     "maskdecode": set(masked_decode.MASKED),
     "eightbit": {"ours_fa3", "fa3"},
+    "accuracy": {"ours_fa3", "fa3"},
+    "cache8": {"ours_fa2", "ours_fa3"},
 }
 
 

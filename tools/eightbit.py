@@ -37,7 +37,7 @@ def suite_eightbit(bench: Bench) -> None:
             _measure(bench, name, case, recipe)
 
 
-def _ours(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]:
+def our_call(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]:
     def call() -> Tensor:
         with sdpa_backend("fa3", precision=precision):
             return F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
@@ -52,7 +52,9 @@ def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
-def _fa3(inputs: Inputs, case: Case) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
+def fa3_calls(
+    inputs: Inputs, case: Case, cast: Callable[[Tensor, int], tuple[Tensor, Tensor]] = by_head
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
     """FlashAttention-3 in FP8, on operands made before, and the whole; None where the wheel is not installed."""
     function = who.wheel("fa3")
     if function is None:
@@ -61,10 +63,11 @@ def _fa3(inputs: Inputs, case: Case) -> tuple[Callable[[], Tensor], Callable[[],
     def attend(made: list[tuple[Tensor, Tensor]]) -> Tensor:
         (q, q_descale), (k, k_descale), (v, v_descale) = made
         descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        return function(q, k, v, causal=case.causal, **descales)
+        out = function(q, k, v, causal=case.causal, **descales)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     def operands() -> list[tuple[Tensor, Tensor]]:
-        return [by_head(x, case.Hkv) for x in inputs]
+        return [cast(x, case.Hkv) for x in inputs]
 
     return functools.partial(attend, operands()), lambda: attend(operands())
 
@@ -106,7 +109,7 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
     inputs = make_inputs(case, bench.device)
     refused: dict[str, str] = {}
     with torch.no_grad():
-        ours, whole = _ours(inputs, case, recipe), _ours(inputs, case, recipes.SIXTEEN)
+        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, recipes.SIXTEEN)
         try:
             error = _error(case, inputs, ours())
         except RuntimeError as reason:  # no kernel of that recipe holds these head dims
@@ -116,7 +119,7 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
             raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
         kernels, others = {"ours_fa3": ours}, {"ours_call": ours, "ours_16bit": whole}
         try:
-            if fa3 := _fa3(inputs, case):
+            if fa3 := fa3_calls(inputs, case):
                 fa3[0]()
                 kernels["fa3_fp8"], others["fa3_fp8_call"] = fa3
         except (RuntimeError, ValueError) as reason:

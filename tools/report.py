@@ -34,6 +34,7 @@ CLOCK_FIELDS = (
 )
 MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # of the picture of masks
 MASKED_BARS = {"flex": "tab:gray", "flex_flash": "tab:olive", "ours_fa3": "tab:blue"}  # their colours
+SHOWN = "fa3"  # inputs of the picture of errors: N(0, 1) and outliers
 LIMIT = 1.03  # auto may cost this much of stock's time, by the project's promise
 
 
@@ -152,7 +153,7 @@ def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Pat
     matplotlib.use("Agg")
     grids = dict.fromkeys(("forward", "backward", "train"), _plot_grid)
     draws = {**grids, "headdims": _plot_bars, "latency": _plot_bars, "host": _plot_host, "decode": _plot_decode,
-             "masks": _plot_masks}  # fmt: skip
+             "masks": _plot_masks, "accuracy": _plot_accuracy}  # fmt: skip
     draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
     return records.save(figure, path) if figure else None
@@ -263,6 +264,31 @@ def _plot_masks(document, labels):
         "speed as a multiple of F.sdpa without the plugin (higher is better)\n" + _caption(document),
         fontsize=10,
     )
+    figure.tight_layout()
+    return figure
+
+
+def _plot_accuracy(document, labels):
+    """Error over speed of kernels alone, one panel per head dim, at the longest length that was timed; None without."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in document["rows"] if row["input"] == SHOWN and row.get("alone_ms")]
+    rows = [row for row in rows if row["s"] == max(row["s"] for row in rows)]
+    if not rows:
+        return None
+    figure, axes = plt.subplots(1, len(rows), figsize=(4.8 * len(rows), 4.6), sharey=True, squeeze=False)
+    for axis, row in zip(axes.flat, rows, strict=True):
+        for name, ms in row["alone_ms"].items():
+            speed, error = row["flop"] / ms / 1e9, 100 * row["errors"][name]
+            axis.scatter(speed, error, s=60, color="tab:gray" if name.startswith("fa3") else "tab:blue", zorder=3)
+            beside = (0, -15 if name == "fa3_fp8" else 7)  # its scales by tensor are right above it
+            axis.annotate(name, (speed, error), beside, textcoords="offset points", ha="center", fontsize=8)
+        axis.set(title=f"head dim {row['d']}", xlabel="TFLOP/s of the kernel alone", yscale="log")
+        axis.margins(x=0.2, y=0.1)
+        axis.grid(alpha=0.3)
+    axes.flat[0].set_ylabel("error, % (root mean square, relative)")
+    figure.suptitle(f"8-bit attention, inputs with outliers, {rows[0]['s']} keys (right and low is better)\n"
+                    + _caption(document), fontsize=10)  # fmt: skip
     figure.tight_layout()
     return figure
 

@@ -93,6 +93,25 @@ def masked_decode() -> list[Case]:
     return [_named_by_shape(*call) for call in grid + beside]
 
 
+def cached() -> list[Case]:
+    """One query against caches of 4 MB to 1 GB of K and V in 16 bits."""
+    calls = (
+        *(((1, 32, 8), keys, 128) for keys in (1024, 8192, 32768)),
+        *(((8, 32, 8), keys, 128) for keys in (1024, 8192)),
+        ((32, 32, 8), 4096, 128),
+        ((16, 16, 16), 4096, 128),
+        ((8, 64, 1), 8192, 128),
+        *(((1, 32, 8), keys, 64) for keys in (8192, 32768)),
+        *(((8, 32, 8), keys, 64) for keys in (8192, 16384)),
+        ((32, 16, 16), 4096, 64),
+        *(((1, 16, 8), keys, 256) for keys in (8192, 32768)),
+        ((8, 16, 8), 4096, 256),
+        ((32, 8, 8), 4096, 256),
+        ((8, 32, 8), 8192, 96),
+    )
+    return [_named_by_shape(heads, (1, keys), (d, d)) for heads, keys, d in calls]
+
+
 def eight_bits() -> list[Case]:
     """The grid's of 2k and more, then grouped heads and other head dims."""
     beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),

@@ -16,8 +16,10 @@ inert = env.torch_is_loading_backends() and "inert" not in globals()
 
 if not inert:
     from .api import disable, enable, explain, sdpa_backend
+    from .attention import attention
+    from .cached import QuantizedTensor
 
-    __all__ = ["disable", "enable", "explain", "sdpa_backend"]
+    __all__ = ["QuantizedTensor", "attention", "disable", "enable", "explain", "sdpa_backend"]
 
     if not env.disabled():
         enable()

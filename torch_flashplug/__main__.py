@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 
-from .elements import NUMBERS
+from .elements import WIDE
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
+    instead.add_argument("--precision", help="instead: a trained model in 8bit, qk8 or e4m3 beside 16 bits")
     demo.add_argument(
         "--repeats", type=int, default=0, help="--train: trainings of each attention (default: 5 on a GPU, 2 on a CPU)"
     )
@@ -60,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
     explain.add_argument("--k", type=_shape, required=True, help="likewise of the key")
     explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")
-    explain.add_argument("--dtype", choices=tuple(NUMBERS), default="bf16")
+    explain.add_argument("--dtype", choices=WIDE, default="bf16")
     explain.add_argument("--causal", action="store_true", help="is_causal=True")
     explain.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
-    explain.add_argument("--mask-dtype", choices=("bool", *NUMBERS), default="bool")
+    explain.add_argument("--mask-dtype", choices=("bool", *WIDE), default="bool")
     explain.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
     explain.add_argument("--grad", action="store_true", help="gradients are wanted")
     explain.add_argument("--backend", default="auto", help="as in sdpa_backend(...): auto, fa3, fa2, math or stock")
@@ -91,13 +92,15 @@ def _info(options: argparse.Namespace) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from .demo import long, show, train
+        from .demo import long, precision, show, train
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] != "rich":
             raise
         sys.exit("demo: its tables are printed with rich, which is not installed; pip install rich")
     if options.long:
         long.run(options.file)
+    elif options.precision:
+        precision.run(options.precision, options.file)
     elif options.train:
         train.run(options.file, rounds=options.rounds, repeats=options.repeats, picture=options.picture)
     else:

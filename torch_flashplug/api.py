@@ -9,7 +9,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from . import _start, choices, composite, configs, env, native, problem, recipes, repair, rescues, tracing
+from .cached import QuantizedTensor, readable
 from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
 
@@ -229,6 +230,9 @@ def explain(
             f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
         )
     _start.load()
+    if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
+        settings = {"scale": scale, "enable_gqa": enable_gqa}
+        return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
@@ -266,13 +270,7 @@ def explain(
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
-    facts = (
-        DEVICES[device]
-        if device is not None
-        else native.device_facts(query.device.index)
-        if query.is_cuda
-        else native.NO_DEVICE
-    )
+    facts = _facts_of(query, device)
     described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | (
         {"on_cuda": True} if device is not None else {}
     )
@@ -286,6 +284,39 @@ def explain(
     error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
+
+
+def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
+    if device is not None:
+        return DEVICES[device]
+    return native.device_facts(query.device.index) if query.is_cuda else native.NO_DEVICE
+
+
+def _explain_cached(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    device: str | None, settings: dict[str, object],
+) -> Plan:  # fmt: skip
+    """Of key and value in 8 bits: a kernel that reads them, whatever backend is asked for, or the call of 16 bits."""
+    given = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    why = "what else is asked for needs it"
+    if given is not None:
+        q, k, v, _, _, mask, rotated, scale = given
+        described = problem.describe(q, k, v, mask, 0.0, False, scale) | {"cache8": True, "grad": False}
+        described |= {"on_cuda": True} if device is not None else {}
+        facts, reasons = _facts_of(query, device), {}
+        for backend in KERNEL_BACKENDS:
+            made = native.plan(described, facts, BACKENDS.index(backend))
+            if made["backend"] == backend:
+                read = f"key and value are read in {_dtype_name(k)}{', keys rotated' * rotated}; products have 16 bits"
+                call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
+                fields = {name: made[name] for name in ("kernel", "splits", "gate")}
+                return Plan(call, backend, **fields, reasons=reasons, copies=read)
+            # The first reason may be the dtypes themselves.
+            reasons[backend] = made["reasons"].get(backend, "").rpartition("also: ")[2]
+        why = reasons[KERNEL_BACKENDS[-1]]
+    whole = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
+    plan = explain(query, *whole, attn_mask, dropout_p, is_causal, **settings, device=device)
+    return replace(plan, whole=f"key and value are made 16 bits first ({why})")
 
 
 def _name(choice: int) -> str:

@@ -69,6 +69,11 @@ _DROPOUT = (
     _number("dropout_p", "fp32", "probability with which a score is dropped", optional=True),
 )
 _EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
+_CACHE = (
+    _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), stride 0 where one serves all: of a key's numbers", optional=True),
+    _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), likewise of a value's", optional=True),
+    _number("rotated", "int32", "whether keys are rotated (quantised.rotate): then queries are, too", optional=True),
+)
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
 FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT)
@@ -82,6 +87,7 @@ DECODE = (
     _number("cluster", "int32", "CTAs that add up in shared memory: all splits of a tile, at most CLUSTER; or 1"),
     _MASK[0],
     *_BIAS,
+    *_CACHE,
 )
 _GIVEN = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), the forward's"),

@@ -26,12 +26,18 @@ from .spec import KernelSpec
 
 log = logging.getLogger("torch_flashplug.compile")
 
-# By target, architecture, kind and mask: where ptxas at its usual level spills a few registers of some kernel, and at
-# this one none.
+# By target, architecture, kind and mask, perhaps an element: where ptxas at its usual level spills a few registers of
+# some kernel, and at this one none.
 PTXAS = dict.fromkeys(
     (
         *(("sm_80", 80, "bwd", mask) for mask in ("full", "causal", "mask", "bias")),
         *(("sm_80", 80, "detbwd", "full"), ("sm_80", 80, "decode", "bias"), ("sm_90a", 80, "bwd", "bias")),
+        *(
+            (target, 80, "decode", mask, element)
+            for target in ("sm_80", "sm_90a")
+            for mask in ("cache8", "mask+cache8")
+            for element in ("bf16_e4m3", "fp16_e4m3")
+        ),
     ),
     "-O2",
 )
@@ -71,12 +77,13 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
     if spec.arch not in TARGETS[target]:
         archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
         return f"{spec.name()}: {target} runs kernels that are written for {archs}"
-    return misfit(spec.dtype, spec.kind, spec.arch) or spec.check()
+    return misfit(spec.dtype, spec.kind, spec.arch, spec.mask) or spec.check()
 
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
     """Empty: the usual one."""
-    return PTXAS.get((target, spec.arch, spec.kind, spec.mask), "")
+    key = (target, spec.arch, spec.kind, spec.mask)
+    return PTXAS.get((*key, spec.dtype)) or PTXAS.get(key, "")
 
 
 def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
@@ -147,7 +154,10 @@ def fingerprint(spec: KernelSpec) -> str:
     """
     made_of = ELEMENTS[spec.dtype].operands
     rows = [(made_of, *(NUMBERS[name] for name in made_of))]
-    rows += [(x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes) for x in features.of(spec.features)]
+    rows += [
+        (x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes, x.key_bytes)
+        for x in features.of(spec.features)
+    ]
     rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from . import features
-from .elements import elements_of, misfit
+from .elements import brought_by_elements, elements_of, misfit
 from .families import BY_ARCH, TARGETS, targets_of
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
@@ -25,6 +25,7 @@ ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
 QK8 = ("qk8", "causal+qk8")
 IN_E4M3 = tuple(mask + recipe for recipe in ("8bit", "e4m3") for mask in ("", "causal+"))
+CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
 NARROW = ("fp16",)  # ends at 65504
 SECTOR_BYTES = 32  # what L2 hands out at once
 BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
@@ -56,13 +57,14 @@ class KernelRow:
 
     def specs(self) -> list[KernelSpec]:
         """Raises ValueError for an element that is not for such kernels."""
-        if reasons := [reason for name in self.elements if (reason := misfit(name, self.kind, self.arch))]:
-            raise ValueError("; ".join(reasons))
+        named = [(name, tag) for name in self.elements for tag in self.features]
+        if reasons := [reason for name, tag in named if (reason := misfit(name, self.kind, self.arch, tag))]:
+            raise ValueError("; ".join(dict.fromkeys(reasons)))
         head, tile = (self.d_max, self.dv_max), (self.tile_m, self.tile_n, self.stages)
         return [
             KernelSpec(self.kind, self.arch, name, *head, tag, *tile, self.elementwise)
             for tag in self.features
-            for name in self.elements or elements_of(self.kind, self.arch)
+            for name in self.elements or elements_of(self.kind, self.arch, tag)
         ]
 
     @property
@@ -203,6 +205,15 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 128, 128, FULL + MASK + BIAS, 64, 64, 2, 800),
     KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
     KernelRow("decode", 80, 256, 256, FULL + MASK + BIAS, 64, 64, 1, 1500),
+    # Caches in 8 bits: 2026-11-25, H100, from memory the fastest of five tiles each.
+    KernelRow("decode", 80, 64, 64, CACHED, 16, 64, 3, 480),
+    KernelRow("decode", 80, 64, 64, CACHED, 16, 128, 2, 820),
+    KernelRow("decode", 80, 64, 64, CACHED + MASK_CACHED, 64, 64, 3, 800),
+    KernelRow("decode", 80, 128, 128, CACHED, 16, 64, 3, 520),
+    KernelRow("decode", 80, 128, 128, CACHED, 16, 128, 2, 900),
+    KernelRow("decode", 80, 128, 128, CACHED + MASK_CACHED, 64, 64, 3, 1000),
+    KernelRow("decode", 80, 256, 256, CACHED, 16, 64, 2, 950),
+    KernelRow("decode", 80, 256, 256, CACHED + MASK_CACHED, 64, 64, 2, 1800),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
@@ -265,14 +276,14 @@ def _drops(spec: KernelSpec) -> bool:
 
 
 def _in_eight_bits(spec: KernelSpec) -> bool:
-    return features.recipe_of(spec.features) is not None
+    return features.recipe_of(spec.features) is not None or brought_by_elements(spec.features)
 
 
 def _only_forced(spec: KernelSpec) -> bool:
     """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
     for all that bring a mask, a bias or dropout.
     """
-    few = spec.is_decode and not spec.features
+    few = spec.is_decode and (not spec.features or brought_by_elements(spec.features))
     return BY_ARCH[spec.arch].later and not spec.elementwise and not few
 
 

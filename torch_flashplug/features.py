@@ -26,6 +26,7 @@ class Feature:
     detbwd: str = ""  # and of backwards in order
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
+    key_bytes: int = 0  # and for every key of one, beside K and V
     recipe: str = ""  # of recipes.py: what its kernels multiply operands in
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
 
@@ -73,6 +74,11 @@ FEATURES = (
         )
         for name, part in (("qk8", "Int8Scores"), ("8bit", "EightBit"), ("e4m3", "E4m3"))
     ),
+    Feature(
+        "cache8", "cache8", "with K and V in 8 bits",
+        "key and value have 8 bits and scales, these kernels take neither; dequantise them first",
+        arguments=("k_scale", "v_scale", "rotated"), decode="cache8.CacheInEightBits", always=True, key_bytes=8,
+    ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
 NONE = "full"  # the tag of kernels without any
@@ -106,6 +112,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     *(Combination(frozenset({*beside, name}), {90: ("fwd",)}) for name in RECIPES for beside in ((), ("causal",))),
+    *(Combination(frozenset({*beside, "cache8"}), {80: ("decode",)}) for beside in ((), ("mask",))),
 )
 
 
@@ -132,6 +139,11 @@ def bringing(argument: str) -> int:
 def score_bytes(features: Iterable[str]) -> int:
     """Of shared memory for every score of a block."""
     return sum(feature.score_bytes for feature in of(features))
+
+
+def key_bytes(features: Iterable[str]) -> int:
+    """Likewise for every key."""
+    return sum(feature.key_bytes for feature in of(features))
 
 
 def recipe_of(features: Iterable[str]) -> Recipe | None:

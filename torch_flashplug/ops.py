@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import digested, dropped, native
+from . import cached, digested, dropped, native
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -38,6 +38,12 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
+for _name in ("cached_fwd", "_cached_math"):  # cached.py's
+    _library.define(
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
+        "bool rotated, float? scale) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    )
 _library.define("_digest(Tensor mask, int numbers) -> Tensor")  # digested.py's
 # dropped.py's, for tests: what a call with that seed keeps
 _library.define(
@@ -310,6 +316,25 @@ def _like(value: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(value)
 
 
+# ---- key and value in 8 bits ----
+
+
+def _cached_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
+    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
+
+
+@never_a_frame
+def _cached(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
+    out = cached.attend(query, key, value, *more)
+    return _cached_fake(query, key, value).copy_(out)
+
+
+def _no_gradient(ctx, *grads: Tensor | None) -> tuple:
+    raise RuntimeError(
+        "attention with key and value in 8 bits has no gradient; call it under torch.no_grad(), or give 16 bits"
+    )
+
+
 # ---- autograd: for programs that call the op itself; F.sdpa rides on libtorch's formula for the aten op ----
 
 
@@ -344,6 +369,10 @@ def _register() -> None:
         torch.library.register_fake(
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
+    for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
+        _library.impl(name, _cached, key)
+        torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
+        torch.library.register_autograd(f"torch_flashplug::{name}", _no_gradient, lib=_library)
     _library.impl("_digest", digested.digest, "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)

@@ -56,7 +56,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     scale, those of a kernel's tile. A row of q or a block of k that holds a number which is not finite gets NaN for its
     scale, and such numbers of v are NaN.
     """
-    shift = _mean_of_finite(sample(k.float()))
+    shift = mean_of_finite(sample(k.float()))
     group = q.shape[1] // k.shape[1]
     rotated_q, rotated_k = rotate(q.float()), rotate(k.float() - shift)
     q_scale = _scale(rotated_q.abs().amax(-1), LARGEST[recipe.scores])
@@ -71,13 +71,28 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     )  # fmt: skip
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Rows of D numbers: signs of ROTATION, then Hadamard matrices of the largest power of two that divides D, on the
-    diagonal; lengths and products of rows stay.
+def rotate(x: Tensor, by: Tensor | None = None) -> Tensor:
+    """Rows of D numbers: signs of ROTATION (by, if they are there already), then Hadamard matrices of the largest power
+    of two that divides D, on the diagonal; lengths and products of rows stay.
     """
-    D = x.shape[-1]
-    size = D & -D
-    rows = (x * signs(D, x.device)).unflatten(-1, (-1, size))
+    return _transformed(x * (signs(x.shape[-1], x.device) if by is None else by))
+
+
+def unrotate(x: Tensor) -> Tensor:
+    """What `rotate` has made of its argument: that matrix is its own inverse."""
+    return _transformed(x) * signs(x.shape[-1], x.device)
+
+
+def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (..., D) with a scale each (...), fp32; NaN for one that holds a number which is not finite."""
+    x = x.float()
+    scale = _scale(x.abs().amax(-1), LARGEST["int8"])
+    return _rounded(x * (1.0 / scale.unsqueeze(-1)), "int8"), scale
+
+
+def _transformed(x: Tensor) -> Tensor:
+    size = x.shape[-1] & -x.shape[-1]
+    rows = x.unflatten(-1, (-1, size))
     step = 1
     while step < size:
         pairs = rows.unflatten(-1, (-1, 2, step))
@@ -88,8 +103,9 @@ def rotate(x: Tensor) -> Tensor:
 
 def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
     """1.0 or -1.0 for each of D channels, at most 256."""
-    bits = [ROTATION[channel // 32] >> channel % 32 & 1 for channel in range(D)]
-    return 1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32, device=device)
+    places = torch.arange(32, device=device)  # nothing is copied to the device: a CUDA graph may record it
+    bits = torch.cat([torch.bitwise_right_shift(word, places) for word in ROTATION[: -(-D // 32)]])[:D] & 1
+    return 1.0 - 2.0 * bits.float()
 
 
 def sample(x: Tensor) -> Tensor:
@@ -112,7 +128,7 @@ def _reordered(rows: Tensor, places: Tensor) -> Tensor:
     return rows.unflatten(-1, (-1, len(KEY_ORDER)))[..., places.to(rows.device)].flatten(-2)
 
 
-def _mean_of_finite(rows: Tensor) -> Tensor:
+def mean_of_finite(rows: Tensor) -> Tensor:
     """(B, H, 1, D): one NaN must not reach every score of the head."""
     finite = rows.isfinite()
     return rows.masked_fill(~finite, 0.0).sum(2, keepdim=True) / finite.sum(2, keepdim=True).clamp_min(1)

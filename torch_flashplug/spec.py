@@ -154,7 +154,8 @@ class KernelSpec:
         return 1 if eight else ELEMENTS[self.dtype].bytes(operand)
 
     def kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v"))
+        beside = features.key_bytes(self.features)
+        return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + beside)
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
         """What stages of the scores hold of a block; of few rows nothing."""

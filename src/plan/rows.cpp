@@ -38,10 +38,13 @@ double last_tile(const Problem& p, const KernelRow& row) {
   return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
 }
 
-// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows.
+// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows;
+// then the longest steps, as long as every SM has one.
 double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
   if (row.kind != kDecode) return estimate(p, row, device);
-  return static_cast<double>(packed_tiles(p, row) * kManyRows + row.tile_m);
+  const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
+  const double step = row.tile_n / 1024.0;  // less than a row
+  return static_cast<double>(tiles * kManyRows + row.tile_m) + (steps < device.sm_count ? step : -step);
 }
 
 }  // namespace

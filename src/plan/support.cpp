@@ -33,12 +33,15 @@ HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const
                            const Tables& tables) {
   const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
   HeadDims most;
-  for (int element = 0; element < kNumDTypes; ++element) {
-    for (int i : tables.of(kFwd, family, static_cast<DType>(element))) {
-      const KernelRow& row = tables.kernels[i];
-      if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
-      if ((!cast && !made_of(row, p)) || (taken && !has_features(row, p.needs))) continue;
-      most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+  for (const Kind kind : {kFwd, kDecode}) {  // some calls have kernels of few rows alone
+    if (most.d != 0) break;
+    for (int element = 0; element < kNumDTypes; ++element) {
+      for (int i : tables.of(kind, family, static_cast<DType>(element))) {
+        const KernelRow& row = tables.kernels[i];
+        if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
+        if ((!cast && !made_of(row, p)) || (taken && !has_features(row, p.needs))) continue;
+        most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+      }
     }
   }
   return most;

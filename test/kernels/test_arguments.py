@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import arguments, configs, features
-from torch_flashplug.elements import ELEMENTS
+from torch_flashplug.elements import ELEMENTS, FORMATS
 from torch_flashplug.families import FAMILIES
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import direct
@@ -34,6 +34,7 @@ MADE = {
 }
 CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
+CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # bytes, whatever they say
 
 
 def signature(name: str) -> list[tuple[str, str]]:

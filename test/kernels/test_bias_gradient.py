@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import configs, dropped, native
 from torch_flashplug.arguments import DBIAS
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -239,7 +239,7 @@ def check_all(case: Case, bias: Tensor, device: str, *, wanted: str = "qkvb", gi
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
-    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=DTYPES[len(bias) % 2])
+    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=WHOLE[len(bias) % 2])
     given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
     first = check_all(case, given, kernels_on)
     assert_bitwise_equal(case.name, check_all(case, given, kernels_on), first)

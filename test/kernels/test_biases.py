@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import configs, native
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -97,7 +97,7 @@ def attend(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
-    case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=DTYPES[len(bias) % 2])
+    case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
     given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
     assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
 
@@ -105,7 +105,7 @@ def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
     d, wide = (64, 128, 256)[len(bias) % 3], len(bias) % 2 == 0
-    case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=DTYPES[len(bias) // 2 % 2])
+    case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) // 2 % 2])
     given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
     assert_within_budget(case.name, *attend(case, given, kernels_on, "fa2"), seed=SEED)
 
@@ -219,7 +219,7 @@ def test_every_decode(kernels_on: str, spec: KernelSpec) -> None:
 @pytest.mark.parametrize("Sq", [1, 7, 32])
 def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
     wide = (len(bias) + Sq) % 2 == 0
-    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=DTYPES[Sq % 2])
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
     check_few(case, laid_out(FEW[bias](Sq), kernels_on, dtype_of(case, wide)), kernels_on, num_splits)
 
 
@@ -227,7 +227,7 @@ def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
 @pytest.mark.parametrize("bias", FEW)
 def test_few_rows_of_every_gpus_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(bias) % 3]
-    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=DTYPES[Sq % 2])
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
     given = laid_out(FEW[bias](Sq), kernels_on, case.torch_dtype)
     check_few(case, given, kernels_on, num_splits, "fa2")
 
@@ -314,7 +314,7 @@ def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
 @pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "one", "hidden", "heads_innermost", "odd_offset"])
 def test_gradients_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
     d = (64, 128, 256)[len(bias) % 3]
-    case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=DTYPES[len(bias) % 2])
+    case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) % 2])
     check_gradients(case, laid_out(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
 
 
@@ -322,7 +322,7 @@ def test_gradients_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
 @pytest.mark.parametrize("bias", [name for name in BIASES if name != "large"])
 def test_gradients(kernels_on: str, bias: str, order: bool) -> None:
     wide = len(bias) % 3 == 0
-    case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=DTYPES[len(bias) % 2])
+    case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
     check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on, order=order)
 
 
@@ -339,5 +339,5 @@ def test_gradients_of_sizes(kernels_on: str, sizes: tuple[int, int], d: int, wid
 def test_gradients_of_wide_heads(kernels_on: str, dims: tuple[int, int], bias: str) -> None:
     """dQ's kernel has no room for tiles of a bias there: threads read it where it lies."""
     wide = (len(bias) + dims[0]) % 3 == 0
-    case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=DTYPES[len(bias) % 2])
+    case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=WHOLE[len(bias) % 2])
     check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on)

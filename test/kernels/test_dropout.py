@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import configs, dropped, native
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -281,7 +281,7 @@ def check(
 @pytest.mark.parametrize("d", [64, 128])
 def test_numbers(kernels_on: str, d: int, causal: bool, sizes: tuple[int, int], p: float) -> None:
     tags = ("causal",) * causal
-    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *tags, dtype=DTYPES[len(str(p)) % 2])
+    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *tags, dtype=WHOLE[len(str(p)) % 2])
     check(case, p, kernels_on, order=sizes == (200, 333))
 
 
@@ -291,14 +291,14 @@ def test_numbers(kernels_on: str, d: int, causal: bool, sizes: tuple[int, int], 
 def test_numbers_of_every_gpus_kernels(
     kernels_on: str, d: int, causal: bool, p: float, sizes: tuple[int, int]
 ) -> None:  # fmt: skip
-    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *("causal",) * causal, dtype=DTYPES[causal])
+    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *("causal",) * causal, dtype=WHOLE[causal])
     check(case, p, kernels_on, backend="fa2")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(72, 72), (96, 40), (192, 128), (256, 256)])
 def test_other_head_dims(kernels_on: str, dims: tuple[int, int], causal: bool) -> None:
-    case = new_case(f"{dims}", (1, 2, 2), (150, 140), dims, *("causal",) * causal, dtype=DTYPES[causal])
+    case = new_case(f"{dims}", (1, 2, 2), (150, 140), dims, *("causal",) * causal, dtype=WHOLE[causal])
     check(case, 0.2, kernels_on)
 
 
@@ -307,7 +307,7 @@ def test_other_head_dims(kernels_on: str, dims: tuple[int, int], causal: bool) -
     [*((d, order, "fa3") for d in (64, 128, 256) for order in (False, True)), *((d, False, "fa2") for d in (64, 128))],
 )
 def test_beside_a_mask(kernels_on: str, d: int, order: bool, backend: str) -> None:
-    case = new_case(f"masked {d}", HEADS, (200, 300), (d, d), dtype=DTYPES[order])
+    case = new_case(f"masked {d}", HEADS, (200, 300), (d, d), dtype=WHOLE[order])
     mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(SEED)) < 0.6
     mask[..., 65, :] = mask[..., 128:, 128:256] = False
     mask[..., :64, 128:256] = True
@@ -319,7 +319,7 @@ def test_beside_a_mask(kernels_on: str, d: int, order: bool, backend: str) -> No
 @pytest.mark.parametrize("d", [64, 128])
 def test_beside_a_bias(kernels_on: str, d: int, order: bool, wide: bool) -> None:
     """Its own gradient: test_bias_gradient."""
-    case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=DTYPES[order])
+    case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=WHOLE[order])
     bias = torch.randn(4, 200, 300, generator=torch.Generator().manual_seed(SEED)) * 2
     bias[..., 65, :] = bias[..., 128:, 128:256] = -math.inf
     check(case, 0.2, kernels_on, bias.to(kernels_on, torch.float32 if wide else case.torch_dtype), order=order)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import _start, choices, configs, native, rescues
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.families import FAMILIES, Family
 from torch_flashplug.testing import (
     CASES,
@@ -70,7 +70,7 @@ def test_every_row_is_hit_by_a_case(family: Family) -> None:
     calls = [(case, more) for case in (*GRAD_CASES, *MANY_HEADS) for more in facts]
     calls += [(case, more | {"align_q": 2}) for case in ODD_CASES for more in facts if not family.tma]
     plans = [
-        planned(case.with_dtype(dtype), backend=family.backend, **more) for case, more in calls for dtype in DTYPES
+        planned(case.with_dtype(dtype), backend=family.backend, **more) for case, more in calls for dtype in WHOLE
     ]
     backwards = configs.specs(family.arch, "bwd", "detbwd", "partbwd")
     rows = [spec for spec in backwards if spec.features <= {"causal"}]  # others: test_masks, test_dropout, ...
@@ -108,14 +108,14 @@ def check(case: Case, family: str, device: str) -> None:
         assert_within_budget(f"{case.name} {case.dtype} {name}", ours, fp64, yardstick, **budget, seed=SEED)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
 def test_gradients(kernels_on: str, family: str, case: Case, dtype: str) -> None:
     check(case.with_dtype(dtype), family, kernels_on)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
 def test_odd_gradients(kernels_on: str, case: Case, dtype: str) -> None:
     """What no vector fits."""

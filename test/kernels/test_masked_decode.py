@@ -17,7 +17,7 @@ from test_masks import drawn as drawn_by_share
 from torch import Tensor
 
 from torch_flashplug import configs, native, sdpa_backend
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -32,7 +32,7 @@ from torch_flashplug.testing import (
 )
 
 SEED = 20261124
-KERNELS = [spec for arch in (90, 80) for spec in configs.specs(arch, "decode") if "mask" in spec.features]
+KERNELS = [spec for arch in (90, 80) for spec in configs.specs(arch, "decode") if spec.features == {"mask"}]
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
 GROUPS = 352  # of a CTA's list (kernels/parts/seen.py); machines with a GPU may have no DSL
@@ -100,7 +100,7 @@ def test_every_kernel(kernels_on: str, spec: KernelSpec) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("Sq", [1, 7, 32])
 def test_masks(kernels_on: str, Sq: int, mask: str, num_splits: int) -> None:
-    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=DTYPES[Sq % 2])
+    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=WHOLE[Sq % 2])
     check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](Sq)), num_splits)
 
 
@@ -121,7 +121,7 @@ def test_where_rows_begin_and_end(kernels_on: str, Sk: int, heads: int, offset: 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_every_gpus_kernels(kernels_on: str, mask: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(mask) % 3]
-    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=DTYPES[Sq % 2])
+    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=WHOLE[Sq % 2])
     check(case, make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](Sq)), num_splits, "fa2")
 
 

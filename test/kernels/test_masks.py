@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import _start, configs, native
-from torch_flashplug.elements import DTYPES
+from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import LISTED, TALL, KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -106,7 +106,7 @@ def attend(
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_masks(kernels_on: str, mask: str, d: int) -> None:
-    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
     seen = on(kernels_on, MASKS[mask]())
     out, exact, low = attend(case, seen, kernels_on)
     assert_within_budget(case.name, out, exact, low, seed=SEED)
@@ -117,7 +117,7 @@ def test_masks(kernels_on: str, mask: str, d: int) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_of_every_gpus_kernels(kernels_on: str, mask: str) -> None:
     d = (64, 128, 256)[len(mask) % 3]
-    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
     seen = on(kernels_on, MASKS[mask]())
     out, exact, low = attend(case, seen, kernels_on, backend="fa2")
     assert_within_budget(case.name, out, exact, low, seed=SEED)
@@ -287,14 +287,14 @@ def test_an_ordered_backward_gives_the_same_bits(kernels_on: str, spec: KernelSp
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients(kernels_on: str, mask: str, order: bool) -> None:
-    case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=DTYPES[len(mask) % 2])
+    case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=WHOLE[len(mask) % 2])
     check_gradients(case, on(kernels_on, MASKS[mask]()), kernels_on, order=order)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_every_gpus_kernels(kernels_on: str, mask: str) -> None:
     d = (64, 128, 256)[len(mask) % 3]
-    case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=DTYPES[len(mask) % 2])
+    case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
     check_gradients(case, on(kernels_on, MASKS[mask]()), kernels_on, order=len(mask) % 2 == 0, backend="fa2")
 
 

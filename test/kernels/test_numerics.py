@@ -19,7 +19,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import configs, library, native
-from torch_flashplug.elements import DTYPES, elements_of
+from torch_flashplug.elements import WHOLE, elements_of
 from torch_flashplug.families import BACKENDS, FAMILIES
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
@@ -48,7 +48,7 @@ ARCHS = {family.backend: family.arch for family in FAMILIES}
 FORWARDS = [spec for arch in (90, 80) for spec in configs.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-BY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+BY_DTYPE = pytest.mark.parametrize("dtype", WHOLE)
 
 
 def attend(inputs: Inputs, case: Case) -> Tensor:
@@ -92,9 +92,9 @@ def test_every_case_can_run_on_a_kernel(family, dtype):
 
 @BY_FAMILY
 def test_every_row_is_hit_by_a_case(family):
-    cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in DTYPES]
+    cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in WHOLE]
     if family == "fa2":
-        cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in DTYPES]
+        cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in WHOLE]
     hit = {planned(case, backend=family, **facts)["kernel"] for case, facts in cases}
     known = (*FORWARDS, *configs.specs(ARCHS[family], "decode"))  # with masks: test_masked_decode, test_biases
     missed = {one.name() for one in known if one.arch == ARCHS[family] and not one.features - {"causal"}} - hit

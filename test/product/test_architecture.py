@@ -26,8 +26,9 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # A module may import those to the right of it, never back. A package name stands for its modules, which may import
 # each other.
 ORDER = (
-    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("problem", "integrations", "tracing", "ops", "up_calls", "native", "library", "rows", "compile", "kernels"),
+    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "attention", "api", "_start", "composite"),
+    *("repair", "problem", "integrations", "tracing", "ops", "cached", "up_calls", "native", "library", "rows"),
+    *("compile", "kernels"),
     *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
     *("configs", "blocks", "spec"),
     *("families", "elements", "features", "arguments", "recipes"),
@@ -52,7 +53,7 @@ LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functi
 # Parts that others are made of.
 BELOW = {
     *("arguments.operands", "digest", "element", "fragments", "listed", "packed", "pieces", "scheduler"),
-    *("quantise", "scaled", "scores", "scratch", "sm80", "sm90", "softmax", "walk"),
+    *("quantise", "scaled", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
 }
 
 # Which seams import.

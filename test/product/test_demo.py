@@ -268,3 +268,16 @@ def test_without_rich():
     ]
     assert told[0].returncode == 0 and "Environment" in told[0].stdout
     assert told[1].returncode != 0 and "pip install rich" in told[1].stderr and "Traceback" not in told[1].stderr
+
+
+def test_demo_of_fewer_bits():
+    """Both rows; on a GPU every call of the second one is in 8 bits, and reads nearly as well."""
+    done = demo("--precision", "fp8")
+    assert done.returncode == 0, done.stderr
+    shown = rows(done.stdout, "reading it")
+    assert list(shown) == ["16bit", "8bit"]
+    (whole, calls, *_), (fewer, in_eight, *_) = shown.values()
+    assert int(calls) > 0 and abs(float(fewer) / float(whole) - 1) < 0.01
+    assert int(in_eight) == (int(calls) if torch.cuda.is_available() else 0)
+    wrong = demo("--precision", "7bit")
+    assert wrong.returncode != 0 and "precision='7bit'; use one of" in wrong.stderr and "Traceback" not in wrong.stderr

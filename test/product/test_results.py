@@ -115,7 +115,7 @@ def test_numbers_that_json_does_not_know_are_words():
     assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
 
 
-@pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks"])
+@pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks", "accuracy"])
 def test_pictures_are_drawn_from_files_alone(name, tmp_path):
     pytest.importorskip("matplotlib")
     import providers
@@ -330,3 +330,25 @@ def test_readmes_table_and_losses():
         f"D 128 is at {geometric_mean(over_best(backward)):.2f} of the best peer in the mean, "
         f"{worst['ratio']:.2f} full at 16k (FA4)" in text
     )
+
+
+def test_eight_bits():
+    """Both tables, and the sentence on kernels alone."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = {row["case"]: row["errors"] for row in rows_of("accuracy-h100")}
+    columns = ("ours_16bit", "qk8", "8bit", "e4m3", "fa3_fp8", "fa3_fp8_tensor", "cache_int8", "cache_e4m3_head")
+    named = {name: f"{name}_d128_s16384" for name in ("normal", "fa3", "llm", "qwen", "dit")}
+    named |= {f"layer {i}": f"recorded_layer{i}" for i in range(4)}
+    said = {name: cells for name, *cells in table("docs/benchmarks.md", "Eight bits")}
+    for name, case in named.items():
+        assert said[name] == [f"{100 * rows[case][column]:.1f}" for column in columns], name
+    for row in rows_of("cache8-h100"):
+        B, Hq, Hkv, _, Sk, D, _ = row["shape"]
+        call, peers = f"{B} x {Hq} x {Hkv} x {Sk}, D {D}", row["peers_ms"]
+        times = [f"{1000 * ms:.1f}" for ms in (row["ours_ms"], peers["ours_e4m3"], peers["ours_16bit"])]
+        assert said[call] == [str(row["kv_bytes"] >> 20), *times, f"{peers['ours_16bit'] / row['ours_ms']:.2f}"]
+    for recipe in ("e4m3", "8bit", "qk8"):
+        alone = over("fa3_fp8", [row for row in rows_of("eightbit-h100") if row["recipe"] == recipe])
+        assert f'"{recipe}" {geometric_mean(alone):.2f} ({min(alone):.2f})' in " ".join(page.split()), recipe
+    whole = [row["all_ms"]["ours_16bit"] / row["all_ms"]["ours_call"] for row in rows_of("eightbit-h100")]
+    assert f"{min(whole):.2f} to {max(whole):.2f}\n([support.md]" in page

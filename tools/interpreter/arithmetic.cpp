@@ -244,6 +244,15 @@ void each_integer(Work work) {
   work.template operator()<int64_t>("s64"), work.template operator()<uint64_t>("u64");
 }
 
+// Of each half, rounded once: fp32 is exact beside 16 bits, or all but.
+template <auto from, auto into, typename Work>
+uint32_t on_halves(uint32_t a, uint32_t b, uint32_t c, Work work) {
+  const auto one = [&](int half) {
+    return uint32_t{into(work(from(a >> half & 0xFFFF), from(b >> half & 0xFFFF), from(c >> half & 0xFFFF)))} << half;
+  };
+  return one(0) | one(16);
+}
+
 template <auto from, auto into>
 void add_halves(Opcodes& to, const std::string& type) {
   // The first operand is the high half.
@@ -261,6 +270,19 @@ void add_halves(Opcodes& to, const std::string& type) {
     return made;
   };
   to["max.NaN." + type + "x2"] = {"www", binary<uint32_t, uint32_t, uint32_t, most_of_two>};
+  constexpr auto fused = [](uint32_t a, uint32_t b, uint32_t c) {
+    return on_halves<from, into>(a, b, c,
+                                 [](float x, float y, float z) { return static_cast<float>(double{x} * y + z); });
+  };
+  constexpr auto sum = [](uint32_t a, uint32_t b) {
+    return on_halves<from, into>(a, b, 0, [](float x, float y, float) { return x + y; });
+  };
+  constexpr auto product = [](uint32_t a, uint32_t b) {
+    return on_halves<from, into>(a, b, 0, [](float x, float y, float) { return x * y; });
+  };
+  to["fma.rn." + type + "x2"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, fused>};
+  to["add." + type + "x2"] = {"www", binary<uint32_t, uint32_t, uint32_t, sum>};
+  to["mul." + type + "x2"] = {"www", binary<uint32_t, uint32_t, uint32_t, product>};
 }
 
 }  // namespace

@@ -33,6 +33,10 @@ void add_eight_bits(Opcodes& to) {
   };
   to["cvt.pack.sat.s8.s32.b32"] = {"wwww", ternary<uint32_t, int32_t, uint32_t, two_bytes>};
   constexpr auto two_small = [](float high, float low) { return uint16_t(to_e4m3(high) << 8 | to_e4m3(low)); };
+  constexpr auto two_halves = [](uint16_t two) {
+    return uint32_t{to_fp16(from_e4m3(two >> 8))} << 16 | to_fp16(from_e4m3(two & 0xFF));
+  };
+  to["cvt.rn.f16x2.e4m3x2"] = {"wh", unary<uint32_t, uint16_t, two_halves>};
   to["cvt.rn.satfinite.e4m3x2.f32"] = {"hww", binary<uint16_t, float, float, two_small>};
 }
 

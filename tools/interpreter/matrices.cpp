@@ -17,12 +17,7 @@ struct Fp16 {
 };
 struct E4m3 {
   using Word = uint8_t;
-  static float value(uint8_t x) {
-    const int exponent = x >> 3 & 15, mantissa = x & 7;
-    if ((x & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
-    const int whole = exponent == 0 ? mantissa : mantissa + 8;
-    return std::ldexp(static_cast<float>((x & 0x80) != 0 ? -whole : whole), std::max(exponent, 1) - 10);
-  }
+  static constexpr auto value = from_e4m3;
 };
 struct S8 {  // added up in 32 bits: fp32 has all of them up to 2^24
   using Word = uint8_t;

@@ -2,6 +2,10 @@
 // scopes, orders and hints (opcodes.cpp).
 #pragma once
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <unordered_map>
 
@@ -56,5 +60,11 @@ inline uint16_t to_bf16(float x) {
 inline float from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
 inline uint16_t to_fp16(float x) { return std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
 inline float from_fp16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
+inline float from_e4m3(uint8_t x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  if ((x & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+  const int whole = exponent == 0 ? mantissa : mantissa + 8;
+  return std::ldexp(static_cast<float>((x & 0x80) != 0 ? -whole : whole), std::max(exponent, 1) - 10);
+}
 
 }  // namespace interpreter

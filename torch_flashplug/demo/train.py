@@ -118,7 +118,7 @@ class Trainer:
             weight.mul_(1 + PERTURBATION * noise)
 
 
-def _batches(content: bytes, recipe: Recipe) -> Tensor:
+def windows(content: bytes, recipe: Recipe) -> Tensor:
     """Windows of the text at random places, (steps, B, S + 1)."""
     tokens = as_tokens(repeated(content, max(len(content), 2 * recipe.length)))
     generator = torch.Generator().manual_seed(SEED)
@@ -350,7 +350,7 @@ def run(
         f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, training, torch {torch.__version__}; {where}"
     )
     model = gpt.build(recipe.shape, device, torch.float32, SEED)
-    batches = _batches(content, recipe).to(device)
+    batches = windows(content, recipe).to(device)
     console.print(
         f"byte-level GPT, {recipe.shape.layers} layers, {recipe.shape.heads} heads over {recipe.shape.kv_heads} KV "
         f"heads of {recipe.shape.head_dim}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million fp32 "

@@ -8,7 +8,7 @@ from .. import ops, tracing
 
 
 def register() -> None:
-    for forward in (tracing.OVERRIDEABLE, ops.namespace.sdpa_fwd):
+    for forward in (tracing.OVERRIDEABLE, ops.namespace.sdpa_fwd, ops.namespace.cached_fwd):
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, ops.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)

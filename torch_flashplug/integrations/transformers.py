@@ -1,4 +1,4 @@
-"""Masked attention of grouped heads for Hugging Face transformers, without copies of K and V.
+"""Masked attention of grouped heads for Hugging Face transformers, without copies of K and V; and a cache in INT8.
 
 Where a call has a mask transformers repeats K and V for every query head (new versions pack the heads of one query
 instead): a cache is read once, then written and read G times. F.scaled_dot_product_attention takes grouped heads as
@@ -6,6 +6,7 @@ they are.
 
     torch_flashplug.integrations.transformers.register()
     model.set_attn_implementation("sdpa_grouped")  # or from_pretrained(..., attn_implementation="sdpa_grouped")
+    model.generate(..., past_key_values=Int8Cache(model.config))
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from .int8_cache import Int8Cache
+
+__all__ = ["Int8Cache", "attend", "register", "unregister"]
 
 NAME = "sdpa_grouped"  # of attn_implementation; names with "flash" in them go elsewhere
 DEVICES = {"cuda"}  # elsewhere transformers' own way is the best

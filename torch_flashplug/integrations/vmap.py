@@ -16,6 +16,7 @@ _MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the on
 def register() -> None:
     torch.library.register_vmap("torch_flashplug::sdpa_fwd", _own_forward)
     torch.library.register_vmap("torch_flashplug::sdpa_bwd", _own_backward)
+    torch.library.register_vmap("torch_flashplug::cached_fwd", _cached_forward)
     torch.library.register_vmap(tracing.OVERRIDEABLE.default, _aten_forward)
     torch.library.register_vmap(tracing.OVERRIDEABLE_BACKWARD.default, _aten_backward)
 
@@ -51,6 +52,13 @@ class _Fold:
         """(N * B, ...) back to (N, shape of one bias)."""
         shape = self.front(bias, dim).shape
         return self.out(grad).sum_to_size(self.size, *(1,) * (5 - len(shape)), *shape[1:]).reshape(shape)
+
+
+def _cached_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
+    fold, (*tensors, mask, rotated, scale) = _Fold(info, 0.0), args
+    folded = [fold.in_(tensor, dim) for tensor, dim in zip(tensors, in_dims)]
+    mask = fold.bias(mask, in_dims[len(tensors)], folded[0].shape[0] // fold.size)
+    return fold.out(ops.namespace.cached_fwd(*folded, mask, rotated, scale)), 0
 
 
 def _own_forward(info, in_dims: tuple, *args) -> tuple:

@@ -28,9 +28,8 @@ from .parts.scores.chain import Chain, Place
 from .parts.scratch import QUAD
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
+from .parts.stored import Beside, K, Stored, V
 from .parts.walk import BoundBand, Sizes, Split, Walk
-
-PAIR = 2  # neighbouring columns of a thread
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Ring:
     stages: int
     keys: Split  # of the CTA
     first_key: Int32  # of a block's that the team has
+    beside: Beside  # what keys have beside K and V
     block: int  # keys of all teams
 
     @property
@@ -57,20 +57,30 @@ class Ring:
         return tile.moved(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
-        self.load(self.gK, self.k, nth)
+        self.load(K, self.gK, self.k, nth)
 
     def load_v(self, nth: Int32 | int) -> None:
-        self.load(self.gV, self.v, nth)
+        self.load(V, self.gV, self.v, nth)
 
     @cute.jit
-    def load(self, gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
+    def load(self, which: cutlass.Constexpr[int], gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
         """Zeros beyond the last key; nothing beyond the last block, but a group all the same, so that the number of
         those under way is a constant.
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
             self.mover.load(gX, first, self.slot(tile, nth))
+            self.beside.load(which, first, nth % self.stages, self.mover.threads)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def start(self):
+        """All threads: what is loaded ahead, the first K with the queries, and these are there for all."""
+        for nth in cutlass.range_constexpr(self.stages):
+            self.load_k(nth)
+            if cutlass.const_expr(nth < self.stages - 1):
+                self.load_v(nth)
+        self.arrive(everyone=True)
 
     @cute.jit
     def arrive(self, everyone: cutlass.Constexpr[bool] = False):
@@ -136,7 +146,7 @@ class DecodeSm80(DecodeCall):
         m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = Outside(call.q, call.k, call.v, call.o, call.lse)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call), self.stored(call))
         self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
@@ -148,6 +158,10 @@ class DecodeSm80(DecodeCall):
         if call.splits > 1:
             Combine(self.element)(call.o, call.lse, partials, self.seams.chain(call).unit(call.scale), stream)
 
+    def stored(self, call: FewRows) -> Stored:
+        found = self.seams.stored(call)
+        return Stored() if found is None else found
+
     @cute.kernel
     def kernel(
         self,
@@ -158,6 +172,7 @@ class DecodeSm80(DecodeCall):
         pieces: Pieces,
         walk: Walk,
         chain: Chain,
+        stored: Stored,
     ):
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
@@ -170,37 +185,40 @@ class DecodeSm80(DecodeCall):
         first_head, _ = part.place(Int32(0))
         scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2)
-        column = team * self.keys + lane % 4 * PAIR
+        column = team * self.keys + lane % 4 * 2
         here = chain.hold(self.keys).at(  # its row is the tile's first, packed
             Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
         )
 
         follow()
         bound.find(part)
-        ring = self.my_ring(tensors.k, tensors.v, part, bound, start + q.bytes, team)
+        ring = self.my_ring(tensors.k, tensors.v, part, bound, stored, start + q.bytes, team)
         self.load_queries(tensors.q, q, part)
+        ring.start()
+        stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
-        self.attend(ring, left_q, out, softmax, here, bound)
+        self.attend(ring, left_q, out, softmax, here, bound, stored)
         weights = softmax.part(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
-        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4)
+        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
         cute.arch.sync_threads()
         self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural)
 
     def my_ring(
-        self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, start: Int32, team: Int32
+        self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, stored: Stored, start: Int32, team: Int32
     ) -> Ring:  # fmt: skip
         """Of this warp's team."""
         keys = part.keys(walk)
         away = team * (self.spec.kv_bytes() // self.spec.teams)
-        k = sm80.Tile(start + away, self.keys, self.d)
-        v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, self.dv)
+        k = sm80.Tile(start + away, self.keys, stored.columns(self.d))
+        v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
+        beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
-        gK, gV = part.of_head(mK), part.of_head(mV)
-        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, self.tile_n)
+        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
+        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, beside, self.tile_n)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
@@ -216,26 +234,23 @@ class DecodeSm80(DecodeCall):
 
     @cute.jit
     def attend(
-        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand
+        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain,
+        walk: BoundBand, stored: Stored,
     ):  # fmt: skip
         """A warp's 16 rows against its team's keys of this split's blocks."""
-        product = sm80.Product.create(self.element.dtype)
+        product = stored.product(self.element)
         right_k = sm80.Matrices.create(ring.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(ring.v, self.element.dtype, "B", transposed=True)
         acc_S = sm80.accumulator(self.keys)
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
-        P = fragments.OperandA.create(acc_S, self.element)
-        for nth in cutlass.range_constexpr(self.stages):
-            ring.load_k(nth)  # the first one with the queries
-            if cutlass.const_expr(nth < self.stages - 1):
-                ring.load_v(nth)
-        ring.arrive(everyone=True)
+        P = stored.left_operand(acc_S, self.element)
         for nth in cutlass.range(ring.blocks, unroll=1):
             j = ring.keys.begin + nth
             ring.load_v(nth + self.stages - 1)
             if walk.masks(ring.keys, j):
                 here.begin(ring.keys.nth(j), masked=True)
             product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
+            ring.beside.scale(S, nth % self.stages)
             ring.arrive()
             ring.load_k(nth + self.stages)
             if walk.masks(ring.keys, j):
@@ -243,7 +258,7 @@ class DecodeSm80(DecodeCall):
             if cute.arch.vote_any_sync(softmax.grows(S)):
                 softmax.raise_to(output)
             softmax.weigh(S)
-            P.take(acc_S)
+            P.take(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
             values = right_v.over(ring.slot(ring.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
@@ -273,16 +288,17 @@ class DecodeSm80(DecodeCall):
 
 @cute.jit
 def leave(
-    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32
+    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32, stored: Stored
 ):  # fmt: skip
     """A thread's two rows, and their maxima and sums, to its team's results; row: its first, of the tile."""
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
-        start = teams.output(row + 8 * r, team) + lane % 4 * PAIR
-        for c in cutlass.range_constexpr(0, cute.size(output, mode=[1]), PAIR):
-            both = cute.make_rmem_tensor((PAIR,), Float32)
-            both[0], both[1] = output[r, c], output[r, c + 1]
-            cute.autovec_copy(both, shared_floats(start + fragments.column_of(c), PAIR))
+        start = teams.output(row + 8 * r, team)
+        for column, values in stored.pieces(output, r):
+            piece = cute.make_rmem_tensor((len(values),), Float32)
+            for i, value in enumerate(values):
+                piece[i] = value
+            cute.autovec_copy(piece, shared_floats(start + column, len(values)))
         if lane % 4 == 0:
             for i, of_row in enumerate(weights):
                 cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])

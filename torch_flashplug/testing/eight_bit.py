@@ -80,5 +80,5 @@ def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False)
     return Quantised(
         cast[0], cast[1], in_key_order(transposed).view(torch.float8_e4m3fn),
         q_scale.squeeze(-1).expand(q.shape[:3]), k_scale.squeeze(-1).expand(*k.shape[:2], blocks),
-        v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), torch.zeros(q.shape[:3]), block,
+        v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), torch.zeros(q.shape[:3], device=q.device), block,
     )  # fmt: skip

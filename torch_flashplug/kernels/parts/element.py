@@ -38,6 +38,11 @@ class Element:
         """What P and V are."""
         return self
 
+    @property
+    def cached(self) -> type[cutlass.Numeric]:
+        """What K and V are in memory."""
+        return self.dtype
+
     def pack_pair(self, low: Float32, high: Float32) -> Int32:
         """Two numbers as elements, round to nearest even.
 

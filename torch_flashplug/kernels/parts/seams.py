@@ -11,6 +11,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
 from ... import features
+from ...elements import ELEMENTS as MADE_OF
 from ...spec import KernelSpec
 from .element import ELEMENTS, Element
 from .pieces import Dense, Pieces
@@ -49,7 +50,7 @@ class Seams:
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
         parts = [part_named(name) for name in names if name]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
-        return kind(ELEMENTS[spec.dtype], spec, transposed)
+        return kind(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
 
     def pieces(self, call: object) -> Pieces:
         return Dense()
@@ -60,6 +61,9 @@ class Seams:
     def operands(self, call: object) -> Given:
         """What is multiplied."""
         return Given(call.q, call.k, call.v, Unscaled())
+
+    def stored(self, call: object) -> object:
+        """Decode: how K and V lie in memory (stored.Stored); None: as they are multiplied."""
 
     def visible(self, call: object) -> Stage:
         """Which scores count: what every chain has."""

@@ -49,7 +49,7 @@ def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False
     """
     if elementwise:
         return cute.runtime.make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=2)
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    strides = (*(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(3)), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
 
@@ -90,6 +90,12 @@ def fake_bias(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
         return cute.runtime.make_fake_tensor(number, sizes, strides, assumed_align=16)
 
     return {"bias": of(dtype), "bias32": of(Float32)}
+
+
+def fake_scale() -> cute.Tensor:
+    """Of keys (B, Hkv, Sk), at any strides."""
+    sizes, strides = (tuple(make() for _ in range(3)) for make in (cute.sym_int, cute.sym_int64))
+    return cute.runtime.make_fake_tensor(Float32, sizes, strides, assumed_align=4)
 
 
 def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:

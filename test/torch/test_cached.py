@@ -1,0 +1,326 @@
+"""attention(), the tensor in 8 bits that F.sdpa takes, and the cache for transformers that is made of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import QuantizedTensor, attention, native
+from torch_flashplug.quantised import in_int8, mean_of_finite, rotate, unrotate
+
+SEED = 20261125
+FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+sdpa = F.scaled_dot_product_attention
+
+
+def drawn(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = SEED) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def cached(x: Tensor, *, rotated: bool = False, shifted: bool = False) -> QuantizedTensor:
+    """(B, Hkv, S, D) in INT8."""
+    shift = mean_of_finite(x.float()) if shifted else None
+    rows = x.float() - (0.0 if shift is None else shift)
+    return QuantizedTensor(*in_int8(rotate(rows) if rotated else rows), x.dtype, shift, rotated)
+
+
+# ---- attention() ----
+
+
+def test_attention_is_f_sdpa_with_rows_before_heads(device: str) -> None:
+    q, k, v = (drawn(2, 33, heads, 64, seed=i).to(device) for i, heads in enumerate((4, 2, 2)))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    right = sdpa(*turned, is_causal=True, enable_gqa=True, scale=0.3).transpose(1, 2)
+    for causal in (True, "bottom_right", "top_left"):
+        assert torch.equal(attention(q, k, v, causal=causal, scale=0.3), right)
+    assert torch.equal(attention(q, k, v), sdpa(*turned, enable_gqa=True).transpose(1, 2))
+
+
+@pytest.mark.parametrize("Sq", [1, 5])
+def test_causal_is_bottom_right(device: str, Sq: int) -> None:
+    """As flash-attn has it: the last query sees all keys."""
+    q, k, v = (drawn(1, rows, 2, 64, seed=i).to(device) for i, rows in enumerate((Sq, 20, 20)))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    seen = torch.ones(Sq, 20, dtype=torch.bool, device=device).tril(20 - Sq)
+    assert distance(attention(q, k, v, causal=True), sdpa(*turned, seen).transpose(1, 2)) < 4e-3
+    top = torch.ones(Sq, 20, dtype=torch.bool, device=device).tril()
+    assert distance(attention(q, k, v, causal="top_left"), sdpa(*turned, top).transpose(1, 2)) < 4e-3
+
+
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("Sq", [1, 3, 70])
+def test_8_bits(device: str, Sq: int, dtype: torch.dtype, causal: bool | str) -> None:
+    """Few rows by a kernel on a GPU, more by 16 bits."""
+    q = drawn(2, Sq, 8, 64).to(device)
+    k8, v8 = (drawn(2, 90, 2, 64, dtype=torch.float32, seed=i).mul(20).to(dtype).to(device) for i in (1, 2))
+    generators = (torch.Generator().manual_seed(i) for i in (1, 2))
+    scales = [torch.rand(2, 2, 90, generator=generator).add(0.5).div(20).to(device) for generator in generators]
+    k, v = (x.float() * s.transpose(1, 2).unsqueeze(-1) for x, s in zip((k8, v8), scales))
+    native.counters(reset=True)
+    out = attention(q, k8, v8, causal=causal, k_scale=scales[0], v_scale=scales[1])
+    assert out.dtype == q.dtype and out.shape == (2, Sq, 8, 64)
+    assert device == "cpu" or native.counters(reset=True)["ours_fwd"] == 1
+    assert distance(out, attention(q.float(), k, v, causal=causal)) < 1e-2
+
+
+def test_scales_of_every_rank(device: str) -> None:
+    q, k8 = drawn(2, 1, 4, 64).to(device), drawn(2, 50, 2, 64, dtype=torch.float32).mul(30).to(torch.int8).to(device)
+    rows = torch.rand(2, 2, 50, device=device) / 30
+    for scale in (0.03, torch.tensor(0.03), torch.tensor([0.03, 0.02]), rows[:, :, 0], rows, rows[:1], rows[:, :1]):
+        whole = scale if isinstance(scale, float) else scale.to(device)
+        shape = () if isinstance(scale, float) else scale.shape
+        full = torch.as_tensor(whole, device=device).reshape({1: (1, *shape, 1), 2: (*shape, 1)}.get(len(shape), shape))
+        full = full.expand(2, 2, 50).transpose(1, 2).unsqueeze(-1)
+        right = attention(q.float(), k8 * full, k8 * full)
+        assert distance(attention(q, k8, k8, k_scale=whole, v_scale=whole), right) < 1e-2, shape
+
+
+def test_what_attention_refuses() -> None:
+    q, k8 = drawn(2, 1, 4, 64), torch.zeros(2, 50, 2, 64, dtype=torch.int8)
+    one = {"k_scale": 1.0, "v_scale": 1.0}
+    for error, says, call in (
+        (ValueError, "k_scale is None; int8", lambda: attention(q, k8, k8, v_scale=1.0)),
+        (ValueError, r"v_scale \(3,\) does not fit", lambda: attention(q, k8, k8, k_scale=1.0, v_scale=torch.ones(3))),
+        (ValueError, "k and v have one of", lambda: attention(q, k8, k8.to(torch.bfloat16), **one)),
+        (ValueError, "k and v have one of", lambda: attention(k8, k8, k8, **one)),
+        (ValueError, "are for 8 bits", lambda: attention(q, q, q, **one)),
+        (ValueError, "do not fit", lambda: attention(q, k8[:1], k8, **one)),
+        (ValueError, "do not fit", lambda: attention(q[:, :, :3], k8, k8, **one)),
+        (ValueError, "use False, True", lambda: attention(q, k8, k8, causal="left", **one)),
+        (TypeError, "k is 3-D", lambda: attention(q, k8[0], k8, **one)),
+        (TypeError, "q is list", lambda: attention([1], k8, k8, **one)),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+    out = attention(q.requires_grad_(), k8, k8, **one)
+    with pytest.raises(RuntimeError, match="has no gradient; call it under torch.no_grad"):
+        out.sum().backward()
+
+
+def test_the_op_refuses_what_has_no_meaning(device: str) -> None:
+    q, k8 = drawn(1, 2, 1, 64).to(device), torch.zeros(1, 2, 9, 64, dtype=torch.int8, device=device)
+    ones, op = torch.ones(1, 2, 9, device=device), torch.ops.torch_flashplug.cached_fwd
+    for given in ((q, k8, k8, ones[..., :8], ones), (q, k8, k8, ones, ones.double()), (q[0], k8, k8, ones, ones)):
+        with pytest.raises(RuntimeError):
+            op(*given, None, False, None)
+    torch.library.opcheck(op, (q, k8, k8, ones, ones, None, True, None), test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- QuantizedTensor ----
+
+
+@pytest.mark.parametrize("more", [{}, {"rotated": True}, {"rotated": True, "shifted": True}], ids=str)
+def test_it_is_its_numbers(more: dict[str, bool]) -> None:
+    x = drawn(2, 3, 40, 96)
+    made = cached(x, **more)
+    assert made.shape == x.shape and made.dtype == x.dtype and made.dim() == 4 and made.device == x.device
+    assert distance(made.dequantize(), x) < 0.012
+    assert torch.equal(made + 1, made.dequantize() + 1) and type(made + 1) is Tensor
+    assert type(made[:, :, 3:5]) is Tensor and type(torch.cat([made, x], 2)) is Tensor
+    for again in (copy.deepcopy(made), made.clone(), made.detach(), made.to("cpu"), made.to(x.dtype)):
+        assert type(again) is QuantizedTensor and torch.equal(again.dequantize(), made.dequantize())
+    assert type(made.float()) is Tensor
+    assert "QuantizedTensor" in repr(made)
+    assert distance(unrotate(rotate(x.float())), x) < 1e-6
+    with pytest.raises(ValueError, match="give"):
+        QuantizedTensor(x, torch.ones(2, 3, 40), torch.bfloat16)
+
+
+CALLS = {
+    "plain": {},
+    "mask": {"attn_mask": torch.rand(2, 1, 3, 70, generator=torch.Generator().manual_seed(1)) < 0.5},
+    "bias": {"attn_mask": torch.randn(3, 70, generator=torch.Generator().manual_seed(1))},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_f_sdpa_takes_it(device: str, what: str) -> None:
+    q, k, v = (drawn(2, heads, rows, 64, seed=i) for i, (heads, rows) in enumerate(((8, 3), (2, 70), (2, 70))))
+    said = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in CALLS[what].items()}
+    if what == "mask":
+        said["attn_mask"][..., 0] = True
+    keys, values = cached(k.to(device), rotated=True, shifted=True), cached(v.to(device))
+    native.counters(reset=True)
+    out = sdpa(q.to(device), keys, values, enable_gqa=True, **said)
+    assert device == "cpu" or what == "bias" or native.counters(reset=True)["ours_fwd"] == 1
+    whole = [x.dequantize().float() for x in (keys, values)]
+    assert type(out) is Tensor and distance(out, sdpa(q.to(device).float(), *whole, enable_gqa=True, **said)) < 1e-2
+
+
+def test_what_8_bits_cannot_say_is_said_in_16(device: str) -> None:
+    """Gradients of the query, dropout, and stock's errors."""
+    q, k, v = (drawn(1, heads, 70, 64, seed=i).to(device) for i, heads in enumerate((4, 2, 2)))
+    keys, values = cached(k, rotated=True), cached(v)
+    q.requires_grad_()
+    sdpa(q, keys, values, enable_gqa=True).sum().backward()
+    right = q.detach().clone().requires_grad_()
+    sdpa(right, keys.dequantize(), values.dequantize(), enable_gqa=True).sum().backward()
+    assert distance(q.grad, right.grad) < 1e-3  # dQ is added up in any order
+    with torch.no_grad():
+        assert sdpa(q, keys, values, dropout_p=0.5, enable_gqa=True).shape == q.shape
+        with pytest.raises(RuntimeError):
+            sdpa(q, keys, values)
+        with pytest.raises(RuntimeError):
+            sdpa(q.float(), keys, values, enable_gqa=True)
+
+
+@torch.no_grad()
+def test_compiled(device: str, fresh_dynamo: None) -> None:
+    """One graph, any lengths."""
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, enable_gqa=True) * 2
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for keys in (40, 50, 64):
+        q, k, v = (drawn(1, h, rows, 64).to(device) for h, rows in ((4, 1), (2, keys), (2, keys)))
+        given = q, cached(k, rotated=True), cached(v)
+        assert torch.equal(compiled(*given), model(*given))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_cuda_graph_reads_the_cache_as_it_is_when_it_runs() -> None:
+    q, x = drawn(1, 8, 1, 128).cuda(), drawn(1, 2, 500, 128).cuda()
+    keys, values = cached(x, rotated=True), cached(x)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sdpa(q, keys, values, enable_gqa=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(q, keys, values, enable_gqa=True)
+    for seed in (1, 2):
+        again = drawn(1, 2, 500, 128, seed=seed).cuda()
+        for mine, new in ((keys, cached(again, rotated=True)), (values, cached(again))):
+            mine.data8.copy_(new.data8), mine.scale.copy_(new.scale)
+        graph.replay()
+        assert torch.equal(out, sdpa(q, keys, values, enable_gqa=True))
+        assert distance(out, sdpa(q, again, again, enable_gqa=True)) < 0.02
+
+
+def test_forced_backends_do_not_matter(device: str) -> None:
+    q, x = drawn(1, 4, 1, 64).to(device), drawn(1, 2, 70, 64).to(device)
+    given = q, cached(x, rotated=True), cached(x)
+    right = sdpa(*given, enable_gqa=True)
+    with torch_flashplug.sdpa_backend("stock"):
+        assert distance(sdpa(*given, enable_gqa=True), right) < 1e-2
+
+
+# ---- transformers ----
+
+
+def tiny() -> tuple[object, Tensor]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(SEED)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=256, max_position_embeddings=512)
+    return transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16), torch.randint(3, 256, (2, 40))
+
+
+@torch.no_grad()
+def test_generate_with_an_int8_cache(device: str) -> None:
+    """The prompt's logits are the same bits; those of tokens that are read back are near."""
+    model, prompt = tiny()
+    from transformers import DynamicCache
+
+    from torch_flashplug.integrations.transformers import Int8Cache
+
+    model, prompt = model.to(device), prompt.to(device)
+    logits = {}
+    for kind in (DynamicCache, Int8Cache):
+        cache, given = kind(config=model.config), prompt
+        logits[kind] = []
+        for step in range(6):
+            out = model(given, past_key_values=cache, use_cache=True)
+            logits[kind].append(out.logits[:, -1].float())
+            given = torch.full((2, 1), 7 + step, device=device)
+        assert cache.get_seq_length() == 45
+        assert model.generate(prompt, past_key_values=kind(config=model.config), max_new_tokens=4).shape == (2, 44)
+    pairs = list(zip(logits[Int8Cache], logits[DynamicCache]))
+    assert torch.equal(*pairs[0])
+    assert all(distance(*pair) < 0.03 for pair in pairs)
+
+
+def test_a_cache_token_by_token_is_that_written_at_once() -> None:
+    """Bit for bit, behind the same first update."""
+    pytest.importorskip("transformers")
+    from torch_flashplug.integrations.int8_cache import Int8Layer
+
+    k, v = drawn(2, 2, 150, 96), drawn(2, 2, 150, 64, seed=1)
+    slow, fast = Int8Layer(), Int8Layer()
+    for layer in (slow, fast):
+        assert layer.update(k[:, :, :50], v[:, :, :50])[0] is not None
+    for token in range(50, 150):
+        keys, values = slow.update(k[:, :, token : token + 1], v[:, :, token : token + 1])
+    at_once = fast.update(k[:, :, 50:], v[:, :, 50:])
+    for one, other in zip((keys, values), at_once):
+        assert torch.equal(one.data8, other.data8) and torch.equal(one.scale, other.scale)
+    assert distance(keys.dequantize(), k) < 0.012 and distance(values.dequantize(), v) < 0.012
+
+
+def test_what_generation_does_to_a_cache() -> None:
+    pytest.importorskip("transformers")
+    from torch_flashplug.integrations.int8_cache import Int8Layer
+
+    k, v = drawn(3, 2, 20, 64), drawn(3, 2, 20, 64, seed=1)
+    layer = Int8Layer()
+    layer.update(k, v)
+    layer.reorder_cache(torch.tensor([2, 0, 1]))
+    assert distance(layer.keys.dequantize(), k[[2, 0, 1]]) < 0.012
+    layer.crop(-5)
+    assert layer.get_seq_length() == 15 and layer.keys.shape == (3, 2, 15, 64)
+    layer.batch_select_indices(torch.tensor([1]))
+    assert distance(layer.values.dequantize(), v[[0], :, :15]) < 0.012
+    layer.batch_repeat_interleave(2)
+    assert layer.keys.shape == (2, 2, 15, 64)
+    layer.offload(), layer.prefetch()
+    with pytest.raises(ValueError, match="minus"):
+        layer.crop(3)
+    layer.reset()
+    assert layer.get_seq_length() == 0 and torch.equal(layer.update(k, v)[0], k)
+
+
+def test_explain_says_who_reads_it() -> None:
+    q, x = drawn(1, 32, 1, 128), drawn(1, 8, 500, 128)
+    keys, values = cached(x, rotated=True), cached(x)
+    plan = torch_flashplug.explain(q, keys, values, enable_gqa=True, device="h100")
+    assert plan.backend == "fa2" and plan.kernel.startswith("decode_sm80_bf16_int8_d128_cache8_") and plan.splits > 1
+    assert "in int8, keys rotated" in plan.copies and "8 bits" in plan.reasons["fa3"]
+    for call, device in (((drawn(1, 32, 300, 128), keys, values), "h100"), ((q, keys, values), None)):
+        plan = torch_flashplug.explain(*call, enable_gqa=True, device=device)
+        assert plan.whole.startswith("key and value are made 16 bits first (") and "cache8" not in plan.kernel
+    plan = torch_flashplug.explain(q, keys, values, dropout_p=0.1, enable_gqa=True, device="h100")
+    assert "cache8" not in plan.kernel and "made 16 bits" in str(plan)
+
+
+@torch.no_grad()
+def test_vmap_and_flops(device: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q = drawn(3, 2, 1, 4, 64).to(device)
+    k8 = drawn(3, 2, 50, 2, 64, dtype=torch.float32).mul(30).to(torch.int8).to(device)
+
+    def call(q: Tensor, k8: Tensor) -> Tensor:
+        return attention(q, k8, k8, k_scale=0.03, v_scale=0.02)
+
+    mapped = torch.vmap(call)(q, k8)
+    assert distance(mapped, torch.stack([call(*one) for one in zip(q, k8)])) < 4e-3
+    shared = torch.vmap(call, in_dims=(0, None))(q, k8[0])
+    assert distance(shared, torch.stack([call(one, k8[0]) for one in q])) < 4e-3
+    given = (q[0].transpose(1, 2), *[k8[0].transpose(1, 2)] * 2, *[torch.ones(2, 2, 50, device=device)] * 2)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.torch_flashplug.cached_fwd(*given, None, False, None)
+    assert counter.get_total_flops() >= 2 * 2 * 2 * 4 * 50 * 64
