@@ -209,10 +209,12 @@ def trial(spec: KernelSpec, *stages: str):
         def __call__(
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32,
-            mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None, extra: Extra,
+            mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
+            k_scale: cute.Tensor | None, v_scale: cute.Tensor | None, rotated: Int32 | None, extra: Extra,
             stream: cuda.CUstream,
         ):  # fmt: skip
-            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, mask, None, extra), stream)
+            given = (mask, None, k_scale, v_scale, rotated, extra)
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *given), stream)
 
     class Backward(base):
         fake_arguments = Forward.fake_arguments
