@@ -298,7 +298,7 @@ def _explain_cached(
 ) -> Plan:  # fmt: skip
     """Of key and value in 8 bits: a kernel that reads them, whatever backend is asked for, or the call of 16 bits."""
     given = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-    why = "what else is asked for needs it"
+    why = "dropout, gradients, or tensors of several dtypes or kinds"
     if given is not None:
         q, k, v, _, _, mask, rotated, scale = given
         described = problem.describe(q, k, v, mask, 0.0, False, scale) | {"cache8": True, "grad": False}
@@ -314,6 +314,8 @@ def _explain_cached(
             # The first reason may be the dtypes themselves.
             reasons[backend] = made["reasons"].get(backend, "").rpartition("also: ")[2]
         why = reasons[KERNEL_BACKENDS[-1]]
+        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > choices.GATE.rows:
+            why = f"more than {choices.GATE.rows} query rows for each KV head"
     whole = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
     plan = explain(query, *whole, attn_mask, dropout_p, is_causal, **settings, device=device)
     return replace(plan, whole=f"key and value are made 16 bits first ({why})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .cached import FORMATS
 
@@ -31,7 +32,8 @@ def attention(
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
     may be 1; None is 1, which int8 does not take. Few query rows (up to 64 for each KV head) are a kernel's that reads
-    the 8 bits; more have K and V made 16 bits first. No gradients. Rotated and shifted keys: QuantizedTensor.
+    the 8 bits; more have K and V made 16 bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted
+    keys: QuantizedTensor.
 
     Raises ValueError or TypeError for what it does not take.
     """
@@ -39,8 +41,10 @@ def attention(
         if not isinstance(x, Tensor) or x.dim() != 4:
             given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"attention: {name} is {given}; give a tensor (batch, rows, heads, head dim)")
-    if causal not in CAUSAL:
+    if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
     B, Sq, Hq, D = q.shape
     _, Sk, Hkv, _ = k.shape
     if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or (Hkv and Hq % Hkv) or (Hq and not Hkv):
@@ -50,12 +54,15 @@ def attention(
     mask, top_left = _causal(causal, Sq, Sk, q.device)
     if k.dtype not in FORMATS and v.dtype not in FORMATS:
         if k_scale is not None or v_scale is not None:
-            raise ValueError(f"attention: k_scale and v_scale are for 8 bits; k and v are {k.dtype} and {v.dtype}")
+            formats = ", ".join(map(str, FORMATS))
+            raise ValueError(f"attention: k_scale, v_scale are for {formats}; k and v are {k.dtype} and {v.dtype}")
         settings = {"is_causal": top_left and mask is None, "scale": scale, "enable_gqa": Hq != Hkv}
         return F.scaled_dot_product_attention(query, key, value, mask, **settings).transpose(1, 2)
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
         given, formats = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}", ", ".join(map(str, FORMATS))
         raise ValueError(f"attention: {given}; k and v have one of {formats}, and q 16 bits")
+    if forward_ad._current_level >= 0:
+        raise RuntimeError("attention: k and v in 8 bits have no derivative, forward mode's neither; give 16 bits")
     if top_left:
         mask = torch.ones(Sq, Sk, dtype=torch.bool, device=q.device).tril()
     scales = (_scale("k_scale", k_scale, key), _scale("v_scale", v_scale, value))
@@ -78,6 +85,8 @@ def _scale(name: str, scale: Scale | None, x: Tensor) -> Tensor:
         if x.dtype == torch.int8:
             raise ValueError(f"attention: {name} is None; int8 takes a number, (), (Hkv,), (B, Hkv) or (B, Hkv, Sk)")
         scale = 1.0
+    if not isinstance(scale, Tensor | int | float) or (isinstance(scale, Tensor) and scale.is_complex()):
+        raise TypeError(f"attention: {name} is {type(scale).__name__}; give a number or a tensor of real ones")
     if not isinstance(scale, Tensor):
         return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(wanted)
     if scale.device != x.device and scale.dim() > 0:

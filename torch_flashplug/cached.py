@@ -14,12 +14,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from .quantised import rotate, unrotate
 
 FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _SDPA = F.scaled_dot_product_attention  # torch's own, whatever takes its place
+_NO_WRITES = "no QuantizedTensor is written in place; make one of new data8 and scale"
 _aten = torch.ops.aten
 _COPIES = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
 
@@ -80,8 +82,9 @@ class QuantizedTensor(Tensor):
     """Keys or values (B, Hkv, S, D) of a cache in 8 bits, which say that they have `dtype`, 16 bits.
 
     F.scaled_dot_product_attention reads two of them, key and value, as they are, in eager code and in torch.compile;
-    gradients, dropout and everything else have them made 16 bits first. What it is made of:
-    data: (B, Hkv, S, D), one of FORMATS; scale: (B, Hkv, S) fp32; shift: (B, Hkv, 1, D) that was taken from all keys,
+    gradients of the query, dropout and everything else have them made 16 bits first. Nothing is written in place, and
+    nothing is differentiated with respect to it. What it is made of:
+    data8: (B, Hkv, S, D), one of FORMATS; scale: (B, Hkv, S) fp32; shift: (B, Hkv, 1, D) that was taken from all keys,
     or None; rotated: whether keys were rotated behind that (quantised.rotate).
     """
 
@@ -97,6 +100,12 @@ class QuantizedTensor(Tensor):
         if data8.dtype not in FORMATS or data8.dim() != 4 or scale.shape != data8.shape[:3]:
             given = f"{data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
             raise ValueError(f"{given}; give (B, Hkv, S, D) of {', '.join(map(str, FORMATS))}, and (B, Hkv, S)")
+        B, Hkv, _, D = data8.shape
+        if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
+            shifted = None if shift is None else tuple(shift.shape)
+            raise ValueError(f"dtype {dtype}, shift {shifted}; give one of 16 bits, and (B, Hkv, 1, D) or None")
+        if any(x.device != data8.device for x in (scale, *([] if shift is None else [shift]))):
+            raise ValueError("data8, scale and shift are on different devices; give one")
         self = Tensor._make_wrapper_subclass(cls, data8.shape, dtype=dtype, device=data8.device)
         self.data8, self.scale, self.shift, self.rotated = data8, scale.float(), shift, rotated
         return self
@@ -116,6 +125,10 @@ class QuantizedTensor(Tensor):
         shift = None if self.shift is None else change(self.shift)
         return QuantizedTensor(change(self.data8), change(self.scale), self.dtype, shift, self.rotated)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What torch.compile's cache asks of a subclass."""
+        return f"{self.data8.dtype} {self.dtype} {self.rotated} {self.shift is None} {tuple(self.shape)}"
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool]]:
         inner = ["data8", "scale"] + ["shift"] * (self.shift is not None)
         return inner, (self.dtype, self.rotated)
@@ -131,6 +144,8 @@ class QuantizedTensor(Tensor):
     def __torch_function__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is _SDPA and (call := readable(*args, **(kwargs or {}))) is not None:
             return torch.ops.torch_flashplug.cached_fwd(*call)
+        if func is Tensor.__setitem__ and isinstance(args[0], cls):
+            raise RuntimeError(f"item assignment: {_NO_WRITES}")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -138,9 +153,13 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         """Copies, and moves to another device, are ones of what it is made of; any other operation is on 16 bits."""
         kwargs = kwargs or {}
+        for place, said in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(said.name)
+            if isinstance(given, cls) and said.alias_info is not None and said.alias_info.is_write:
+                raise RuntimeError(f"{func}: {_NO_WRITES}")
         same = kwargs.get("dtype") in (None, args[0].dtype) if args and isinstance(args[0], cls) else False
         if func in _COPIES and same:
-            kwargs.pop("dtype", None)
+            kwargs = {name: said for name, said in kwargs.items() if name not in {"dtype", "memory_format"}}
             return args[0].map(lambda x: func(x, *args[1:], **kwargs))
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
         return func(*args, **kwargs)
@@ -157,7 +176,7 @@ def readable(
     if not pair or isinstance(query, QuantizedTensor) or value.rotated or value.shift is not None:
         return None
     differentiated = any(x is not None and x.requires_grad for x in (query, attn_mask))
-    if dropout_p != 0.0 or (differentiated and torch.is_grad_enabled()):
+    if dropout_p != 0.0 or (differentiated and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         return None
     if query.dim() != 4 or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         return None

@@ -75,12 +75,12 @@ def rotate(x: Tensor, by: Tensor | None = None) -> Tensor:
     """Rows of D numbers: signs of ROTATION (by, if they are there already), then Hadamard matrices of the largest power
     of two that divides D, on the diagonal; lengths and products of rows stay.
     """
-    return _transformed(x * (signs(x.shape[-1], x.device) if by is None else by))
+    return _transformed(x * (signs(int(x.shape[-1]), x.device) if by is None else by))
 
 
 def unrotate(x: Tensor) -> Tensor:
     """What `rotate` has made of its argument: that matrix is its own inverse."""
-    return _transformed(x) * signs(x.shape[-1], x.device)
+    return _transformed(x) * signs(int(x.shape[-1]), x.device)
 
 
 def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,8 @@ def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _transformed(x: Tensor) -> Tensor:
-    size = x.shape[-1] & -x.shape[-1]
+    D = int(x.shape[-1])  # a traced one becomes a constant
+    size = D & -D
     rows = x.unflatten(-1, (-1, size))
     step = 1
     while step < size:
@@ -102,9 +103,10 @@ def _transformed(x: Tensor) -> Tensor:
 
 
 def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
-    """1.0 or -1.0 for each of D channels, at most 256."""
+    """1.0 or -1.0 for each of D channels; behind 256 the same again."""
+    words = (ROTATION * -(-D // 256))[: -(-D // 32)]
     places = torch.arange(32, device=device)  # nothing is copied to the device: a CUDA graph may record it
-    bits = torch.cat([torch.bitwise_right_shift(word, places) for word in ROTATION[: -(-D // 32)]])[:D] & 1
+    bits = torch.cat([torch.bitwise_right_shift(word, places) for word in words])[:D] & 1
     return 1.0 - 2.0 * bits.float()
 
 

@@ -93,7 +93,10 @@ def test_what_attention_refuses() -> None:
         (ValueError, r"v_scale \(3,\) does not fit", lambda: attention(q, k8, k8, k_scale=1.0, v_scale=torch.ones(3))),
         (ValueError, "k and v have one of", lambda: attention(q, k8, k8.to(torch.bfloat16), **one)),
         (ValueError, "k and v have one of", lambda: attention(k8, k8, k8, **one)),
-        (ValueError, "are for 8 bits", lambda: attention(q, q, q, **one)),
+        (ValueError, "are for torch.int8", lambda: attention(q, q, q, **one)),
+        (ValueError, "causal=0; use", lambda: attention(q, k8, k8, causal=0, **one)),
+        (ValueError, "give one device", lambda: attention(q, k8.to("meta"), k8, **one)),
+        (TypeError, "k_scale is list", lambda: attention(q, k8, k8, k_scale=[1.0], v_scale=1.0)),
         (ValueError, "do not fit", lambda: attention(q, k8[:1], k8, **one)),
         (ValueError, "do not fit", lambda: attention(q[:, :, :3], k8, k8, **one)),
         (ValueError, "use False, True", lambda: attention(q, k8, k8, causal="left", **one)),
@@ -132,8 +135,19 @@ def test_it_is_its_numbers(more: dict[str, bool]) -> None:
     assert type(made.float()) is Tensor
     assert "QuantizedTensor" in repr(made)
     assert distance(unrotate(rotate(x.float())), x) < 1e-6
-    with pytest.raises(ValueError, match="give"):
-        QuantizedTensor(x, torch.ones(2, 3, 40), torch.bfloat16)
+    data8, scale = made.data8, made.scale
+    for wrong in (
+        (x, scale, x.dtype), (data8, scale[..., :3], x.dtype), (data8, scale, torch.int8), (data8, scale, x.dtype, x),
+        (data8, scale.to("meta"), x.dtype),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="give"):
+            QuantizedTensor(*wrong)
+    into = (lambda: made.copy_(x), lambda: made.__setitem__(0, 0.0), lambda: torch.add(x, x, out=made))
+    for write in (made.zero_, *into):
+        with pytest.raises(RuntimeError):
+            write()
+    assert torch.equal(made.data8, data8) and torch.equal(torch.empty_like(x).copy_(made), made.dequantize())
+    assert type(made.clone(memory_format=torch.channels_last)) is QuantizedTensor
 
 
 CALLS = {
@@ -209,6 +223,25 @@ def test_a_cuda_graph_reads_the_cache_as_it_is_when_it_runs() -> None:
         graph.replay()
         assert torch.equal(out, sdpa(q, keys, values, enable_gqa=True))
         assert distance(out, sdpa(q, again, again, enable_gqa=True)) < 0.02
+
+
+def test_forward_mode_is_that_of_16_bits() -> None:
+    q, x = drawn(1, 4, 3, 64, dtype=torch.float32), drawn(1, 2, 70, 64, dtype=torch.float32)
+    keys, values = cached(x, rotated=True), cached(x)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        pairs = [(keys, values), (keys.dequantize(), values.dequantize())]
+        tangents = [torch.func.jvp(lambda q, kv=kv: sdpa(q, *kv, enable_gqa=True), (q,), (q,))[1] for kv in pairs]
+    assert distance(*tangents) < 1e-5 and tangents[1].abs().max() > 0.01
+    with pytest.raises(RuntimeError, match="forward mode"):
+        rows = [t.transpose(1, 2) for t in (keys.data8, values.data8)]
+        torch.func.jvp(lambda q: attention(q.transpose(1, 2), *rows, k_scale=1.0, v_scale=1.0), (q,), (q,))
+
+
+def test_rotated_in_a_graph_of_any_shape(fresh_dynamo: None) -> None:
+    compiled = torch.compile(lambda k: k.float(), backend="aot_eager", dynamic=True)
+    for D in (64, 96):
+        keys = cached(drawn(1, 2, 20, D), rotated=True)
+        assert torch.equal(compiled(keys), keys.float())
 
 
 def test_forced_backends_do_not_matter(device: str) -> None:
@@ -289,8 +322,35 @@ def test_what_generation_does_to_a_cache() -> None:
     layer.offload(), layer.prefetch()
     with pytest.raises(ValueError, match="minus"):
         layer.crop(3)
+    layer.crop(-15)
+    assert layer.get_seq_length() == 0 and torch.equal(layer.update(k, v)[0], k)
     layer.reset()
     assert layer.get_seq_length() == 0 and torch.equal(layer.update(k, v)[0], k)
+
+
+def test_what_programs_do_to_a_cache() -> None:
+    """Prompts of one token, a wide head, inference mode ahead of another one, gradients; and how large it is."""
+    pytest.importorskip("transformers")
+    from torch_flashplug.integrations.int8_cache import Int8Layer
+
+    k = drawn(1, 2, 1200, 64)
+    k[:, :, 0] *= 100.0
+    one = Int8Layer()
+    one.update(k[:, :, :1], k[:, :, :1])
+    keys, _ = one.update(k[:, :, 1:], k[:, :, 1:])
+    assert distance(keys.dequantize()[:, :, 1:], k[:, :, 1:]) < 0.012
+    wide = Int8Layer()
+    x = drawn(1, 1, 20, 512)
+    wide.update(x, x)
+    assert distance(wide.keys.dequantize(), x) < 0.012
+    layer = Int8Layer()
+    with torch.inference_mode():
+        layer.update(k[:, :, :1000], k[:, :, :1000])
+    keys, values = layer.update(k[:, :, 1000:1001].requires_grad_(), k[:, :, 1000:1001])
+    assert keys.shape[2] == 1001 and not keys.scale.requires_grad
+    assert distance(values.dequantize(), k[:, :, :1001]) < 0.012
+    held = sum(x.numel() * x.element_size() for rows in layer._rows for x in (rows.data8, rows.scale))
+    assert held < 0.62 * 2 * 2 * 1001 * 2 * 64
 
 
 def test_explain_says_who_reads_it() -> None:

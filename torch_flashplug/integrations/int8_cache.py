@@ -1,4 +1,5 @@
-"""A cache in INT8 for Hugging Face transformers: half the memory, and decode reads half the bytes."""
+"""A cache in INT8 for Hugging Face transformers: a little more than half the memory, and decode reads half the bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from transformers.cache_utils import DynamicLayer
 from ..cached import QuantizedTensor
 from ..quantised import in_int8, mean_of_finite, rotate, signs
 
-GROWTH = 2  # times as much room, where there is none
-LEAST = 64  # tokens
+LEAST, SHARE = 64, 8  # tokens that room is made for beyond those that there are, and of these one in so many
+CONSTANT = 16  # tokens whose mean is no token's own
 
 
 class _Rows:
@@ -21,11 +22,13 @@ class _Rows:
         self.data8: Tensor | None = None  # (B, H, room, D)
         self.scale: Tensor | None = None  # (B, H, room)
 
+    @torch.no_grad()
     def put(self, x: Tensor, at: int) -> None:
         data8, scale = in_int8(x)
-        end = at + x.shape[2]
-        if self.data8 is None or end > self.data8.shape[2]:
-            room = max(LEAST, end, GROWTH * at)
+        end, full = at + x.shape[2], self.data8 is None or at + x.shape[2] > self.data8.shape[2]
+        kept = self.data8 is not None and self.data8.is_inference() and not torch.is_inference_mode_enabled()
+        if full or kept:  # inference mode's tensors are not written outside of it
+            room = end + max(LEAST, end // SHARE)
             self.data8, self.scale = (
                 torch.cat([old[:, :, :at], new.new_zeros((*new.shape[:2], room - at, *new.shape[3:]))], 2)
                 if old is not None
@@ -40,10 +43,11 @@ class _Rows:
 
 class Int8Layer(DynamicLayer):
     """Keys and values of a layer in INT8, a scale for each token and head. Of keys a constant is taken first, the mean
-    of the first update, and they are rotated (quantised.py): so no channel stands out. What a token leaves does not
-    depend on what comes with it or later, but for that constant.
+    of the first update if that is long enough, and they are rotated (quantised.py): so no channel stands out. What a
+    token leaves does not depend on what comes with it or later, but for that constant.
 
-    The first update gives back what it was given: attention over the prompt is exact.
+    The first update gives back what it was given: attention over the prompt is exact. No gradient goes through what is
+    read back.
     """
 
     def __init__(self, **kwargs: object) -> None:
@@ -51,8 +55,10 @@ class Int8Layer(DynamicLayer):
         self._rows, self._shift, self._tokens = (_Rows(), _Rows()), None, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._shift = mean_of_finite(key_states.float())
+        self.dtype, self.device, self._rows = key_states.dtype, key_states.device, (_Rows(), _Rows())
+        self._shift = mean_of_finite(key_states.detach().float())
+        if key_states.shape[2] < CONSTANT:
+            self._shift = torch.zeros_like(self._shift)
         self._signs = signs(key_states.shape[-1], key_states.device)
         self.is_initialized = True
 
@@ -63,7 +69,7 @@ class Int8Layer(DynamicLayer):
         first = not self.is_initialized
         if first:
             self.lazy_initialization(key_states, value_states)
-        self._rows[0].put(rotate(key_states.float() - self._shift, self._signs), self._tokens)
+        self._rows[0].put(rotate(key_states.detach().float() - self._shift, self._signs), self._tokens)
         self._rows[1].put(value_states, self._tokens)
         self._tokens += key_states.shape[2]
         self._show()
@@ -95,6 +101,7 @@ class Int8Layer(DynamicLayer):
         if self.is_initialized:
             self._tokens = max(0, self._tokens + tokens_to_remove)
             self._show()
+            self.is_initialized = self._tokens > 0  # what comes then is a first update again
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
