@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from torch_flashplug import recipes, sdpa_backend
-from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
+from torch_flashplug.testing import (
+    Candidate,
+    Case,
+    Inputs,
+    Masking,
+    Timing,
+    attention_math,
+    make_inputs,
+    time_interleaved,
+)
 
 QUANTISES = "quantise"  # in names of kernels of ours that make operands
 LARGEST_ERROR = {"qk8": 0.03, "8bit": 0.06, "e4m3": 0.08}  # relative, of normal inputs: more is a wrong number
@@ -75,12 +84,8 @@ def fa3_calls(
 def _error(case: Case, inputs: Inputs, out: Tensor) -> float:
     """Of the last rows of the first head, relative, against fp64."""
     rows = min(case.Sq, 256)
-    q, k, v = inputs.q[:1, :1, -rows:], inputs.k[:1, :1], inputs.v[:1, :1]
-    scores = q.double() @ k.double().mT * case.D**-0.5
-    if case.causal:
-        seen = torch.arange(case.Sk, device=q.device) <= torch.arange(case.Sq - rows, case.Sq, device=q.device)[:, None]
-        scores = scores.masked_fill(~seen, -torch.inf)
-    right = scores.softmax(-1) @ v.double()
+    few = inputs.q[:1, :1, -rows:], inputs.k[:1, :1], inputs.v[:1, :1]
+    right = attention_math(*few, mask=Masking(2 * case.causal)).out  # of the last rows: to the bottom right
     return float((out[:1, :1, -rows:].double() - right).norm() / right.norm())
 
 

@@ -271,9 +271,7 @@ def explain(
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
-    described = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | (
-        {"on_cuda": True} if device is not None else {}
-    )
+    described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
@@ -292,6 +290,11 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
     return native.device_facts(query.device.index) if query.is_cuda else native.NO_DEVICE
 
 
+def _described(device: str | None, *call: object) -> dict[str, float]:
+    """problem.describe(), of a GPU where a preset is asked about."""
+    return problem.describe(*call) | ({"on_cuda": True} if device is not None else {})
+
+
 def _explain_cached(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     device: str | None, settings: dict[str, object],
@@ -301,8 +304,7 @@ def _explain_cached(
     why = "dropout, gradients, or tensors of several dtypes or kinds"
     if given is not None:
         q, k, v, _, _, mask, rotated, scale = given
-        described = problem.describe(q, k, v, mask, 0.0, False, scale) | {"cache8": True, "grad": False}
-        described |= {"on_cuda": True} if device is not None else {}
+        described = _described(device, q, k, v, mask, 0.0, False, scale) | {"cache8": True}
         facts, reasons = _facts_of(query, device), {}
         for backend in KERNEL_BACKENDS:
             made = native.plan(described, facts, BACKENDS.index(backend))

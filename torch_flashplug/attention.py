@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cached import FORMATS
+from .cached import FORMATS, IN_WORDS, seen
 
 CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
@@ -54,17 +54,16 @@ def attention(
     mask, top_left = _causal(causal, Sq, Sk, q.device)
     if k.dtype not in FORMATS and v.dtype not in FORMATS:
         if k_scale is not None or v_scale is not None:
-            formats = ", ".join(map(str, FORMATS))
-            raise ValueError(f"attention: k_scale, v_scale are for {formats}; k and v are {k.dtype} and {v.dtype}")
-        settings = {"is_causal": top_left and mask is None, "scale": scale, "enable_gqa": Hq != Hkv}
+            raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
+        settings = {"is_causal": top_left, "scale": scale, "enable_gqa": Hq != Hkv}
         return F.scaled_dot_product_attention(query, key, value, mask, **settings).transpose(1, 2)
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
-        given, formats = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}", ", ".join(map(str, FORMATS))
-        raise ValueError(f"attention: {given}; k and v have one of {formats}, and q 16 bits")
+        given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(f"attention: {given}; k and v have one of {IN_WORDS}, and q 16 bits")
     if forward_ad._current_level >= 0:
         raise RuntimeError("attention: k and v in 8 bits have no derivative, forward mode's neither; give 16 bits")
     if top_left:
-        mask = torch.ones(Sq, Sk, dtype=torch.bool, device=q.device).tril()
+        mask = seen(Sq, Sk, q.device)
     scales = (_scale("k_scale", k_scale, key), _scale("v_scale", v_scale, value))
     return torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale).transpose(1, 2)
 
@@ -75,7 +74,7 @@ def _causal(causal: bool | str, Sq: int, Sk: int, device: torch.device) -> tuple
         return None, False
     if causal == "top_left" or Sq == Sk:
         return None, True
-    return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril(Sk - Sq), False
+    return seen(Sq, Sk, device, Sk - Sq), False
 
 
 def _scale(name: str, scale: Scale | None, x: Tensor) -> Tensor:

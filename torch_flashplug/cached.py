@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from .quantised import rotate, unrotate
 
 FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+IN_WORDS = ", ".join(map(str, FORMATS))
 _SDPA = F.scaled_dot_product_attention  # torch's own, whatever takes its place
 _NO_WRITES = "no QuantizedTensor is written in place; make one of new data8 and scale"
 _aten = torch.ops.aten
@@ -29,6 +30,11 @@ _COPIES = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten
 def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, Hkv, S, D) of FORMATS, and its scale (B, Hkv, S)."""
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def seen(Sq: int, Sk: int, device: torch.device, ahead: int = 0) -> Tensor:
+    """A causal mask (Sq, Sk): the first query sees `ahead` keys beside its own."""
+    return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril(ahead)
 
 
 def attend(
@@ -63,7 +69,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: T
         query.dtype.is_floating_point and query.dtype not in FORMATS and key.dtype == value.dtype in FORMATS,
         lambda: (
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; key and value have one of "
-            f"{', '.join(map(str, FORMATS))}, the query 16 bits"
+            f"{IN_WORDS}, the query 16 bits"
         ),
     )
     torch._check(
@@ -99,7 +105,7 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         if data8.dtype not in FORMATS or data8.dim() != 4 or scale.shape != data8.shape[:3]:
             given = f"{data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
-            raise ValueError(f"{given}; give (B, Hkv, S, D) of {', '.join(map(str, FORMATS))}, and (B, Hkv, S)")
+            raise ValueError(f"{given}; give (B, Hkv, S, D) of {IN_WORDS}, and (B, Hkv, S)")
         B, Hkv, _, D = data8.shape
         if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
             shifted = None if shift is None else tuple(shift.shape)
@@ -116,7 +122,7 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """(B, Hkv, S, D) in the dtype that it says."""
-        x = self.data8.float() * self.scale.unsqueeze(-1)
+        x = dequantised(self.data8, self.scale, torch.float32)
         x = unrotate(x) if self.rotated else x
         return (x if self.shift is None else x + self.shift.float()).to(self.dtype)
 
@@ -185,5 +191,5 @@ def readable(
     if not same or not heads or key.shape[:3] != value.shape[:3] or (is_causal and attn_mask is not None):
         return None
     if is_causal:
-        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        attn_mask = seen(query.shape[2], key.shape[2], query.device)
     return query, key.data8, value.data8, key.scale, value.scale, attn_mask, key.rotated, scale

@@ -43,7 +43,7 @@ double last_tile(const Problem& p, const KernelRow& row) {
 double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
   if (row.kind != kDecode) return estimate(p, row, device);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
-  const double step = row.tile_n / 1024.0;  // less than a row
+  const double step = static_cast<double>(row.tile_n) / kManyRows;  // less than a row
   return static_cast<double>(tiles * kManyRows + row.tile_m) + (steps < device.sm_count ? step : -step);
 }
 

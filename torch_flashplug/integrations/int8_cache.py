@@ -85,7 +85,6 @@ class Int8Layer(DynamicLayer):
             for rows in self._rows:
                 rows.map(change)
             self._shift = change(self._shift)
-            self.device = self._shift.device
             self._show()
 
     def get_seq_length(self) -> int:
@@ -113,13 +112,10 @@ class Int8Layer(DynamicLayer):
         self._map(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        home = getattr(self, "device", None)
         self._map(lambda x: x.to("cpu", non_blocking=True))
-        self.device = home
 
     def prefetch(self) -> None:
-        home = getattr(self, "device", None)
-        self._map(lambda x: x.to(home, non_blocking=True))
+        self._map(lambda x: x.to(self.device, non_blocking=True))
 
 
 class Int8Cache(DynamicCache):
