@@ -21,7 +21,7 @@ int64_t scratch8_bytes(const Problem& p, const KernelRow& row) {
   take(queries * fp32);
   take(queries * fp32);
   take(kv_heads * ceil_div(p.Sk, row.tile_n) * fp32);
-  if (values) take(kv_heads * p.Dv * fp32);
+  for (int of_channel = 0; values && of_channel < 2; ++of_channel) take(kv_heads * row.dv_max * fp32);
   return bytes;
 }
 

@@ -1,5 +1,5 @@
 """Suite eightbit: 8-bit attention by recipe: kernels alone, and whole calls with what makes operands, beside ours of 16
-bits and FlashAttention-3's FP8, whose operands torch makes (by the largest entry of each head).
+bits, FlashAttention-3's FP8, whose operands torch makes (by the largest entry of each head), and cuDNN's kernel alone.
 
 Kernels alone are the profiler's: what a call launches but for what makes operands of ours.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+import cudnn_fp8
 import providers as who
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,10 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
                 kernels["fa3_fp8"], others["fa3_fp8_call"] = fa3
         except (RuntimeError, ValueError) as reason:
             refused["fa3_fp8"] = refusal(reason)
+        try:
+            kernels["cudnn_fp8"] = cudnn_fp8.call(inputs, case)
+        except (ImportError, RuntimeError) as reason:
+            refused["cudnn_fp8"] = refusal(reason)
         repeats = max(2, int(ROUND_MS / (workloads.bound_ms(case) * 1.5)))
         timings = alone(kernels, bench.rounds, repeats) if bench.device == "cuda" else {}
         candidates = {peer: Candidate(call) for peer, call in others.items()}

@@ -24,7 +24,9 @@ BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
 ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
 QK8 = ("qk8", "causal+qk8")
-IN_E4M3 = tuple(mask + recipe for recipe in ("8bit", "e4m3") for mask in ("", "causal+"))
+IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
+FAST = IN_8BIT + IN_E4M3
+MASK_QK8, MASK_FAST = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
 CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
 NARROW = ("fp16",)  # ends at 65504
 SECTOR_BYTES = 32  # what L2 hands out at once
@@ -162,18 +164,27 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 192, 128, BIASES, 128, 64, 2, 1700),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
-    # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md). Where values are, every block's O has
-    # registers of its own.
+    # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 192, 128, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 192, 192, QK8, 128, 96, 2),
     KernelRow("fwd", 90, 256, 256, QK8, 128, 80, 2),
-    KernelRow("fwd", 90, 64, 64, IN_E4M3, 192, 96, 2),
-    KernelRow("fwd", 90, 96, 96, IN_E4M3, 128, 128, 2),
-    KernelRow("fwd", 90, 128, 128, IN_E4M3, 128, 128, 2),
-    KernelRow("fwd", 90, 192, 128, IN_E4M3, 128, 128, 2),
+    KernelRow("fwd", 90, 64, 64, FAST, 192, 128, 2),
+    KernelRow("fwd", 90, 96, 96, FAST, 192, 128, 2),
+    KernelRow("fwd", 90, 128, 128, IN_8BIT, 192, 96, 2),
+    KernelRow("fwd", 90, 128, 128, IN_E4M3, 128, 224, 2),
+    KernelRow("fwd", 90, 192, 128, FAST, 128, 160, 2),
+    KernelRow("fwd", 90, 192, 192, FAST, 128, 160, 2),
+    KernelRow("fwd", 90, 256, 256, FAST, 128, 128, 2),
+    # Beside a mask tiles divide its blocks.
+    KernelRow("fwd", 90, 64, 64, MASK_QK8 + MASK_FAST, 192, 128, 2),
+    KernelRow("fwd", 90, 128, 128, MASK_QK8 + MASK_FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 192, MASK_QK8, 128, 64, 2),
+    KernelRow("fwd", 90, 192, 192, MASK_FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 256, 256, MASK_QK8, 128, 64, 2),
+    KernelRow("fwd", 90, 256, 256, MASK_FAST, 128, 128, 2),
     KernelRow("bwd", 90, 64, 64, BOTH + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + MASK + DROPPED, 64, 128, 4),

@@ -111,7 +111,10 @@ COMBINATIONS = (
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
-    *(Combination(frozenset({*beside, name}), {90: ("fwd",)}) for name in RECIPES for beside in ((), ("causal",))),
+    *(
+        Combination(frozenset({*beside, name}), {90: ("fwd",)})
+        for name in RECIPES for beside in ((), ("causal",), ("mask",))
+    ),
     *(Combination(frozenset({*beside, "cache8"}), {80: ("decode",)}) for beside in ((), ("mask",))),
 )
 

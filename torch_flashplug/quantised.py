@@ -5,8 +5,9 @@ moves all scores of a row alike (SageAttention, arXiv 2410.02367, section 4.2), 
 random signs and a Hadamard matrix, which leaves their products as they are (QuIP, arXiv 2307.13304; FlashAttention-3,
 arXiv 2407.08608, section 3.3). Then each row of Q has a scale, and each block of keys.
 
-Values. Each channel has a scale, from a sample: e4m3 keeps its relative precision over 15 powers of two. V lies
-transposed, its keys in the order in which a thread's probabilities are the next product's left operand.
+Values. Of each channel a constant is taken, which the output gets back: probabilities add up to 1 (SageAttention2,
+arXiv 2411.10958, section 3.3). And each has a scale, from a sample: e4m3 keeps its relative precision over 15 powers of
+two. V lies transposed, its keys in the order in which a thread's probabilities are the next product's left operand.
 
 Everything is made in one pass over the operands: the constant key and the channels' scales are those of SAMPLES keys
 spread over all of them, so that no part waits for another one, and equal inputs give equal bits.
@@ -21,7 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recipes import CHANNEL_RMS, KEY_ORDER, LARGEST, ROTATION, SAMPLES, SMALLEST_SCALE, Recipe
+from .recipes import (
+    CHANNEL_RMS,
+    CLEAR_MEAN,
+    KEY_ORDER,
+    LARGEST,
+    LEAST_VARIANCE,
+    ROTATION,
+    SAMPLES,
+    SMALLEST_SCALE,
+    Recipe,
+)
 
 _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
@@ -36,6 +47,7 @@ class Quantised:
     q_scale: Tensor  # (B, Hq, Sq) fp32
     k_scale: Tensor  # (B, Hkv, blocks of keys) fp32
     v_scale: Tensor | None  # (B, Hkv, Dv) fp32
+    v_mean: Tensor | None  # (B, Hkv, Dv) fp32
     row_shift: Tensor  # (B, Hq, Sq) fp32: what the constant key has taken from a row's scores, before the softmax scale
     block: int  # keys of a block
 
@@ -44,11 +56,17 @@ class Quantised:
         return self.k.shape[2]
 
     def values(self) -> Tensor:
-        """V, (B, Hkv, Sk, Dv) fp64."""
+        """V without what v_mean has of it, (B, Hkv, Sk, Dv) fp64."""
         if self.v_scale is None:
             return self.v.double()
         rows = in_natural_order(self.v.double()).mT[:, :, : self.Sk]
         return rows * self.v_scale.double().unsqueeze(2)
+
+    def constant(self) -> Tensor:
+        """What the output gets beside, (B, Hkv, 1, Dv) fp64."""
+        if self.v_mean is None:
+            return self.k_scale.new_zeros(*self.k.shape[:2], 1, 1, dtype=torch.float64)
+        return self.v_mean.double().unsqueeze(2)
 
 
 def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Quantised:
@@ -63,11 +81,11 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     k_scale = _scale(_blocks(rotated_k.abs().amax(-1), block).amax(-1), LARGEST[recipe.scores])
     of_keys = k_scale.repeat_interleave(block, -1)[..., : k.shape[2]]
     row_shift = (q.float() * shift.repeat_interleave(group, 1)).sum(-1)
-    values, v_scale = (v, None) if recipe.values is None else _values(v.float(), recipe.values)
+    values, v_scale, v_mean = (v, None, None) if recipe.values is None else _values(v.float(), recipe.values)
     return Quantised(
         _rounded(rotated_q * (1.0 / q_scale.unsqueeze(-1)), recipe.scores),
         _rounded(rotated_k * (1.0 / of_keys.unsqueeze(-1)), recipe.scores),
-        values, q_scale, k_scale, v_scale, row_shift, block,
+        values, q_scale, k_scale, v_scale, v_mean, row_shift, block,
     )  # fmt: skip
 
 
@@ -146,16 +164,26 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
 
 
-def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor]:
-    """V^T in KEY_ORDER, and scales of its channels; where a channel's samples are all zeros, those of the others."""
+def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
+    """V^T in KEY_ORDER, scales and means of its channels; where a channel's samples are all zeros, the scale is that of
+    the others.
+    """
     found = sample(v)
-    finite = found.isfinite()
-    mean = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
-    spare = mean.mean(-1, keepdim=True)
-    mean = torch.where(mean > 0.0, mean, torch.where(spare > 0.0, spare, CHANNEL_RMS**2))
-    scale = (mean.sqrt() / CHANNEL_RMS).clamp_min(SMALLEST_SCALE)
-    rows = (v * (1.0 / scale.unsqueeze(2))).mT
-    return in_key_order(_rounded(F.pad(rows, (0, -rows.shape[-1] % len(KEY_ORDER))), number)), scale
+    mean, square = mean_of_finite(found), mean_of_finite(found.square().masked_fill(~found.isfinite(), math.nan))
+    mean, square = mean.squeeze(2), square.squeeze(2)
+    spare = square.mean(-1, keepdim=True)
+    square = torch.where(square > 0.0, square, torch.where(spare > 0.0, spare, CHANNEL_RMS**2))
+    variance = torch.maximum(square - mean.square(), square * LEAST_VARIANCE)
+    clear = mean.square() > variance * CLEAR_MEAN
+    mean, variance = torch.where(clear, mean, 0.0), torch.where(clear, variance, square)
+    scale = (variance.sqrt() / CHANNEL_RMS).clamp_min(SMALLEST_SCALE)
+    return turned(v, scale, mean, number), scale, mean
+
+
+def turned(v: Tensor, scale: Tensor, mean: Tensor, number: str) -> Tensor:
+    """V^T (B, Hkv, Dv, Sk rounded up to 16) in KEY_ORDER, by scales and means (B, Hkv, Dv) of its channels."""
+    rows = ((v.float() - mean.unsqueeze(2)) * (1.0 / scale.unsqueeze(2))).mT
+    return in_key_order(_rounded(F.pad(rows, (0, -rows.shape[-1] % len(KEY_ORDER))), number))
 
 
 def _rounded(x: Tensor, number: str) -> Tensor:

@@ -216,11 +216,6 @@ class HopperSpec(KernelSpec):
         return self.bytes_of("q") == self.bytes_of("o")
 
     @property
-    def promoted(self) -> bool:
-        """fwd: whether every block's O is a sum of its own: sums in 8 bits drop digits."""
-        return self.bytes_of("v") == 1
-
-    @property
     def q_slots(self) -> int:
         """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
         free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
@@ -237,7 +232,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def early_rescale(self) -> bool:
-        return self.dv >= EARLY_RESCALE_DV
+        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1
 
     @property
     def kv_in_registers(self) -> bool:
@@ -307,7 +302,7 @@ class HopperSpec(KernelSpec):
         if self.is_backward:
             keys = (self.d + self.dv) // 2 + self.tile_m + self.tile_m // 4
             return keys + self.kv_in_registers * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
-        return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2 * (1 + self.promoted)
+        return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
 
     def register_budget(self) -> tuple[int, int]:
         has = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]

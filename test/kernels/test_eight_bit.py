@@ -93,18 +93,35 @@ def test_blocks_of_e4m3_at_16k_keys() -> None:
     assert found["e4m3"] * 2.3 <= found["tensor"], found
 
 
-def test_long_sums_are_promoted() -> None:
-    """Tensor cores cut off what they add: of a value that all keys share, more with every key."""
+def test_long_sums_are_parted() -> None:
+    """Tensor cores cut off what they add: of a value that keys share, more with every key. Here it is none that all
+    have, which would be taken from them.
+    """
     q, k, v = qkv(32768, heads=1, rows=16)
     v = (v.double() + 1.0).bfloat16()
+    v[:, :, ::2, :32] *= -1.0
+    k[:, :, ::2] = -20.0 * q[:, :, :1]  # which the rows do not look at
+    q = q[:, :, :1].expand(q.shape)
     right, _ = exact(q, k, v, 0.125)
     operands = quantise(q, k, v, RECIPES["8bit"], BLOCK)
     settings = {"scale": 0.125, "accumulator_bits": TENSOR_CORES}
     lost = [
-        float(1.0 - attend(operands, RECIPES["8bit"], promoted=promoted, **settings).out.mean() / right.mean())
-        for promoted in (True, False)
+        float(1.0 - attend(operands, RECIPES["8bit"], **longest, **settings).out.mean() / right.mean())
+        for longest in ({}, {"longest": 1 << 20})
     ]
     assert abs(lost[0]) < 5e-3 and lost[1] > 1e-2
+
+
+@pytest.mark.parametrize("name", ["8bit", "e4m3"])
+def test_what_all_values_share_costs_nothing(name: str) -> None:
+    """The output gets it back whole."""
+    q, k, v = qkv(600, rows=600)
+    for causal in (False, True):
+        near, moved = (
+            in_eight_bits(q, k, x, RECIPES[name], 0.125, causal=causal) - exact(q, k, x, 0.125, causal=causal)[0]
+            for x in (v, (v.double() + 4.0).bfloat16())
+        )
+        assert float(moved.norm()) < 1.2 * float(near.norm())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -251,7 +268,7 @@ def test_values_come_back() -> None:
     v = drawn(1, 1, 48, 64)
     for recipe in RECIPES.values():
         made: Quantised = quantise(8.0 * k, k, v, recipe, BLOCK)
-        torch.testing.assert_close(attend(made, recipe, 8.0).out, made.values(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(attend(made, recipe, 8.0).out, made.values() + made.constant(), atol=1e-6, rtol=1e-6)
 
 
 def test_precisions_have_names() -> None:

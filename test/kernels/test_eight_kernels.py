@@ -49,11 +49,14 @@ def run(kernels_on: str, name: str, q: Tensor, k: Tensor, v: Tensor, **more: obj
     return out.cpu()
 
 
-def spec_of(name: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> KernelSpec:
+def spec_of(
+    name: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, attn_mask: Tensor | None = None
+) -> KernelSpec:
     """The kernel that takes such a call on an H100."""
     with torch_flashplug.sdpa_backend("fa3", precision=name):
         meta = [x.to("meta") for x in (q, k, v)]
-        plan = torch_flashplug.explain(*meta, is_causal=causal, enable_gqa=True, device="h100")
+        more = {} if attn_mask is None else {"attn_mask": attn_mask.to("meta")}
+        plan = torch_flashplug.explain(*meta, is_causal=causal, enable_gqa=True, device="h100", **more)
     assert plan.precision == name, plan
     return KernelSpec.from_name(plan.kernel)
 
@@ -86,20 +89,26 @@ def made(spec: KernelSpec, scratch: Tensor, q: Tensor, k: Tensor, v: Tensor) -> 
         ("q_scale", torch.float32, (B, Hq, Sq)),
         ("row_shift", torch.float32, (B, Hq, Sq)),
         ("k_scale", torch.float32, (B, Hkv, -(-Sk // spec.tile_n))),
-        ("v_scale", torch.float32 if recipe.values else None, (B, Hkv, Dv)),
+        *((part, torch.float32 if recipe.values else None, (B, Hkv, spec.dv)) for part in ("v_scale", "v_mean")),
     )
     found, at, memory = {}, 0, scratch.view(torch.int8)
     for part, dtype, shape in parts:
         if dtype is not None:
             size = math.prod(shape) * dtype.itemsize
-            found[part] = memory[at : at + size].view(dtype).view(shape)
+            there = memory[at : at + size].view(dtype).view(shape)
+            found[part] = there[..., :Dv] if part in {"v_scale", "v_mean"} else there
             at += -(-size // 128) * 128
     return found
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.dtype == "bf16" and "causal" not in s.features], ids=str)
+PLAIN = [spec for spec in SPECS if spec.dtype == "bf16" and not spec.features & {"causal", "mask"}]
+
+
+@pytest.mark.parametrize("spec", PLAIN, ids=str)
 def test_operands_are_those_of_torch(spec: KernelSpec) -> None:
-    """Bit for bit, but for sums over a sample, whose order is the kernel's own: NaN, inf, rows and blocks of zeros."""
+    """Bit for bit, but for sums over a sample, whose order is the kernel's own (values by what it made of them): NaN,
+    inf, rows and blocks of zeros.
+    """
     function = on_cpu.function(on_cpu.pack(), spec.name())
     name = next(name for name in RECIPES if name in spec.features)
     for heads, seq in SIZES:
@@ -114,9 +123,11 @@ def test_operands_are_those_of_torch(spec: KernelSpec) -> None:
         scratch = room[-room.data_ptr() % 128 // 4 :]
         counter = torch.zeros(1, dtype=torch.int32)
         function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, scratch, ctypes.c_void_p(None))
-        want = operands(name, spec, q, k, v)
-        for part, found in made(spec, scratch, q, k, v).items():
+        want, all_found = operands(name, spec, q, k, v), made(spec, scratch, q, k, v)
+        for part, found in all_found.items():
             right = getattr(want, part)
+            if part == "v":
+                right = quantised.turned(v, all_found["v_scale"], all_found["v_mean"], RECIPES[name].values)
             if part in {"q", "k", "v"}:
                 nan = found.float().isnan() & right.float().isnan()
                 assert bool((nan | (found.view(torch.int8) == right.view(torch.int8))).all()), (part, seq)
@@ -126,8 +137,8 @@ def test_operands_are_those_of_torch(spec: KernelSpec) -> None:
 
 # ---- what they make of it ----
 
-DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (80, 80), (40, 24)
-CALLS = [(name, dims) for name in RECIPES for dims in (*DIMS, *((192, 192), (256, 256), (200, 136)) * (name == "qk8"))]
+DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (80, 80), (40, 24), (200, 136)
+CALLS = [(name, dims) for name in RECIPES for dims in DIMS]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -138,6 +149,32 @@ def test_output_is_that_of_its_operands(kernels_on: str, recipe: str, dims: tupl
         spec = spec_of(recipe, q, k, v, causal=causal)
         right = attend(operands(recipe, spec, q, k, v), RECIPES[recipe], dims[0] ** -0.5, causal=causal).out
         assert distance(run(kernels_on, recipe, q, k, v, is_causal=causal), right) <= NEAR[recipe], (heads, seq)
+
+
+def masks(B: int, Hq: int, Sq: int, Sk: int) -> dict[str, Tensor]:
+    """Of bools: padding behind a length of each sequence; random ones by head, whose first rows see nothing; a window,
+    which hides whole blocks.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    keys, rows = torch.arange(Sk), torch.arange(Sq).view(-1, 1)
+    drawn = torch.rand((B, Hq, Sq, Sk), generator=generator) < 0.3
+    drawn[:, :, :3] = False
+    lengths = torch.tensor([Sk - 30, Sk // 3][:B]).view(-1, 1, 1, 1)
+    return {"padding": keys < lengths, "random": drawn, "window": (keys - rows).abs() < 40}
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@BY_RECIPE
+def test_masks_of_bools(kernels_on: str, recipe: str, dims: tuple[int, int]) -> None:
+    q, k, v = qkv((2, 4, 2), (200, 420), dims)
+    v = (v.double() + 1.0).bfloat16()  # which rows that see nothing get nothing of
+    for name, mask in masks(2, 4, 200, 420).items():
+        spec = spec_of(recipe, q, k, v, attn_mask=mask)
+        right = attend(operands(recipe, spec, q, k, v), RECIPES[recipe], dims[0] ** -0.5, mask=mask).out
+        out = run(kernels_on, recipe, q, k, v, attn_mask=mask.to(kernels_on))
+        assert distance(out, right) <= NEAR[recipe], name
+        blind = ~mask.any(-1).expand(2, 4, 200)
+        assert not out[blind].any(), name
 
 
 @BY_RECIPE
@@ -245,11 +282,31 @@ def test_unusual_scales(kernels_on: str, recipe: str, scale: float) -> None:
 @BY_RECIPE
 def test_long_sums_keep_their_digits(kernels_on: str, recipe: str) -> None:
     """Values with a mean, many keys: tensor cores alone would lose percents on a GPU."""
-    Sk = 8192 if kernels_on == "cuda" else 512
+    Sk = 131072 if kernels_on == "cuda" else 512
     q, k, v = qkv((1, 1, 1), (64, Sk), (128, 128))
     v = (v.double() + 1.0).bfloat16()
     right = attention_math(q, k, v, scale=0.1).out
     assert abs(float(run(kernels_on, recipe, q, k, v, scale=0.1).double().mean() / right.mean()) - 1.0) < 5e-3
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("recipe", ["8bit", "e4m3"])
+def test_sums_of_parts_of_the_keys(kernels_on: str, recipe: str, dims: tuple[int, int]) -> None:
+    """More keys than a sum in 8 bits may have (recipes.LONGEST_SUM), whose maxima grow, on and on: parts are brought to
+    the last one. And values that rows share, but not with all others: little of them is lost.
+    """
+    Sk = 16383 if kernels_on == "cuda" else 2500
+    signs = (1.0 - torch.arange(Sk) % 2 * 2.0).view(-1, 1)
+    q, k, v = qkv((1, 1, 1), (130, Sk), dims)
+    k = (k.double() * torch.linspace(3.0, 0.2, Sk).view(-1, 1)).bfloat16()  # from the last key on
+    right = attend(operands(recipe, spec_of(recipe, q, k, v), q, k, v), RECIPES[recipe], dims[0] ** -0.5).out
+    assert distance(run(kernels_on, recipe, q, k, v), right) <= NEAR[recipe]
+    k = torch.zeros_like(k)
+    k[..., :1], q[..., 0] = 4.0 * signs, 16.0
+    v = (v.double() * 0.1 + signs).bfloat16()
+    right = attention_math(q, k, v).out
+    found = run(kernels_on, recipe, q, k, v).double()
+    assert float(right.mean()) > 0.9 and abs(float(found.mean() / right.mean()) - 1.0) < 0.015
 
 
 @BY_RECIPE

@@ -53,7 +53,7 @@ LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functi
 # Parts that others are made of.
 BELOW = {
     *("arguments.operands", "digest", "element", "fragments", "listed", "packed", "pieces", "scheduler"),
-    *("quantise", "scaled", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
+    *("quantise", "rotate", "scaled", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
 }
 
 # Which seams import.

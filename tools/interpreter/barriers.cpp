@@ -162,7 +162,8 @@ void add_barriers(Opcodes& to) {
   to["fence.proxy.async"] = to["fence.proxy.async.shared"] = {"", fence_async};
   for (const auto* name : {"fence.proxy.async.global", "fence.mbarrier_init.cluster",
                            "fence.sync_restrict::shared.cluster", "fence.sync_restrict::shared::cta.cluster",
-                           "fence.sync_restrict::shared::cluster.cluster", "fence.acq_rel", "membar.gl", "fence.sc"})
+                           "fence.sync_restrict::shared::cluster.cluster", "fence.acq_rel", "membar.gl", "fence.sc",
+                           "griddepcontrol.wait", "griddepcontrol.launch_dependents"})  // one kernel after the other
     to[name] = {"", nothing};
 }
 

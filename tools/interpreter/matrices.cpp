@@ -73,22 +73,16 @@ void read_left(Warp& w, const Instruction& in, const Operand& vector) {
 // d (rows x columns, in the lanes' registers) = left right, plus c where there is one.
 template <typename Number>
 void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, const Operand* c) {
-  const auto number = [](uint32_t word) {
-    return kInWholeNumbers<Number> ? static_cast<float>(static_cast<int32_t>(word)) : std::bit_cast<float>(word);
-  };
-  const auto word = [](float x) {
-    return kInWholeNumbers<Number> ? static_cast<uint32_t>(static_cast<int32_t>(x)) : std::bit_cast<uint32_t>(x);
-  };
   const auto& a = w.machine().left;
   const auto& b = w.machine().right;
   auto& sums = w.machine().sums;
   const int registers = columns / 2;
   for (auto& row : sums) std::fill_n(row, columns, 0.0f);
-  for (int i = 0; c != nullptr && i < registers; ++i) {
+  for (int i = 0; !kInWholeNumbers<Number> && c != nullptr && i < registers; ++i) {
     const uint32_t* words = many(w, in, *c, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      sums[at.row][at.column] = number(words[lane]);
+      sums[at.row][at.column] = std::bit_cast<float>(words[lane]);
     }
   }
   for (int row = 0; row < kRowsOfWarp; ++row)
@@ -98,7 +92,12 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
     uint32_t* words = many(w, in, d, i);
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
-      words[lane] = word(sums[at.row][at.column]);
+      const float sum = sums[at.row][at.column];
+      // fp32 is exact for products of a step, not for what they are added to
+      if constexpr (kInWholeNumbers<Number>)
+        words[lane] = static_cast<uint32_t>(static_cast<int32_t>(sum)) + (c != nullptr ? words[lane] : 0);
+      else
+        words[lane] = std::bit_cast<uint32_t>(sum);
     }
   }
 }

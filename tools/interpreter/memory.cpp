@@ -128,7 +128,8 @@ void add_access(Opcodes& to, const std::string& where, const std::string& type, 
   const std::string vector = sizeof(Register) == 2 ? "H" : sizeof(Register) == 4 ? "V" : "X";
   static const std::string loaded = vector + (shared ? "S" : "G"), stored = (shared ? "S" : "G") + vector;
   for (const std::string size : {"", "v2.", "v4."}) {
-    to["ld." + where + size + type + form] = {loaded.c_str(), load<space, T, Register>};
+    for (const std::string once : {"ld.", "ld.volatile."})
+      to[once + where + size + type + form] = {loaded.c_str(), load<space, T, Register>};
     to["st." + where + size + type + form] = {stored.c_str(), store<space, T, Register>};
   }
 }

@@ -23,7 +23,7 @@ from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.forward import Call, ForwardCall
 from .parts.arguments.operands import Scales
-from .parts.output import Output, Promoted
+from .parts.output import Drained, Output
 from .parts.pieces import Launch, Pieces
 from .parts.scaled import ScaledSoftmax, Scaling
 from .parts.scheduler import TileOrder
@@ -59,6 +59,7 @@ class Shared:
     q: cute.Tensor  # (64, D, q_slot)
     k: cute.Tensor  # (tile_n, D, slot)
     v: cute.Tensor  # (Dv, tile_n, slot)
+    start: sm90.Start | None  # of sums of whole numbers
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,24 @@ class Scores:
     product: sm90.Product
     keys: cute.Tensor  # (MMA, 1, D/16, slot)
     acc: cute.Tensor
+    start: sm90.Start | None
     compares_given: bool
 
-    def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
-        self.product.issue(self.acc, my_Q, self.keys[None, None, None, slot], accumulate=False)
+    def begin(self) -> None:
+        """Ahead of `issue`, before the turn."""
+        if self.start is not None:
+            self.start.load(self.acc)
 
-    def take(self) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
+        keys = self.keys[None, None, None, slot]
+        self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
+
+    def take(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Scores in fp32: as the accumulator has them, and (2, columns), the same registers; and what the largest score
         is looked for in: whole numbers, of which one instruction compares three, where P is small enough beside them.
+        If not masked, those have sm90.OFFSET beside them (Scaling.offset).
         """
-        acc = self.acc if self.acc.element_type is Float32 else sm90.in_floats(self.acc)
+        acc = self.acc if self.start is None else sm90.as_floats(self.acc, exactly=masked)
         values = fragments.rows_and_columns(acc)
         return acc, values, fragments.rows_and_columns(self.acc) if self.compares_given else values
 
@@ -111,6 +120,7 @@ class FirstBlock:
     def weigh(self, S: Scores):
         self.chain.begin(self.n_block, masked=True)
         self.softmax.fetch(self.n_block)
+        S.begin()
         self.ring_k.wait(self.nth)
         self.turns.take()
         warpgroup.fence()
@@ -119,7 +129,7 @@ class FirstBlock:
         self.chain.make_ready(self.n_block, masked=True)
         warpgroup.wait_group(0)
         self.ring_k.release(self.nth)
-        acc, values, given = S.take()
+        acc, values, given = S.take(masked=True)
         self.chain.apply(values, self.n_block, masked=True, count=self.nth)
         self.softmax.step(values, True, True, given)
         self.P.take(acc, self.chain.kept(masked=True))
@@ -186,6 +196,7 @@ class ForwardSm90(ForwardCall):
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may drop the register split
+            use_pdl=self.seams.follows,
         )
 
     def make_qk(self, columns: int) -> cute.TiledMma:
@@ -196,14 +207,20 @@ class ForwardSm90(ForwardCall):
         """O += P V, P from registers."""
         return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
 
-    def make_scores(self, sK: cute.Tensor, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
+    def make_output(self, room: cute.Tensor) -> Output:
+        if self.element.values.bytes == 1:
+            return Drained.create(self.make_pv, room, self.tile_n)
+        return Output.create(self.make_pv, room)
+
+    def make_scores(self, shared: Shared, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
         """S of the first `columns` keys of a block, kept in the first of `registers`."""
         product = sm90.Product.create(lambda: self.make_qk(columns))
         part = product.add.get_slice(thread)
-        keys = part.make_fragment_B(part.partition_B(cute.local_tile(sK, (columns, self.d, self.stages), (0, 0, 0))))
+        sK = cute.local_tile(shared.k, (columns, self.d, self.stages), (0, 0, 0))
+        keys = part.make_fragment_B(part.partition_B(sK))
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
-        return Scores(product, keys, acc, self.element.values.bytes == 1)
+        return Scores(product, keys, acc, shared.start, self.element.values.bytes == 1)
 
     @cute.kernel
     def kernel(
@@ -224,7 +241,8 @@ class ForwardSm90(ForwardCall):
         ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
         mail, ring_mail = sm90.create_mail(smem)
         chain = chain.shared(smem, self.form)
-        shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        whole = self.element.scores.sums is not Float32
+        shared = Shared(*(x.buffer(smem) for x in self.inputs), sm90.Start.create(smem) if whole else None)
         own = sm90.Input.create(self.element, ROWS, self.dv, self.warpgroups)
         out = shared.q if self.out_in_q else own.buffer(smem)
 
@@ -237,6 +255,7 @@ class ForwardSm90(ForwardCall):
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
         sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
+        self.seams.wait()
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -298,15 +317,14 @@ class ForwardSm90(ForwardCall):
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n), self.element.scores.sums)
-        S, half = (self.make_scores(shared.k, thread, acc_S, self.tile_n // parts) for parts in (1, 1 + self.halves))
-        output = (Promoted if self.spec.promoted else Output).create(self.make_pv, (ROWS, self.dv))
+        S, half = (self.make_scores(shared, thread, acc_S, self.tile_n // parts) for parts in (1, 1 + self.halves))
+        output = self.make_output(out.s[None, None, 0 if self.out_in_q else wg])
         qk, pv = S.product.add.get_slice(thread), output.product.add.get_slice(thread)
         tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, slot)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
-        scales = chain.scales(scales)
+        scales, turns = chain.scales(scales), sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2)
-        turns = sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         turns.start()
         chain = chain.hold(self.tile_n)
 
@@ -326,47 +344,48 @@ class ForwardSm90(ForwardCall):
             ring_q.wait(nth_q)
             first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
             self.weigh_first(first, S, half, run.columns_of_first(ROWS))
-            output.clear()
             if cutlass.const_expr(not self.small_smem):
                 hand_back(ring_q, nth_q - self.warpgroups)
+            output.clear(run)
 
             for section in sections:
                 here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     now, before = done + j, done + j - 1
                     rows.fetch(run.nth(j))
+                    S.begin()
                     ring_k.wait(now)
                     turns.take()
                     warpgroup.fence()
                     S.issue(my_Q, ring_k.slot(now))
                     if cutlass.const_expr(self.early_rescale):
-                        rows.rescale(output.values)
+                        output.settle(rows, j - 1)
                         warpgroup.fence()
                     ring_v.wait(before)
-                    output.add(P.fragment, tOrV[None, None, None, ring_v.slot(before)], rows)
+                    output.add(P.fragment, tOrV[None, None, None, ring_v.slot(before)])
                     turns.pass_on()
                     here.make_ready(run.nth(j), section.masked)
                     warpgroup.wait_group(1)
                     ring_k.release(now)
                     here.ahead(run.next(j, section), section.masked)
-                    acc, values, given = S.take()
+                    acc, values, given = S.take(here.hides(section.masked))
                     here.apply(values, run.nth(j), section.masked, now)
                     rows.step(values, False, here.hides(section.masked), given)
                     warpgroup.wait_group(0)
                     ring_v.release(before)
                     P.take(acc, here.kept(section.masked))
                     if cutlass.const_expr(not self.early_rescale):
-                        output.settle(rows)
+                        output.settle(rows, j)
 
             done += run.count
             if cutlass.const_expr(self.early_rescale):
-                rows.rescale(output.values)
+                output.settle(rows, run.count - 1)
             ring_v.wait(done - 1)
             warpgroup.fence()
-            output.add(P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)], rows)
+            output.add(P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)])
             warpgroup.wait_group(0)
             ring_v.release(done - 1)
-            output.close(rows)
+            output.close(run)
             if cutlass.const_expr(not isinstance(run.behind, int)):
                 done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
             write_lse(mLSE, rows.finish(output.values, scales.natural, chain.kept_share), tile, row)

@@ -11,47 +11,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantised import Quantised, in_key_order
-from ..recipes import LARGEST, RAISED, Recipe
+from ..recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
 from .oracle import Attention
 
 ACCUMULATED = 32  # keys that a tensor core adds up at once in 8 bits
 
 
 def attend(
-    operands: Quantised, recipe: Recipe, scale: float, *, causal: bool = False, promoted: bool = True,
-    accumulator_bits: int | None = None,
+    operands: Quantised, recipe: Recipe, scale: float, *, causal: bool = False, mask: Tensor | None = None,
+    longest: int = LONGEST_SUM, accumulator_bits: int | None = None,
 ) -> Attention:  # fmt: skip
-    """Blocks of keys from the last to the first, as kernels take them. accumulator_bits: of the sums of O, which wgmma
-    cuts off after so many digits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); promoted: only within a block.
+    """Blocks of keys from the last to the first, or beside a mask, of bools as F.sdpa's, from the first on: as kernels
+    take them. accumulator_bits: of the sums of O, which wgmma cuts off after so many digits (DeepSeek-V3, arXiv
+    2412.19437, section 3.3.2); longest: keys of such a sum.
     """
     q, k, v = operands.q.double(), operands.k.double(), operands.values()
     group, (B, Hq, Sq, _) = q.shape[1] // k.shape[1], q.shape
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    k, v, constant = (x.repeat_interleave(group, 1) for x in (k, v, operands.constant()))
     factor = operands.q_scale.double().unsqueeze(-1) * scale
     k_scale = operands.k_scale.double().repeat_interleave(group, 1)
     top = q.new_full((B, Hq, Sq, 1), -math.inf)
-    total, out = torch.zeros_like(top), q.new_zeros(B, Hq, Sq, v.shape[3])
+    total, slack, most = torch.zeros_like(top), SLACK * math.log(2.0), longest // operands.block
+    out, drained = (q.new_zeros(B, Hq, Sq, v.shape[3]) for _ in range(2))
     rows = torch.arange(Sq, device=q.device).unsqueeze(-1)
-    for block in reversed(range(k_scale.shape[2])):
+    blocks = range(k_scale.shape[2])
+    for nth, block in enumerate(blocks if mask is not None else reversed(blocks)):
         keys = slice(block * operands.block, min((block + 1) * operands.block, operands.Sk))
         scores = q @ k[:, :, keys].mT * factor * k_scale[:, :, block, None, None]
         if causal:
             scores = scores.masked_fill(torch.arange(keys.start, keys.stop, device=q.device) > rows, -math.inf)
-        before, top = top, torch.maximum(top, scores.amax(-1, keepdim=True))
+        if mask is not None:
+            scores = scores.masked_fill(~mask[..., keys], -math.inf)
+        before, largest = top, scores.amax(-1, keepdim=True)
+        top = torch.where(largest > top + slack, largest, top)
         base = top.masked_fill(top == -math.inf, 0.0)
         weights, correction = (scores - base).exp(), (before - base).exp()
         total = total * correction + weights.sum(-1, keepdim=True)
         weights = _rounded(weights, recipe)
+        out, drained = out * correction, drained * correction
+        if recipe.values is not None and nth > 0 and nth % most == 0:
+            out, drained = torch.zeros_like(out), (drained + out).bfloat16().double()
         values = v[:, :, keys]
-        if accumulator_bits is None:
-            out = out * correction + weights @ values
-        elif promoted:
-            out = out * correction + _added(torch.zeros_like(out), weights, values, accumulator_bits)
-        else:
-            out = _added(out * correction, weights, values, accumulator_bits)
+        out = out + weights @ values if accumulator_bits is None else _added(out, weights, values, accumulator_bits)
     lse = (top + total.log()).squeeze(-1) + operands.row_shift.double() * scale
     none = total == 0.0
-    return Attention(out / total.masked_fill(none, 1.0), lse.masked_fill(none.squeeze(-1), -math.inf))
+    out = ((out + drained) / total.masked_fill(none, 1.0) + constant).masked_fill(none, 0.0)
+    return Attention(out, lse.masked_fill(none.squeeze(-1), -math.inf))
 
 
 def _rounded(weights: Tensor, recipe: Recipe) -> Tensor:
@@ -80,5 +85,5 @@ def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False)
     return Quantised(
         cast[0], cast[1], in_key_order(transposed).view(torch.float8_e4m3fn),
         q_scale.squeeze(-1).expand(q.shape[:3]), k_scale.squeeze(-1).expand(*k.shape[:2], blocks),
-        v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), torch.zeros(q.shape[:3], device=q.device), block,
+        v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), None, torch.zeros(q.shape[:3], device=q.device), block,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from cutlass import Float32, Int64, Uint8
 from ...recipes import KEY_ORDER, RAISED, RECIPES, Recipe
 from .element import EIGHT_BITS, Element, QuantisedElement
 from .quantise import Made, Quantise
-from .scaled import Scaling
+from .scaled import Scaling, ScalingOfWhole
 from .seams import Given, Seams
 
 STEEP = {"int8": 16.0, "e4m3": 0.25}  # of Scaling, up to D 256
@@ -19,23 +19,32 @@ ALIGNED = 128  # bytes, of everything in scratch
 
 class Eight(Seams):
     recipe: Recipe
+    follows = True
 
     def __init__(self, element: Element, *more: object):
         scores, values = EIGHT_BITS[self.recipe.scores], EIGHT_BITS.get(self.recipe.values)
         super().__init__(QuantisedElement(element, scores, values), *more)
         self.turned = values is not None
 
+    def before(self, call: object, stream: cuda.CUstream) -> None:
+        super().before(call, stream)
+        self.quantise(call, stream)
+
     @cute.jit
-    def before(self, call: object, stream: cuda.CUstream):
+    def quantise(self, call: object, stream: cuda.CUstream):
         kernel = Quantise(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
-        kernel(call.q, call.k, call.v, self.made(call), stream)
+        kernel(call.q, call.k, call.v, self.made(call), call.num_ctas, stream)
+
+    def wait(self) -> None:
+        cute.arch.griddepcontrol_wait()
 
     def operands(self, call: object) -> Given:
         made = self.made(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
         v = call.v if made.v is None else of_type(made.v, values)
         raised = RAISED if self.turned else 0
-        scaling = Scaling(made.q_scale, made.k_scale, made.v_scale, made.row_shift, raised, STEEP[self.recipe.scores])
+        kind, steep = ScalingOfWhole if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
+        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, raised, steep)
         return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
     def made(self, call: object) -> Made:
@@ -47,8 +56,8 @@ class Eight(Seams):
         v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.turned else None
         q_scale, row_shift = (room.rows(Float32, B, Hq, Sq) for _ in range(2))
         k_scale = room.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
-        v_scale = room.rows(Float32, B, Hkv, Dv) if self.turned else None
-        return Made(q, k, v, q_scale, k_scale, v_scale, row_shift)
+        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.turned else None for _ in range(2))
+        return Made(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 
 
 class Room:

@@ -1,19 +1,24 @@
-"""O of a warpgroup, to which every block's product is added: by the tensor cores, or in fp32."""
+"""O of a warpgroup, to which every block's product is added: by the tensor cores, or in turns by these and in fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
+from ...recipes import LONGEST_SUM
 from . import sm90
+from .element import ELEMENTS
 from .fragments import rows_and_columns
 from .scaled import ScaledSoftmax
 from .softmax import ROWS, OnlineSoftmax
+from .walk import Run
 
 Rows = OnlineSoftmax | ScaledSoftmax
+WORDS = 4  # of 16 bytes, which a thread moves at once
 
 
 @dataclass(frozen=True)
@@ -24,55 +29,104 @@ class Output:
     acc: cute.Tensor
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], shape: tuple[int, int]) -> Output:
+    def create(cls, make_pv: Callable[[], cute.TiledMma], room: cute.Tensor) -> Output:
+        """room (64, Dv) in shared memory: where O leaves through."""
         product = sm90.Product.create(make_pv)
-        return cls(product, sm90.zeros(product.add, shape))
+        return cls(product, sm90.zeros(product.add, room.shape))
 
     @property
     def values(self) -> cute.Tensor:
         """(2, columns) of a thread."""
         return rows_and_columns(self.acc)
 
-    def clear(self) -> None:
+    def clear(self, run: Run) -> None:
+        """Of the next tile, which has so many blocks of keys; the last one's O has left."""
         self.acc.fill(0.0)
 
-    def add(self, P: cute.Tensor, V: cute.Tensor, rows: Rows) -> None:
-        """A block's product is under way, ahead of the next block's softmax step."""
+    def add(self, P: cute.Tensor, V: cute.Tensor) -> None:
+        """A block's product is under way."""
         self.product.issue(self.acc, P, V, accumulate=True)
 
-    def settle(self, rows: Rows) -> None:
-        """Behind that step, and behind the product."""
+    def settle(self, rows: Rows, blocks: Int32) -> None:
+        """Behind a softmax step, while no product adds to O: what it has of so many blocks counts relative to the new
+        maximum.
+        """
         rows.rescale(self.values)
 
-    def close(self, rows: Rows) -> None:
+    def close(self, run: Run) -> None:
         """Behind the last product."""
 
 
 @dataclass(frozen=True)
-class Promoted(Output):
-    """O in fp32: of sums in 8 bits tensor cores keep some 14 digits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Of
-    8k keys whose values have a mean an H100 lost 10 %, of 128k 57 %. Each block's product is a sum of its own.
+class Drained(Output):
+    """O whose products add up in 8 bits: of few keys (recipes.LONGEST_SUM), and that in shared memory, in bf16, which
+    rounds to nearest.
     """
 
-    part: cute.Tensor
-    kept: cute.Tensor  # (2,): the correction that the block before asked for
+    total: cute.Tensor  # (words, vectors) Int32, this thread's: where O leaves through later
+    kept: cute.Tensor  # (2,): what the rows of the total must be multiplied by
+    most: int  # blocks
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], shape: tuple[int, int]) -> Promoted:
-        product = sm90.Product.create(make_pv)
-        acc, part = (sm90.zeros(product.add, shape) for _ in range(2))
-        return cls(product, acc, part, cute.make_rmem_tensor((ROWS,), Float32))
+    def create(cls, make_pv: Callable[[], cute.TiledMma], room: cute.Tensor, tile_n: int) -> Drained:
+        plain = Output.create(make_pv, room)
+        pairs = cute.size(plain.acc) // 2
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        warp, lane = thread // sm90.WARP, thread % sm90.WARP  # each warp's rows are contiguous, and leave on their own
+        start = cute.recast_ptr(room.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
+        pointer = cute.make_ptr(Int32, start, cute.AddressSpace.smem, assumed_align=16)
+        layout = cute.make_layout((WORDS, pairs // WORDS), stride=(1, sm90.WARP * WORDS))
+        total, kept = cute.make_tensor(pointer, layout), cute.make_rmem_tensor((ROWS,), Float32)
+        return cls(plain.product, plain.acc, total, kept, LONGEST_SUM // tile_n)
 
-    def add(self, P: cute.Tensor, V: cute.Tensor, rows: Rows) -> None:
-        self.product.issue(self.part, P, V, accumulate=False)
-        for r in range(ROWS):
-            self.kept[r] = rows.correction[r]
+    @cute.jit
+    def clear(self, run: Run):
+        self.acc.fill(0.0)
+        self.kept.fill(1.0)
+        if run.count > self.most:
+            words = cute.make_rmem_tensor((WORDS,), Int32)
+            words.fill(0)
+            for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
+                cute.autovec_copy(words, self.total[None, i])
 
-    def settle(self, rows: Rows) -> None:
-        values, part = self.values, rows_and_columns(self.part)
-        for r in range(ROWS):
-            for c in range(cute.size(values, mode=[1])):
-                values[r, c] = values[r, c] * self.kept[r] + part[r, c]
+    @cute.jit
+    def settle(self, rows: Rows, blocks: Int32):
+        if (blocks % self.most == 0) & (blocks > 0):
+            self.drain()
+            self.kept.fill(1.0)
+        else:
+            rows.rescale(self.values)
+        for r in cutlass.range_constexpr(ROWS):
+            self.kept[r] = self.kept[r] * rows.correction[r]
 
-    def close(self, rows: Rows) -> None:
-        self.settle(rows)
+    @cute.jit
+    def drain(self):
+        words = cute.make_rmem_tensor((WORDS,), Int32)
+        for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
+            cute.autovec_copy(self.total[None, i], words)
+            for w in cutlass.range_constexpr(WORDS):
+                low, high = self.added(words[w], i * WORDS + w)
+                words[w] = ELEMENTS["bf16"].pack_pair(low, high)
+            cute.autovec_copy(words, self.total[None, i])
+        self.acc.fill(0.0)
+
+    @cute.jit
+    def close(self, run: Run):
+        if run.count > self.most:
+            words = cute.make_rmem_tensor((WORDS,), Int32)
+            for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
+                cute.autovec_copy(self.total[None, i], words)
+                for w in cutlass.range_constexpr(WORDS):
+                    pair = i * WORDS + w
+                    self.pairs[0, pair], self.pairs[1, pair] = self.added(words[w], pair)
+            cute.arch.sync_warp()  # other lanes' O goes where this one's total was
+
+    @property
+    def pairs(self) -> cute.Tensor:
+        """(2, pairs): the accumulator; every other pair is of the second row."""
+        return cute.make_tensor(self.acc.iterator, cute.make_layout((2, cute.size(self.acc) // 2)))
+
+    def added(self, word: Int32, pair: int) -> tuple[Float32, Float32]:
+        """Two numbers of the total, packed, and what the accumulator has of them."""
+        kept, low, high = self.kept[pair % ROWS], (word << 16).bitcast(Float32), (word & -(2**16)).bitcast(Float32)
+        return low * kept + self.pairs[0, pair], high * kept + self.pairs[1, pair]

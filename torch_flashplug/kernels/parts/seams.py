@@ -75,6 +75,11 @@ class Seams:
     def before(self, call: object, stream: cuda.CUstream) -> None:
         """What is launched ahead of the kernel."""
 
+    follows = False  # whether the kernel starts while that still runs, and waits for it where it asks `wait`
+
+    def wait(self) -> None:
+        """All threads, ahead of what they read of it."""
+
 
 def part_named(part: str) -> type[Seams]:
     """Imported for kernels that have it alone: no other is made again when it changes (compile.sources_of)."""

@@ -23,6 +23,9 @@ from .fragments import rows_and_columns
 
 SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 policies of TMA loads
+# Whole numbers up to 2^22, added to the first, are by the second more than they are, read as fp32: of conversions an SM
+# does half as many as it multiplies.
+FLOAT_OF_ZERO, OFFSET = 0x4B400000, 1.5 * 2.0**23
 MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
 
 
@@ -435,9 +438,38 @@ def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric
     return acc
 
 
-def in_floats(acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator of whole numbers, in fp32."""
-    floats = cute.make_rmem_tensor(acc.layout, Float32)
-    for i in range(cute.size(acc)):
-        floats[i] = Float32(acc[i])
+@dataclass(frozen=True)
+class Start:
+    """What an accumulator of whole numbers begins with, in shared memory. Loads land while a warpgroup waits for its
+    turn; as many moves ptxas would put behind the barrier, where other warpgroups wait for them.
+    """
+
+    four: cute.Pointer  # (4,) Int32
+
+    @classmethod
+    def create(cls, smem: cutlass.memory.SmemAllocator) -> Start:
+        """By every thread, ahead of start_cta."""
+        four = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
+        four.fill(FLOAT_OF_ZERO)
+        return cls(four.iterator)
+
+    def load(self, acc: cute.Tensor) -> None:
+        flat, text = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), "{{$w0}, {$w1}, {$w2}, {$w3}}"
+        for i in range(0, cute.size(acc), 4):
+            four = cute.arch.inline_ptx(
+                f"ld.volatile.shared.v4.b32 {text}, [{{$r0}}];",
+                write_only_types=[Int32] * 4, read_only_args=[self.four.toint()],
+            )  # fmt: skip
+            for number, value in enumerate(four):
+                flat[i + number] = value
+
+
+def as_floats(acc: cute.Tensor, exactly: bool) -> cute.Tensor:
+    """The same registers of an accumulator that began with FLOAT_OF_ZERO, in fp32: whole numbers and OFFSET; exactly:
+    without that.
+    """
+    floats = cute.make_tensor(cute.recast_ptr(acc.iterator, dtype=Float32), acc.layout)
+    if exactly:
+        for i in range(cute.size(acc)):
+            floats[i] = floats[i] - OFFSET
     return floats
