@@ -43,8 +43,10 @@ constexpr Backend backend_of(int family) {
 constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamily; }
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision: 0 as the
-// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe.
+// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe, and whether that
+// is what the process permits, where a block forces nothing but the backend.
 constexpr int kPrecisionShift = 16;
+constexpr int kPermitted = 0x40;          // beside a recipe
 constexpr int kWholePrecision = 0xff;     // the inputs', whatever the process says
 constexpr int kPrecisionOfThread = 0xfe;  // in graphs that want no gradients: what surrounds their run
 struct Mode {
@@ -55,11 +57,13 @@ struct Mode {
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
   int precision() const { return static_cast<int>((word >> kPrecisionShift) & 0xff); }
   Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
+  Mode of_any_backend() const { return Mode{word & ~int64_t{0xff}}; }
   // What calls need of kernels beside what their tensors say.
   int64_t asks() const {
-    const size_t place = static_cast<size_t>(precision()) - 1;
+    const size_t place = static_cast<size_t>(precision() & ~kPermitted) - 1;
     return place < std::size(kRecipes) ? kRecipes[place] : 0;
   }
+  bool permits() const { return asks() != 0 && (precision() & kPermitted) != 0; }
   bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
   // The family that is asked for; -1: none.

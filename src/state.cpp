@@ -92,7 +92,8 @@ Mode effective_mode() {
   const Mode mine{thread_mode};
   const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : mine;
   const int asked = mine.precision();
-  if (asked == 0) return mode.with_precision(state().process_precision.load(std::memory_order_relaxed));
+  const int permitted = state().process_precision.load(std::memory_order_relaxed);
+  if (asked == 0) return mode.with_precision(permitted == 0 ? 0 : permitted | kPermitted);
   return mode.with_precision(asked == kWholePrecision ? 0 : asked);
 }
 

@@ -274,7 +274,7 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
         yield "other bits the second time"
 
 
-def _moved(made: Quantised, scale: float, causal: bool, cut: float) -> float:
+def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
     """How far the result may lie from that of exact scores, all elements' squares added up: a score is off by `cut` of
     the products that it is the sum of, each key's by chance.
     """
@@ -285,6 +285,8 @@ def _moved(made: Quantised, scale: float, causal: bool, cut: float) -> float:
     scores, off = q @ k.mT * unit, cut * (q.abs() @ k.abs().mT * unit).abs().amax(-1, keepdim=True)
     if causal:
         scores = scores.masked_fill(~torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num()
     v = v.repeat_interleave(group, 1)
     share = (p * (2 * off).expm1()).clamp(max=1.0) ** 2  # also where another key wins
@@ -298,9 +300,9 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
         spec = KernelSpec.from_name(torch_flashplug.explain(*given, **settings(call)).kernel)
     padded = (F.pad(x, (0, spec.d - call.D)) for x in given[:2])
     made = quantise(*padded, posed.v, recipe, spec.tile_n)
-    right = emulate(made, recipe, _softmax_scale(call), causal=call.causal).out
+    right = emulate(made, recipe, _softmax_scale(call), causal=call.causal, mask=posed.mask).out
     cut = CUT.get(recipe.scores)
-    moved = _moved(made, _softmax_scale(call), call.causal, cut) if cut else 0.0
+    moved = _moved(made, _softmax_scale(call), call.causal, posed.mask, cut) if cut else 0.0
     for run in runs:
         got = run["out"].double()
         if not torch.equal(got.isfinite(), right.isfinite()):

@@ -48,8 +48,8 @@ def _cache_mark() -> str:
 
 def enable(*, precision: str | None = None) -> None:
     """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
-    Undone by disable(). precision: of all calls of the process that no sdpa_backend block gives another one; None: as
-    it is, 16 bits at first or TORCH_FLASHPLUG_PRECISION.
+    Undone by disable(). precision: what all calls of the process may be multiplied in that no sdpa_backend block gives
+    one; None: as it is, 16 bits at first or TORCH_FLASHPLUG_PRECISION.
 
     Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's
     attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
@@ -111,10 +111,10 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     rows are split, 1 to 255, never more than it has blocks of keys; 0: as the decode gate says.
 
     `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
-    scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None: as
-    the process says (enable). Operands are made ahead of each call, rotated and with scales (recipes.py,
-    quantised.py). With "auto" it is a permission: a call is multiplied in 8 bits only where that was measured to be
-    faster than our 16, and never where gradients are wanted. Of a backend that is forced it is asked for.
+    scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None:
+    what the process permits (enable). Operands are made ahead of each call, rotated and with scales (recipes.py,
+    quantised.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
+    was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it is an order.
 
     Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
     compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as

@@ -25,8 +25,11 @@ from torch import Tensor
 from .recipes import (
     CHANNEL_RMS,
     CLEAR_MEAN,
+    ENDS,
     KEY_ORDER,
     LARGEST,
+    LARGEST_SQUARE,
+    LEAST_CHANNEL,
     LEAST_VARIANCE,
     ROTATION,
     SAMPLES,
@@ -129,10 +132,13 @@ def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def sample(x: Tensor) -> Tensor:
-    """(B, H, SAMPLES, D): rows spread evenly over all S, some of them again where S is less."""
-    S = x.shape[2]
-    places = (2 * torch.arange(SAMPLES, device=x.device) + 1) * S // (2 * SAMPLES)
-    return x[:, :, places]
+    """(B, H, SAMPLES, D): ENDS of the first rows and of the last, the others spread evenly over all S; some of them
+    again where S is less.
+    """
+    S, between = x.shape[2], SAMPLES - 2 * ENDS
+    first = torch.arange(ENDS, device=x.device)
+    spread = (2 * torch.arange(between, device=x.device) + 1) * S // (2 * between)
+    return x[:, :, torch.cat((first.clamp_max(S - 1), spread, (first + S - ENDS).clamp_min(0)))]
 
 
 def in_key_order(rows: Tensor) -> Tensor:
@@ -165,14 +171,12 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
-    """V^T in KEY_ORDER, scales and means of its channels; where a channel's samples are all zeros, the scale is that of
-    the others.
-    """
+    """V^T in KEY_ORDER, scales and means of its channels."""
     found = sample(v)
     mean, square = mean_of_finite(found), mean_of_finite(found.square().masked_fill(~found.isfinite(), math.nan))
-    mean, square = mean.squeeze(2), square.squeeze(2)
-    spare = square.mean(-1, keepdim=True)
-    square = torch.where(square > 0.0, square, torch.where(spare > 0.0, spare, CHANNEL_RMS**2))
+    mean, square = mean.squeeze(2), square.squeeze(2).clamp_max(LARGEST_SQUARE)
+    of_all = square.mean(-1, keepdim=True)
+    square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * LEAST_CHANNEL)
     variance = torch.maximum(square - mean.square(), square * LEAST_VARIANCE)
     clear = mean.square() > variance * CLEAR_MEAN
     mean, variance = torch.where(clear, mean, 0.0), torch.where(clear, variance, square)

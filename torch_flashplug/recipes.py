@@ -9,10 +9,13 @@ from dataclasses import dataclass
 LARGEST = {"int8": 127.0, "e4m3": 448.0}  # numbers of a format
 SIXTEEN = "16bit"  # precision of a call that no recipe is asked for
 
-SAMPLES = 64  # keys of a head
+SAMPLES, ENDS = 64, 16  # keys of a head; of these, first and last ones: padding lies before or behind the others
 CHANNEL_RMS = 2.0  # of values behind their mean and scale: e4m3 ends at 448, so that 224 times the rms fit
 CLEAR_MEAN = 0.25  # a mean is taken from values where its square is so much of their variance: of 64 samples none is 0
-LEAST_VARIANCE = 2.0**-12  # of values, of their mean square: 3.5 times that one's root fit, too
+# Of values: their variance, of their mean square; that, of the mean of all channels'. Samples may all be padding, and
+# e4m3 has bits to spare: its normal numbers span 15 powers of two.
+LEAST_VARIANCE, LEAST_CHANNEL = 2.0**-4, 2.0**-8
+LARGEST_SQUARE = 2.0**118  # that sums of 256 channels stay finite
 RAISED = 8  # powers of two by which probabilities are larger on their way to e4m3: small ones keep their bits
 SLACK = 0.75  # and by which they may exceed that before O is brought to a new maximum: 448 is the end
 # Keys whose probabilities times values tensor cores add up in 8 bits: they keep some 14 digits (DeepSeek-V3, arXiv

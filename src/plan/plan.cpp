@@ -116,12 +116,15 @@ Problem as_asked(const Problem& p, Mode mode) {
 }
 
 // Stock where no family serves; under a forced backend the op turns that into an error. Fewer bits are a permission: 16
-// where kernels of 8 cannot run a call, or were not measured to be faster; an order where the backend is forced.
+// where kernels of 8 cannot run a call, or were not measured to be faster; an order where a block forces them and the
+// backend.
 Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   if (mode.asks() == 0) return plan_exactly(given, device, mode, tables);
-  Plan asked = plan_exactly(as_asked(given, mode), device, mode, tables);
-  if (asked.ours()) asked.features = mode.asks();
-  if (asked.ours() || mode.forces_kernels()) return asked;
+  const bool order = mode.forces_kernels() && !mode.permits();
+  Plan asked = plan_exactly(as_asked(given, mode), device, order ? mode : mode.of_any_backend(), tables);
+  const bool served = asked.ours() && (mode.family() < 0 || asked.backend == mode.backend());
+  if (served) asked.features = mode.asks();
+  if (served || order) return asked;
   Plan whole = plan_exactly(given, device, mode, tables);
   whole.why_whole = asked.why[std::max(mode.family(), 0)];
   return whole;

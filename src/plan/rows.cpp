@@ -12,7 +12,7 @@ namespace flashplug {
 namespace {
 
 constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int64_t kManyRows = 1024;  // more than any tile has
+constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // more than any tile has
 
 // Whether a call's rows start with a sector of what L2 hands out at once.
 bool whole_sectors(const Problem& p, const KernelRow& row) {
@@ -39,12 +39,12 @@ double last_tile(const Problem& p, const KernelRow& row) {
 }
 
 // What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows;
-// then the longest steps, as long as every SM has one.
+// then the smallest head dims; then the longest steps, as long as every SM has one. One number, digit after digit.
 double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
   if (row.kind != kDecode) return estimate(p, row, device);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
-  const double step = static_cast<double>(row.tile_n) / kManyRows;  // less than a row
-  return static_cast<double>(tiles * kManyRows + row.tile_m) + (steps < device.sm_count ? step : -step);
+  const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
+  return static_cast<double>(dims * kManyKeys + kManyKeys / 2 + (steps < device.sm_count ? row.tile_n : -row.tile_n));
 }
 
 }  // namespace

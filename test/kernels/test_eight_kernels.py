@@ -309,6 +309,38 @@ def test_sums_of_parts_of_the_keys(kernels_on: str, recipe: str, dims: tuple[int
     assert float(right.mean()) > 0.9 and abs(float(found.mean() / right.mean()) - 1.0) < 0.015
 
 
+@pytest.mark.parametrize("recipe", ["8bit", "e4m3"])
+def test_samples_that_are_padding(kernels_on: str, recipe: str) -> None:
+    """All but a few keys are one vector, or zeros, behind a mask or not: the others do not saturate."""
+    for there, size, far in ((15, 1.0, 1.0), (4, 1e-3, 0.0), (4, 1e3, 0.0), (4, 1.0, 0.3)):
+        q, k, v = qkv((1, 2, 2), (16, 1024), (64, 64))
+        v = v * size
+        k[:, :, there:], v[:, :, there:] = k[:, :, there:][:, :, :1], (v[:, :, there:][:, :, :1] * far)
+        mask = (torch.arange(1024) < there).view(1, 1, 1, -1)
+        out = run(kernels_on, recipe, q, k, v, attn_mask=mask.to(kernels_on))
+        assert distance(out, attention_math(q, k[:, :, :there], v[:, :, :there]).out) < 0.12, (there, size)
+
+
+@BY_RECIPE
+def test_values_at_the_ends_of_formats(kernels_on: str, recipe: str) -> None:
+    """Their squares overflow fp32; what rounding would take beyond fp16 is its largest number."""
+    q, k, v = qkv((1, 1, 1), (64, 300), (64, 64))
+    assert run(kernels_on, recipe, q, k, v * 1e19).isfinite().all()
+    q, k, v = qkv((1, 1, 1), (64, 300), (64, 64), dtype=torch.float16)
+    v = (v.double() * 3e4).clamp(-65504, 65504).half()
+    assert run(kernels_on, recipe, q * 8, k, v, scale=1.0).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["8bit", "e4m3"])
+def test_totals_of_many_sums(recipe: str) -> None:
+    """Values with a mean that is not clear enough to be taken from them: rounding must not lose what is added last."""
+    q, k, v = (torch.randn(1, 1, n, 64, device="cuda") for n in (4, 1 << 20, 1 << 20))
+    v = v + torch.linspace(0.2, 0.48, 64, device="cuda")
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    assert distance(run("cuda", recipe, q, k, v), attention_math(q, k, v).out.cpu()) < 0.03
+
+
 @BY_RECIPE
 def test_gradients_have_sixteen_bits(kernels_on: str, recipe: str) -> None:
     q, k, v = (x.to(kernels_on).requires_grad_() for x in qkv((1, 2, 2), (70, 130), (64, 64)))

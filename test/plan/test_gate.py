@@ -4,6 +4,7 @@ test_decode's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -97,6 +98,13 @@ def test_more_rows_are_packed_where_that_is_faster():
     assert planned(packed, 1)["kernel"].startswith("fwd")  # unsplit they fill 8 SMs, unpacked 32
     grad = native.plan(packed.sizes() | {"grad": 1}, DEVICES["h100"], FA3)
     assert grad["kernel"].startswith("fwd")  # whose gradients choice rows know
+
+
+def test_head_dims_come_before_steps():
+    """Of the table as it is: no kernel for wider heads takes a call for the sake of its shorter blocks of keys."""
+    for D, rows, keys, B in itertools.product((64, 128, 256), (1, 16, 20, 64, 65, 128), (1, 100, 1000, 16384), (1, 64)):
+        plan = planned(new_case("own", (B, 2 * rows, 2), (1, keys), (D, D)), MOST)
+        assert plan["kernel"].startswith(("decode", "fwd")) and f"_d{D}_" in plan["kernel"], plan
 
 
 @pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256)])

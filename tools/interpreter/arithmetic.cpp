@@ -333,6 +333,7 @@ void add_arithmetic(Opcodes& to) {
   constexpr auto quotient = [](float a, float b) { return a / b; };
   constexpr auto tangent = [](float a) { return std::tanh(a); };
   constexpr auto most = [](float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); };
+  constexpr auto least = [](float a, float b) { return a != a || b != b ? NAN : std::fmin(a, b); };
   to["fma.rn.f32"] = {"wwww", ternary<float, float, float, multiplied>};
   to["ex2.approx.f32"] = {"ww", unary<float, float, exponential>};
   to["lg2.approx.f32"] = {"ww", unary<float, float, logarithm>};
@@ -342,6 +343,7 @@ void add_arithmetic(Opcodes& to) {
   to["tanh.approx.f32"] = {"ww", unary<float, float, tangent>};
   to["div.rn.f32"] = to["div.full.f32"] = to["div.approx.f32"] = {"www", binary<float, float, float, quotient>};
   to["max.NaN.f32"] = {"www", binary<float, float, float, most>};
+  to["min.NaN.f32"] = {"www", binary<float, float, float, least>};
   for (const auto* name : {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"})
     to[name] = to.at(std::string(name).replace(4, 3, ""));
   to["abs.f32"] = {"ww", unary<float, float, size>};

@@ -50,7 +50,9 @@ def attend(
         weights = _rounded(weights, recipe)
         out, drained = out * correction, drained * correction
         if recipe.values is not None and nth > 0 and nth % most == 0:
-            out, drained = torch.zeros_like(out), (drained + out).bfloat16().double()
+            exact = drained + out
+            drained = exact.bfloat16().double()
+            out = exact - drained
         values = v[:, :, keys]
         out = out + weights @ values if accumulator_bits is None else _added(out, weights, values, accumulator_bits)
     lse = (top + total.log()).squeeze(-1) + operands.row_shift.double() * scale

@@ -44,7 +44,8 @@ class Eight(Seams):
         v = call.v if made.v is None else of_type(made.v, values)
         raised = RAISED if self.turned else 0
         kind, steep = ScalingOfWhole if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
-        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, raised, steep)
+        largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
+        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, largest, raised, steep)
         return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
     def made(self, call: object) -> Made:

@@ -59,8 +59,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Drained(Output):
-    """O whose products add up in 8 bits: of few keys (recipes.LONGEST_SUM), and that in shared memory, in bf16, which
-    rounds to nearest.
+    """O whose products add up in 8 bits: of few keys (recipes.LONGEST_SUM), and that in shared memory, in bf16. What
+    rounding leaves stays with the tensor cores: else whole sums would vanish beside a total of many.
     """
 
     total: cute.Tensor  # (words, vectors) Int32, this thread's: where O leaves through later
@@ -105,10 +105,12 @@ class Drained(Output):
         for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
             cute.autovec_copy(self.total[None, i], words)
             for w in cutlass.range_constexpr(WORDS):
-                low, high = self.added(words[w], i * WORDS + w)
+                pair = i * WORDS + w
+                low, high = self.added(words[w], pair)
                 words[w] = ELEMENTS["bf16"].pack_pair(low, high)
+                rounded = unpacked(words[w])
+                self.pairs[0, pair], self.pairs[1, pair] = low - rounded[0], high - rounded[1]
             cute.autovec_copy(words, self.total[None, i])
-        self.acc.fill(0.0)
 
     @cute.jit
     def close(self, run: Run):
@@ -128,5 +130,10 @@ class Drained(Output):
 
     def added(self, word: Int32, pair: int) -> tuple[Float32, Float32]:
         """Two numbers of the total, packed, and what the accumulator has of them."""
-        kept, low, high = self.kept[pair % ROWS], (word << 16).bitcast(Float32), (word & -(2**16)).bitcast(Float32)
+        kept, (low, high) = self.kept[pair % ROWS], unpacked(word)
         return low * kept + self.pairs[0, pair], high * kept + self.pairs[1, pair]
+
+
+def unpacked(word: Int32) -> tuple[Float32, Float32]:
+    """Of two in bf16."""
+    return (word << 16).bitcast(Float32), (word & -(2**16)).bitcast(Float32)

@@ -15,15 +15,27 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...recipes import CHANNEL_RMS, CLEAR_MEAN, KEY_ORDER, LARGEST, LEAST_VARIANCE, SAMPLES, SMALLEST_SCALE, Recipe
+from ...recipes import (
+    CHANNEL_RMS,
+    CLEAR_MEAN,
+    ENDS,
+    KEY_ORDER,
+    LARGEST,
+    LARGEST_SQUARE,
+    LEAST_CHANNEL,
+    LEAST_VARIANCE,
+    SAMPLES,
+    SMALLEST_SCALE,
+    Recipe,
+)
 from ...spec import WARP
 from .element import QuantisedElement
 from .rotate import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
 from .scratch import vector_at
 
 THREADS, MOST_ROUNDS = 256, 4  # of a CTA; units of a block of K that each of them may hold: else there are more
-# Of Q, whose rows have scales of their own: units that a thread holds; blocks of a CTA, while an SM has CTAs enough.
-ROUNDS_OF_QUERIES, MOST_BLOCKS, ENOUGH = 2, 8, 8
+# Of Q, whose rows have scales of their own: units that a thread holds; blocks of a CTA, while an SM has threads enough.
+ROUNDS_OF_QUERIES, MOST_BLOCKS, ENOUGH = 2, 8, 2048
 KEYS = 128  # of V that a CTA turns
 # In shared memory words of a channel's keys, whose fours are exchanged (swizzled) so that lanes store to other banks.
 FOURS = KEYS // WORD // 4
@@ -63,7 +75,7 @@ class Quantise:
         B, Hq, Sq, _ = q.shape
         _, Hkv, Sk, _ = k.shape
         blocks = cute.ceil_div(Sq, self.of_queries.rows)
-        each = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH * num_sms), MOST_BLOCKS), 1)
+        each = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
         keys, queries = B * Hkv * cute.ceil_div(Sk, self.of_keys.rows), B * Hq * cute.ceil_div(blocks, each)
         values = Int32(0) if to.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
         grid = (keys + values + queries, 1, 1)
@@ -158,7 +170,7 @@ class Quantise:
             turns = -(-SAMPLES // lanes)
             raw = cute.make_rmem_tensor((VECTOR, turns), self.element.dtype)
             for turn in cutlass.range_constexpr(turns):
-                row = (2 * (lane + turn * lanes) + 1) * x.shape[0] // (2 * SAMPLES)
+                row = place_of_sample(lane + turn * lanes, x.shape[0])
                 if (lane + turn * lanes < SAMPLES) & (group * VECTOR < x.shape[1]):
                     at = x[row, None].iterator + group * VECTOR
                     cute.autovec_copy(vector_at(at, self.element.dtype, VECTOR), raw[None, turn])
@@ -224,27 +236,29 @@ class Quantise:
     @cute.jit
     def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: Room):
         """Of every channel; room has their inverses, and means."""
-        thread = cute.arch.thread_idx()[0]
-        place = thread % UNIT, thread // UNIT
+        thread, mean, square = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         self.sample(v, room, self.dv, squares=True)
         if thread < self.dv:
-            room.means[place] = self.sampled(room, room.sums, thread, self.dv)
-            room.signs[place] = self.sampled(room, room.squares, thread, self.dv)  # for a moment
+            mean = self.sampled(room, room.sums, thread, self.dv)
+            square = cute.arch.fmin(self.sampled(room, room.squares, thread, self.dv), Float32(LARGEST_SQUARE))
+        of_all = square
+        for lanes in (1, 2, 4, 8, 16):
+            of_all = of_all + cute.arch.shuffle_sync_bfly(of_all, offset=lanes)
+        room.of_warps[thread // WARP] = of_all
         cute.arch.sync_threads()
         if thread < self.dv:
-            mean, square = room.means[place], room.signs[place]
-            if square == 0.0:
-                for channel in cutlass.range(self.dv, unroll=1):
-                    square += room.signs[channel % UNIT, channel // UNIT]
-                square = square / Float32(v.shape[1])
-                square = cutlass.select_(square == 0.0, Float32(CHANNEL_RMS**2), square)
+            of_all, place = Float32(0.0), (thread % UNIT, thread // UNIT)
+            for warp in cutlass.range_constexpr(self.threads // WARP):
+                of_all += room.of_warps[warp]
+            of_all = of_all / Float32(v.shape[1])
+            of_all = cutlass.select_(of_all == 0.0, Float32(CHANNEL_RMS**2), of_all)
+            square = cute.arch.fmax(square, of_all * LEAST_CHANNEL)
             variance = cute.arch.fmax(square - mean * mean, square * LEAST_VARIANCE)
             clear = mean * mean > variance * CLEAR_MEAN
             mean = cutlass.select_(clear, mean, Float32(0.0))
             variance = cutlass.select_(clear, variance, square)
-            room.means[place] = mean
             scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(SMALLEST_SCALE))
-            room.channels[place] = Float32(1.0) / scale
+            room.means[place], room.channels[place] = mean, Float32(1.0) / scale
             if block == 0:
                 scales[thread], means[thread] = scale, mean
         cute.arch.sync_threads()
@@ -275,6 +289,13 @@ class Quantise:
             if (channel < out.shape[0]) & (column < out.shape[1]):
                 words = taken(turned[None, part ^ channel // VECTOR % FOURS, channel], WORD)
                 cute.autovec_copy(words, vector_at(out[channel, None].iterator + column, Int32, WORD))
+
+
+def place_of_sample(i: Int32, S: Int32) -> Int32:
+    """Of SAMPLES: some of the first and the last keys, the rest spread evenly (quantised.sample)."""
+    spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
+    first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
+    return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
 
 
 def key_of(block: Int32, word: Int32, i: int) -> Int32:

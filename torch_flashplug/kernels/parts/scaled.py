@@ -45,6 +45,7 @@ class Scaling:
     v: cute.Tensor | None  # (B, Hkv, dv)
     row_shift: cute.Tensor  # (B, Hq, Sq)
     v_mean: cute.Tensor | None  # (B, Hkv, dv): what values had, too
+    largest: float | None  # number of O's format, which rounding may go beyond; None: no format of that kind
     raised: int  # powers of two by which P is larger on its way to the next product
     steep: float  # powers of two between neighbouring scores, times which the largest score is below 2^26
     offset = 0.0  # by which scores are more than they are, where nothing is hidden
@@ -204,7 +205,10 @@ class ScaledSoftmax:
             for r in cutlass.range_constexpr(ROWS):
                 for i in cutlass.range_constexpr(PAIR):
                     seen = cutlass.select_(inverse[r] == 0.0, Float32(0.0), mean[i])
-                    acc_O[r, c + i] = acc_O[r, c + i] * (inverse[r] * scale[i]) + seen
+                    out = acc_O[r, c + i] * (inverse[r] * scale[i]) + seen
+                    if cutlass.const_expr(self.scaling.largest is not None):
+                        out = bounded(out, self.scaling.largest)
+                    acc_O[r, c + i] = out
 
 
 def largest(S: cute.Tensor, row: int) -> Float32:
@@ -220,6 +224,12 @@ def largest(S: cute.Tensor, row: int) -> Float32:
 
 def size_of(x: Float32) -> Float32:
     return cute.arch.fmax(x, -x)
+
+
+def bounded(x: Float32, largest: Float32) -> Float32:
+    """NaN stays."""
+    text = "{ .reg .f32 low; min.NaN.f32 low, {$r0}, {$r1}; max.NaN.f32 {$w0}, low, {$r2}; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, largest, -largest])
 
 
 def rounded_up(a: Float32, b: Float32) -> Float32:
