@@ -43,8 +43,8 @@ constexpr Backend backend_of(int family) {
 constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamily; }
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision: 0 as the
-// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe, and whether that
-// is what the process permits, where a block forces nothing but the backend.
+// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe, and whether
+// that is what the process permits, where a block forces nothing but the backend.
 constexpr int kPrecisionShift = 16;
 constexpr int kPermitted = 0x40;          // beside a recipe
 constexpr int kWholePrecision = 0xff;     // the inputs', whatever the process says

@@ -11,7 +11,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr double kEdgeBlocks = 1;    // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr double kEdgeBlocks = 1;  // what a tile costs beside its KV blocks: start and end, in blocks
 constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // more than any tile has
 
 // Whether a call's rows start with a sector of what L2 hands out at once.
