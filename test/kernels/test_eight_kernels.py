@@ -16,7 +16,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import native, quantised
 from torch_flashplug.configs import KERNEL_ROWS
-from torch_flashplug.recipes import KEY_ORDER, RECIPES
+from torch_flashplug.recipes import KEY_ORDER, LONGEST_SUM, RECIPES
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import attention_math
 from torch_flashplug.testing.eight_bit import attend
@@ -307,6 +307,22 @@ def test_sums_of_parts_of_the_keys(kernels_on: str, recipe: str, dims: tuple[int
     right = attention_math(q, k, v).out
     found = run(kernels_on, recipe, q, k, v).double()
     assert float(right.mean()) > 0.9 and abs(float(found.mean() / right.mean()) - 1.0) < 0.015
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("recipe", ["8bit", "e4m3"])
+def test_maxima_that_grow_where_sums_part(kernels_on: str, recipe: str, dims: tuple[int, int]) -> None:
+    """From the block on that the first part ends before, and much: what the part had left counts for nothing."""
+    q, k, v = qkv((1, 1, 1), (70, 2500), dims)
+    q = q[:, :, :1].expand(q.shape).contiguous()
+    spec = spec_of(recipe, q, k, v)
+    tile_n = spec.tile_n
+    parted = -(-2500 // tile_n) - LONGEST_SUM // tile_n
+    for first in (parted - 1, parted, parted + 1):
+        seen = torch.arange(2500).view(-1, 1) < first * tile_n
+        keys, values = torch.where(seen, 4.0 * q[:, :, :1], k), torch.where(seen, v, 100.0 * v)
+        right = attend(operands(recipe, spec, q, keys, values), RECIPES[recipe], dims[0] ** -0.5).out
+        assert distance(run(kernels_on, recipe, q, keys, values), right) <= NEAR[recipe], first
 
 
 @pytest.mark.parametrize("recipe", ["8bit", "e4m3"])

@@ -94,8 +94,7 @@ class Drained(Output):
         if (blocks % self.most == 0) & (blocks > 0):
             self.drain()
             self.kept.fill(1.0)
-        else:
-            rows.rescale(self.values)
+        rows.rescale(self.values)
         for r in cutlass.range_constexpr(ROWS):
             self.kept[r] = self.kept[r] * rows.correction[r]
 
