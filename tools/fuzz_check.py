@@ -33,6 +33,7 @@ from torch_flashplug.testing.eight_bit import attend as emulate
 
 SIGMAS = 5.0
 RECIPE_ERROR = 0.012  # relative, root mean square
+E4M3_STEP = 2.0**-3  # at most from a number of e4m3 to the next, of that number
 CUT = {"e4m3": 2.0**-13}  # of what is added up, by the dtype of Q and K: digits that tensor cores keep; INT8 is exact
 INTERPRETED = "interpreted"  # for a device: our kernels, on CPU tensors
 
@@ -276,7 +277,8 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
 
 def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
     """How far the result may lie from that of exact scores, all elements' squares added up: a score is off by `cut` of
-    the products that it is the sum of, each key's by chance.
+    the products that it is the sum of, each key's by chance. And it may be that to a probability another neighbour in
+    e4m3 is nearest, in proportion to how far its score is off.
     """
     group = made.q.shape[1] // made.k.shape[1]
     q, k, v = (x.double() for x in (made.q, made.k.repeat_interleave(group, 1), made.values()))
@@ -290,6 +292,7 @@ def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut
     p = scores.softmax(-1).nan_to_num()
     v = v.repeat_interleave(group, 1)
     share = (p * (2 * off).expm1()).clamp(max=1.0) ** 2  # also where another key wins
+    share = share + (2 * off / E4M3_STEP).clamp(max=1.0) * (p * E4M3_STEP) ** 2
     return float((share @ v**2 + share.sum(-1, keepdim=True) * (p @ v) ** 2).nan_to_num().sum() ** 0.5)
 
 
@@ -297,7 +300,7 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
     """Against what the recipe makes of its own operands, in fp64: rounded once more, and P where it has 16 bits."""
     call, given, recipe = posed.call, (posed.q, posed.k, posed.v), RECIPES[mode]
     with as_told(call, mode):
-        spec = KernelSpec.from_name(torch_flashplug.explain(*given, **settings(call)).kernel)
+        spec = KernelSpec.from_name(torch_flashplug.explain(*given, attn_mask=posed.mask, **settings(call)).kernel)
     padded = (F.pad(x, (0, spec.d - call.D)) for x in given[:2])
     made = quantise(*padded, posed.v, recipe, spec.tile_n)
     right = emulate(made, recipe, _softmax_scale(call), causal=call.causal, mask=posed.mask).out
