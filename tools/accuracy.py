@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import cudnn_fp8
 import torch
 import torch.nn.functional as F
 import workloads
@@ -79,8 +80,8 @@ def recorded(device: str) -> list[Call]:
 
 def _by_tensor(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     """As eightbit.by_head has it, but that all heads have one scale."""
-    scale = x.abs().amax().float() / recipes.LARGEST["e4m3"]
-    return (x.transpose(1, 2).float() / scale).to(torch.float8_e4m3fn), scale.repeat(x.shape[0], kv_heads)
+    cast, scale = cudnn_fp8.by_tensor(x)
+    return cast.transpose(1, 2), scale.view(1, 1).repeat(x.shape[0], kv_heads)
 
 
 def _kernels(case: Case, inputs: Inputs) -> Calls:

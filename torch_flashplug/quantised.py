@@ -9,8 +9,8 @@ Values. Of each channel a constant is taken, which the output gets back: probabi
 arXiv 2411.10958, section 3.3). And each has a scale, from a sample: e4m3 keeps its relative precision over 15 powers of
 two. V lies transposed, its keys in the order in which a thread's probabilities are the next product's left operand.
 
-Everything is made in one pass over the operands: the constant key and the channels' scales are those of SAMPLES keys
-spread over all of them, so that no part waits for another one, and equal inputs give equal bits.
+Everything is made in one pass over the operands: the constant key and the channels' scales are those of SAMPLES keys,
+the first, the last and some between, so that no part waits for another one, and equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
     """V^T in KEY_ORDER, scales and means of its channels."""
     found = sample(v)
-    mean, square = mean_of_finite(found), mean_of_finite(found.square().masked_fill(~found.isfinite(), math.nan))
-    mean, square = mean.squeeze(2), square.squeeze(2).clamp_max(LARGEST_SQUARE)
+    mean, finite = mean_of_finite(found).squeeze(2), found.isfinite()
+    square = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
+    square = square.clamp_max(LARGEST_SQUARE)  # of what is finite it may be inf
     of_all = square.mean(-1, keepdim=True)
     square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * LEAST_CHANNEL)
     variance = torch.maximum(square - mean.square(), square * LEAST_VARIANCE)

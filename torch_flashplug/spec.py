@@ -235,7 +235,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def early_rescale(self) -> bool:
-        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1
+        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1  # of V in 8 bits ptxas spills with it
 
     @property
     def kv_in_registers(self) -> bool:

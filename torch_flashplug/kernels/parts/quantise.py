@@ -158,7 +158,7 @@ class Quantise:
 
     @cute.jit
     def sample(self, x: cute.Tensor, room: Room, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]):
-        """Sums over SAMPLES rows of a head (S, D) spread evenly, by lane: of finite numbers, and of their squares."""
+        """Sums over SAMPLES rows of a head (S, D), by lane: of finite numbers, and of their squares."""
         groups = width // VECTOR
         lanes = self.threads // groups
         thread = cute.arch.thread_idx()[0]
