@@ -209,8 +209,8 @@ class ForwardSm90(ForwardCall):
 
     def make_output(self, room: cute.Tensor) -> Output:
         if self.element.values.bytes == 1:
-            return Drained.create(self.make_pv, room, self.tile_n)
-        return Output.create(self.make_pv, room)
+            return Drained.create(self.make_pv, self.dv, room, self.tile_n)
+        return Output.create(self.make_pv, self.dv)
 
     def make_scores(self, shared: Shared, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
         """S of the first `columns` keys of a block, kept in the first of `registers`."""

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...recipes import LONGEST_SUM
+from ...spec import ROWS_PER_WARPGROUP
 from . import sm90
 from .element import ELEMENTS
 from .fragments import rows_and_columns
@@ -29,10 +30,9 @@ class Output:
     acc: cute.Tensor
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], room: cute.Tensor) -> Output:
-        """room (64, Dv) in shared memory: where O leaves through."""
+    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int) -> Output:
         product = sm90.Product.create(make_pv)
-        return cls(product, sm90.zeros(product.add, room.shape))
+        return cls(product, sm90.zeros(product.add, (ROWS_PER_WARPGROUP, dv)))
 
     @property
     def values(self) -> cute.Tensor:
@@ -68,8 +68,9 @@ class Drained(Output):
     most: int  # blocks
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], room: cute.Tensor, tile_n: int) -> Drained:
-        plain = Output.create(make_pv, room)
+    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> Drained:
+        """room in shared memory: where O leaves through."""
+        plain = Output.create(make_pv, dv)
         pairs = cute.size(plain.acc) // 2
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp, lane = thread // sm90.WARP, thread % sm90.WARP  # each warp's rows are contiguous, and leave on their own
