@@ -2,6 +2,8 @@
 // results, stock's own kernels.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
+
 #include "flashplug.h"
 #include "values.h"
 
@@ -25,10 +27,13 @@ struct BackwardCall {
   ForwardCall forward;
   AtenTensorHandle out, lse, seed, offset;
   bool wanted[4];  // gradients of query, key, value, mask
+  AtenTensorHandle grad_lse = nullptr;
+  bool wants_delta = false;
 };
 
 struct BackwardResult {
   Owned grads[4];  // empty where not wanted
+  Owned delta;     // (B, Hq, Sq) fp32, likewise: rowsum(dO O) - dLSE
 };
 
 Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
@@ -37,7 +42,7 @@ Shape shape_of(AtenTensorHandle tensor);  // throws if it is not concrete
 // A tensor with the given shape and strides, dtype and device as `like`; a copy of `from` unless that is null.
 Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from);
 // The same elements seen with other sizes and strides.
-Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride);
+Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset = 0);
 // The same 4-d numbers under these strides: the tensor itself where it has them, a view where only dims of size 1
 // differ, else a copy.
 Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
@@ -66,6 +71,27 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
 
 // eight.cpp: scratch for operands in 8 bits, to a kernel that takes it.
 Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments);
+
+// ---- sdpa_ops.cpp ----
+
+// Facts of a call whose tensors are real; throws where it has none.
+Facts read_facts(const ForwardCall& call);
+// Ours: two allocations (three where keys are split), copies of what no kernel reads, and one call of a kernel. False
+// where no kernel could be had (auto mode goes on to stock).
+bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result);
+// A tensor without elements: no memory, no launch.
+Owned placeholder(const ForwardCall& call, int32_t dtype);
+
+// ---- own_ops.cpp: ops of attention() ----
+
+void register_own_ops(torch::stable::detail::StableLibrary* library);
+
+// ---- window.cpp: what windows bring ----
+
+// To a kernel that takes them. lse: whose address a tensor without elements has. The result has to live until the
+// kernel is launched.
+Owned give_sinks(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
+Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
 
 // The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).
 struct ReadCall {
@@ -159,6 +185,9 @@ bool efficient_can_run(const Problem& p);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
 ForwardResult math_forward(const ForwardCall& call);
 Owned cached_math(const ForwardCall& call);  // of key and value in 8 bits, made 16 (cached.py)
+// Of windows (windowed.py).
+ForwardResult attention_math(const ForwardCall& call);
+BackwardResult attention_math_backward(const BackwardCall& call);
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
 BackwardResult math_backward(const BackwardCall& call);
 

@@ -63,6 +63,13 @@ Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query)
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
 }
 
+// Of the two facts in scratch the second one.
+Owned delta_of(AtenTensorHandle rows, const Problem& p) {
+  const int64_t padded = shape_of(rows).size[3], size[3] = {p.B, p.Hq, p.Sq};
+  const int64_t from[3] = {p.Hq * 2 * padded, 2 * padded, 1}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  return new_like(rows, 3, size, stride, view(rows, 3, size, from, padded).get());
+}
+
 // dQ, dK and dV, `parts` of them at least. sharing: as of a BackwardPlan. Returns the bias as the kernel reads it.
 Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
                         const TensorClass& query, const Given& given, int64_t parts, int64_t sharing,
@@ -89,7 +96,9 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   const Masked mask = give_mask(forward, p, query, true, &arguments);
   Owned bias = give_bias(forward, p, query, row, &arguments);
   const Owned seed = give_seed(call.seed, query, &arguments);
+  const Owned grad_lse = give_lse_gradient(call.grad_lse, call.lse, p, &arguments);
   launch(kernel, arguments, written != kWantAll);
+  if (call.wants_delta) result->delta = delta_of(rows.get(), p);
   if (writes(0)) give_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i))

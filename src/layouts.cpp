@@ -28,9 +28,9 @@ Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64
   return out;
 }
 
-Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride) {
+Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset) {
   AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, 0, &handle), "_reinterpret_tensor");
+  check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, offset, &handle), "_reinterpret_tensor");
   return Owned(handle);
 }
 

@@ -28,12 +28,25 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
+// A bound that there is not is one that all keys are inside of.
+void set_window(const Window& window, Problem* p) {
+  const int64_t all = p->Sq + p->Sk;
+  const auto bound = [all](int64_t keys) { return keys < 0 ? all : std::min(keys, all); };
+  p->left = bound(window.left), p->right = bound(window.right);
+  p->diagonal = window.bottom_right ? p->Sk - p->Sq : 0;
+}
+
 bool is_of(AtenTensorHandle tensor, int32_t dtype) {
   int32_t found = -1;
   return aoti_torch_get_dtype(tensor, &found) == 0 && found == dtype;
 }
 
 }  // namespace
+
+std::optional<Window> window_of(const Attention& call) {
+  if (call.causal == Causal::kBottomRight) return Window{-1, 0, true};
+  return call.window;
+}
 
 bool is_there(AtenTensorHandle tensor) {
   bool defined = false;
@@ -96,6 +109,7 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;
   }
   fill_shapes(facts->shape, &facts->problem);
+  if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);

@@ -14,6 +14,12 @@ namespace flashplug {
 
 // How a call says what it is to be causal to: causal_mode of ops.py.
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
+// Query i sees the keys from i + diagonal - left to i + diagonal + right; -1: there is no bound on that side. The
+// diagonal is 0 or, to the bottom right, Sk - Sq.
+struct Window {
+  int64_t left = -1, right = -1;
+  bool bottom_right = true;
+};
 // A call of attention as its caller gave it; tensors are borrowed, mask may be null.
 struct Attention {
   AtenTensorHandle q = nullptr, k = nullptr, v = nullptr, mask = nullptr;
@@ -23,8 +29,11 @@ struct Attention {
   // Of key and value in 8 bits, (B, Hkv, Sk) fp32; rotated: the keys (quantised.rotate).
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
   bool rotated = false;
+  std::optional<Window> window = {};
+  AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
 };
-bool is_there(AtenTensorHandle tensor);  // neither null nor undefined
+std::optional<Window> window_of(const Attention& call);  // the same of `causal`
+bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
 // torch does not say what is_causal beside a mask is: its math raises.
 inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_there(call.mask); }
 // Whether it is bool, or what autograd keeps instead (mask.cpp), which nobody else makes of these dtypes; or that
@@ -53,7 +62,7 @@ inline constexpr Feature kFeatures[] = {
     {"mask", [](const Attention& call) { return is_there(call.mask) && is_mask(call.mask); }},
     {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
     {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
-    {"bottom_right", [](const Attention& call) { return call.causal == Causal::kBottomRight; }},
+    {"window", [](const Attention& call) { return window_of(call).has_value(); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
     // What a mode asks for, and no tensor says.
     {"qk8", [](const Attention&) { return false; }},
@@ -68,7 +77,8 @@ consteval int64_t feature_bit(std::string_view name) {
   while (kFeatures[place].name != name) ++place;
   return int64_t{1} << place;
 }
-constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout");
+constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
+                  kWindow = feature_bit("window");
 // By a mode's precision, from 1 on: RECIPES of recipes.py.
 constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
@@ -93,6 +103,7 @@ struct Problem {
   bool deterministic = false;  // torch.use_deterministic_algorithms
   Scale scale = Scale::kPositive;
   double dropout_p = 0.0;
+  int64_t left = 0, right = 0, diagonal = 0;  // of a window, which ends somewhere
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
@@ -104,8 +115,8 @@ struct Problem {
 // not compile until it is here, which is all that Python and the tests need to know it.
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
-  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p] =
-      p;
+  auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
+         left, right, diagonal] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -118,6 +129,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
   visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
+  visit("left", left), visit("right", right), visit("diagonal", diagonal);
 }
 
 inline double fact_of(Problem p, int number) {

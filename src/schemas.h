@@ -79,6 +79,20 @@ inline constexpr Schema kCachedForward(
 inline constexpr Schema kCachedMath(
     "torch_flashplug::_cached_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kAttentionForward(
+    "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, int left, int right, "
+    "bool bottom_right, float? scale) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kAttentionBackward(
+    "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, int left, int right, bool bottom_right, float? scale, bool wants_delta) -> (Tensor dq, "
+    "Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kAttentionMathForward(
+    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, int left, int right, "
+    "bool bottom_right, float? scale) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kAttentionMathBackward(
+    "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, int left, int right, bool bottom_right, float? scale, bool wants_delta) -> (Tensor dq, "
+    "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
@@ -132,12 +146,28 @@ inline constexpr Schema kSum(
 
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
-inline constexpr const char* kSchemas[] = {kCarrierForward.text(), kCarrierBackward.text(),  kOwnForward.text(),
-                                           kOwnBackward.text(),    kRightChoice.text(),      kMathForward.text(),
-                                           kMathBackward.text(),   kCachedForward.text(),    kCachedMath.text(),
-                                           kCudnnForward.text(),   kCudnnBackward.text(),    kFlashForward.text(),
-                                           kFlashBackward.text(),  kEfficientForward.text(), kEfficientBackward.text(),
-                                           kNegate.text(),         kRepeat.text(),           kSum.text(),
-                                           kRandom.text()};
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
+                                           kCarrierBackward.text(),
+                                           kOwnForward.text(),
+                                           kOwnBackward.text(),
+                                           kRightChoice.text(),
+                                           kMathForward.text(),
+                                           kMathBackward.text(),
+                                           kCachedForward.text(),
+                                           kCachedMath.text(),
+                                           kCudnnForward.text(),
+                                           kCudnnBackward.text(),
+                                           kFlashForward.text(),
+                                           kFlashBackward.text(),
+                                           kEfficientForward.text(),
+                                           kEfficientBackward.text(),
+                                           kNegate.text(),
+                                           kRepeat.text(),
+                                           kSum.text(),
+                                           kRandom.text(),
+                                           kAttentionForward.text(),
+                                           kAttentionBackward.text(),
+                                           kAttentionMathForward.text(),
+                                           kAttentionMathBackward.text()};
 
 }  // namespace flashplug

@@ -3,7 +3,8 @@
 //   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager; autograd, autocast and functorch are
 //     libtorch's
 //   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
-//   torch_flashplug::cached_fwd: attention() with a cache in 8 bits (cached.py)
+//
+// A third one, for ops of attention(), is own_ops.cpp.
 //
 // Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
 // the efficient attention; else math. A forced backend that cannot run raises its reasons. The backward follows its
@@ -28,6 +29,8 @@ constexpr int kModeShift = 40;  // above any sequence length
 
 using torch::stable::detail::StableLibrary;
 
+}  // namespace
+
 Facts read_facts(const ForwardCall& call) {
   Facts facts;
   const Problem& p = facts.problem;
@@ -46,8 +49,6 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-// Ours: two allocations (three where keys are split), copies of what no kernel reads, and one call of a kernel. False
-// where no kernel could be had (auto mode goes on to stock).
 bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
   Problem p = facts.problem;
   p.needs |= plan.features;
@@ -110,6 +111,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.tensor("v_scale", call.v_scale);
     arguments.integer("rotated", call.rotated);
   }
+  const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -117,6 +119,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   count(Path::kOursForward);
   return true;
 }
+
+namespace {
 
 ForwardResult counted_math(const ForwardCall& call) {
   count(Path::kMathForward);
@@ -140,8 +144,8 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
-  // None of stock's that can be called from here takes a mask, or draws dropout's bits as math and ours.
-  if ((p.needs & (kAnyMask | kDropout)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
+  // None of stock's that can be called from here takes a mask or a window, or draws dropout's bits as math and ours.
+  if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 
@@ -265,13 +269,16 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 // ---- door 2: torch_flashplug::sdpa_fwd / sdpa_bwd, whose returns are always real tensors ----
 
-// A tensor without elements: no memory, no launch.
+}  // namespace
+
 Owned placeholder(const ForwardCall& call, int32_t dtype) {
   TensorClass query;
   read_class(call.q, &query);
   const int64_t zero = 0, one = 1;
   return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
 }
+
+namespace {
 
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
@@ -317,49 +324,6 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
-// ---- door 3: torch_flashplug::cached_fwd, key and value in 8 bits; 16-bit attention where no kernel reads them ----
-
-void check_scale(const char* name, AtenTensorHandle scale, const Facts& facts) {
-  const Problem& p = facts.problem;
-  static const int32_t fp32 = aoti_torch_dtype_float32();
-  int32_t dtype = -1;
-  int64_t dims = 0;
-  Shape shape;
-  check_shim(aoti_torch_get_dtype(scale, &dtype), "get_dtype");
-  check_shim(aoti_torch_get_dim(scale, &dims), "get_dim");
-  const int64_t wanted[3] = {p.B, p.Hkv, p.Sk};
-  const bool fits = dtype == fp32 && dims == 3 && read_shape(scale, &shape) && beside(scale, facts.operand[0]) &&
-                    std::equal(wanted, wanted + 3, shape.size);
-  if (!fits)
-    throw std::runtime_error(std::string("torch_flashplug: cached_fwd takes float32 [B, Hkv, Sk] for ") + name +
-                             ", on the query's device, broadcast by strides of 0");
-}
-
-void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kCachedForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
-              v_scale = box::to_tensor(stack[op["v_scale"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
-  refuse_kept(mask.get());
-  ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
-  call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
-  call.rotated = box::to<bool>(stack[op["rotated"]]);
-  const Facts facts = read_facts(call);
-  check_scale("k_scale", call.k_scale, facts);
-  check_scale("v_scale", call.v_scale, facts);
-  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // others are stock's to refuse
-  const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_in_op(facts.problem, device, tables());
-  note_plan("cached_fwd", facts.problem, device, call.mode, plan);
-  ForwardResult result;
-  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
-    stack[0] = box::from_tensor(std::move(result.out));
-    return;
-  }
-  stack[0] = box::from_tensor(cached_math(call));
-}
-
 void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kRightChoice;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
@@ -390,7 +354,7 @@ void register_ops(const char* dispatch_key, bool own_ops) {
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
   own->impl("sdpa_fwd", &own_forward);
   own->impl("sdpa_bwd", &own_backward);
-  own->impl("cached_fwd", &cached_forward);
+  register_own_ops(own.get());
   own->impl("_right_choice", &right_choice_of_call);
   libraries().push_back(std::move(own));
 }

@@ -136,6 +136,49 @@ Owned cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
+ForwardResult attention_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  constexpr const Schema& schema = kAttentionMathForward;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+  op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
+  op[schema["left"]] = box::from(call.window->left);
+  op[schema["right"]] = box::from(call.window->right);
+  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  ForwardResult result;
+  result.out = op.result(schema.result("out"));
+  result.lse = op.result(schema.result("lse"));
+  return result;
+}
+
+BackwardResult attention_math_backward(const BackwardCall& call) {
+  count(Path::kMathBackward);
+  const ForwardCall& forward = call.forward;
+  constexpr const Schema& schema = kAttentionMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  op[schema["grad_lse"]] = box::from_optional_tensor(is_there(call.grad_lse) ? call.grad_lse : nullptr);
+  op[schema["query"]] = box::from_borrowed(forward.q);
+  op[schema["key"]] = box::from_borrowed(forward.k);
+  op[schema["value"]] = box::from_borrowed(forward.v);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["left"]] = box::from(forward.window->left);
+  op[schema["right"]] = box::from(forward.window->right);
+  op[schema["bottom_right"]] = box::from(forward.window->bottom_right);
+  op[schema["scale"]] = box::from_optional_double(forward.scale);
+  op[schema["wants_delta"]] = box::from(call.wants_delta);
+  op.run();
+  BackwardResult result;
+  for (int i = 0; i < 3; ++i) result.grads[i] = op.result(i);
+  result.delta = op.result(schema.result("delta"));
+  return result;
+}
+
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;

@@ -39,9 +39,6 @@ CTAS = 3
 DROPS = 0.2
 HEADS = (2, 1)  # of queries, of keys
 SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged: rows and keys of each
-# left, right, diagonal of 300 rows and 333 keys; the last two leave rows without a key, at the end and at the beginning
-WINDOWS = ((40, 0, 0), (0, 70, 33), (130, 10, 64), (1 << 29, 5, -60), (150, 1 << 29, -20))
-WINDOWS += ((20, 10, 200), (30, -9, -150))
 SPLITS = ((1, 1), (2, 2), (3, 1))  # of decode, and CTAs of a cluster
 
 
@@ -153,12 +150,6 @@ def listed(call: Call, seed: int, *, words: bool) -> Call:
     return call.seen(spread(kinds, Sq, Sk) != NONE)
 
 
-def window(call: Call, left: int, right: int, diagonal: int) -> Call:
-    _, _, Sq, Sk = call.shape
-    distance = torch.arange(Sk) - torch.arange(Sq)[:, None] - diagonal
-    return call.seen((distance >= -left) & (distance <= right)).given(left=left, right=right, diagonal=diagonal)
-
-
 def tile_lists():
     """`tiles` of docs/layouts.md."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), re.DOTALL)
@@ -212,19 +203,17 @@ def causal(spec: KernelSpec) -> tuple[str, ...]:
     return ("causal",) if "causal" in spec.features else ()
 
 
-def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int, its_window: tuple[int, ...] = ()) -> Call:
+def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int) -> Call:
     """A call for a trial."""
     if "ragged" in stages:
         return ragged(spec, seed)
     lengths = (300, 333)
     if "listed" in stages:
         lengths = (300, 400) if seed % 2 else (450, LISTED)  # half a listed block too many, and lists of one entry
-    case = new_case("trial", (1 if its_window else 2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
+    case = new_case("trial", (2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
     call = Call(case, make_inputs(case, "cpu", seed), Masking(int(case.causal)))
     for stage in stages:
-        if stage == "window":
-            call = window(call, *its_window)
-        elif stage == "listed":
+        if stage == "listed":
             call = listed(call, seed, words="bits" in stages)
         else:
             call = {"bits": bits, "dropout": dropout}[stage](call, seed)

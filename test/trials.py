@@ -24,12 +24,11 @@ from torch_flashplug.kernels.parts.listed import Listed, Lists
 from torch_flashplug.kernels.parts.pieces import Pieces
 from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
 from torch_flashplug.kernels.parts.scores.bias import matrices
-from torch_flashplug.kernels.parts.scores.chain import Chain, Form, Stage
+from torch_flashplug.kernels.parts.scores.chain import Chain, Form
 from torch_flashplug.kernels.parts.scores.dropout import Dropout
 from torch_flashplug.kernels.parts.scores.words import Bits, ListedBits, Words
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
-from torch_flashplug.kernels.parts.window import InWindow, Window
 from torch_flashplug.spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
@@ -70,9 +69,6 @@ class Extra:
     query_rows_of_head: Int32
     masked_turn: cute.Tensor
     whole_turn: cute.Tensor
-    left: Int32
-    right: Int32
-    diagonal: Int32
     # (n, ENTRY) and (1,) Int32
     row_tiles: cute.Tensor
     row_count: cute.Tensor
@@ -93,10 +89,6 @@ class Extra:
         planes = (self.query_rows_of_batch, self.query_rows_of_head)
         return Listed(of_keys, Lists(*queries, *planes, self.masked_turn, self.whole_turn))
 
-    @property
-    def window(self) -> Window:
-        return Window(self.left, self.right, self.diagonal)
-
     def pieces(self, k: cute.Tensor) -> Ragged:
         rows, keys = TileList(self.row_tiles, self.row_count), TileList(self.key_tiles, self.key_count)
         return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_count), total_keys=k.shape[2])
@@ -111,16 +103,10 @@ class TrialSeams(Seams):
     def short(self) -> bool:
         return "ragged" in self.stages
 
-    @property
-    def uneven(self) -> bool:
-        return "window" in self.stages or super().uneven
-
     def pieces(self, call) -> Pieces:
         return call.extra.pieces(call.k) if "ragged" in self.stages else super().pieces(call)
 
     def walk(self, call) -> Walk:
-        if "window" in self.stages:
-            return call.extra.window
         return call.extra.lists if "listed" in self.stages else super().walk(call)
 
     def chain(self, call) -> Chain:
@@ -133,9 +119,6 @@ class TrialSeams(Seams):
 
     def words(self, planes: Planes, kind: type[Words]) -> Words:
         return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head)
-
-    def visible(self, call) -> Stage:
-        return InWindow(call.extra.window) if "window" in self.stages else super().visible(call)
 
 
 @dataclass(frozen=True)
@@ -196,10 +179,11 @@ def trial(spec: KernelSpec, *stages: str):
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None, extra: Extra,
+            seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None,
+            left: Int32 | None, right: Int32 | None, diagonal: Int32 | None, sinks: cute.Tensor | None, extra: Extra,
             stream: cuda.CUstream,
         ):  # fmt: skip
-            scales, given = Scales(scale_log2, scale), (mask, digest, None, None, None)
+            scales, given = Scales(scale_log2, scale), (mask, digest, *(None,) * 5)
             self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
 
     class Decode(base):
@@ -225,11 +209,12 @@ def trial(spec: KernelSpec, *stages: str):
             dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, rows: cute.Tensor, scratch: cute.Tensor,
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            seed: cute.Tensor | None, dropout_p: Float32 | None, extra: Extra, stream: cuda.CUstream,
+            seed: cute.Tensor | None, dropout_p: Float32 | None, left: Int32 | None, right: Int32 | None,
+            diagonal: Int32 | None, dlse: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = Scales(scale_log2, scale)
-            given = (mask, digest, None, None)
+            given = (mask, digest, *(None,) * 4)
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *given, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward

@@ -68,6 +68,13 @@ _DROPOUT = (
     _tensor("seed", 1, "int64", "(1,), what bits are drawn from", optional=True),
     _number("dropout_p", "fp32", "probability with which a score is dropped", optional=True),
 )
+_WINDOW = (
+    _number("left", "int32", "keys before a query's own that it sees", optional=True),
+    _number("right", "int32", "and behind it", optional=True),
+    _number("diagonal", "int32", "the first query's own key", optional=True),
+)
+_SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
+_OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
 _EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
 _CACHE = (
     _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), stride 0 where one serves all: of a key's numbers", optional=True),
@@ -76,7 +83,7 @@ _CACHE = (
 )
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT)
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,
@@ -108,6 +115,8 @@ BACKWARD = (
     *_DRAWN,
     _number("wanted", "int32", "a sum of 1 (dQ) and 2 (dK and dV); one of them: only to kernels in parts"),
     *_FEATURES,
+    *_WINDOW,
+    _OF_LSE,
 )
 DBIAS = (
     *_OPERANDS,

@@ -1,4 +1,6 @@
-"""attention(): what F.scaled_dot_product_attention has no argument for."""
+"""attention(): what F.scaled_dot_product_attention has no argument for. Windows and sinks are kernels' (windowed.py)
+where they are long or differentiated; what is left of a window of few rows is a call of F.scaled_dot_product_attention.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .cached import FORMATS, IN_WORDS, seen
+from .cached import FORMATS, IN_WORDS, dequantised
+from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from .windowed import Window
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
 
@@ -19,62 +24,151 @@ def attention(
     v: Tensor,
     *,
     causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v of q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) in
     the dtype of q. Hq is a multiple of Hkv. Mind the order: F.scaled_dot_product_attention has heads before rows.
 
     causal: True or "bottom_right" lets the last query see all keys, "top_left" the first query one (as is_causal of
-    F.scaled_dot_product_attention). scale: 1 / sqrt(D) if None.
+    F.scaled_dot_product_attention). window: (left, right), how many keys before and after its own a query sees; None or
+    -1: all on that side. Its own key is that of causal; without causal, as to the bottom right. causal sets right to 0.
+    A row that sees no key is 0, its LSE -inf. scale: 1 / sqrt(D) if None.
+
+    sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
+    its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss). return_lse: (out, lse) with lse (B, Hq, Sq), in
+    fp32, the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
 
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
     may be 1; None is 1, which int8 does not take. Few query rows (up to 64 for each KV head) are a kernel's that reads
-    the 8 bits; more have K and V made 16 bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted
-    keys: QuantizedTensor.
+    the 8 bits; more, and such with sinks or return_lse, have K and V made 16 bits first (bf16, also for a query in
+    fp16). No gradients. Rotated and shifted keys: QuantizedTensor.
 
     Raises ValueError or TypeError for what it does not take.
     """
+    _check_operands(q, k, v)
+    seen = _window(causal, window)
+    eight = _check_dtypes(q, k, v)
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or sinks.is_complex()):
+        given = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"attention: sinks are {given}; give a real tensor (Hq,) = ({q.shape[2]},)")
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    keys, scales = _some_keys(seen, q.shape[1], k.shape[1]), ()
+    if eight:
+        scales = (_scale("k_scale", k_scale, key)[:, :, keys], _scale("v_scale", v_scale, value)[:, :, keys])
+    elif k_scale is not None or v_scale is not None:
+        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
+    key, value = key[:, :, keys], value[:, :, keys]
+    more = sinks is not None or return_lse
+    if eight and more:
+        key, value = (dequantised(x, s, torch.bfloat16) for x, s in zip((key, value), scales, strict=True))
+        query, eight = query.to(torch.bfloat16), False
+    if eight:
+        mask = _as_mask(seen, query, key)
+        out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
+    elif more or _is_for_kernels(seen, query, key, value):
+        sinks = None if sinks is None else sinks.to(q.device, torch.promote_types(torch.float32, query.dtype))
+        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, *seen, scale)
+    else:
+        top_left = _is_top_left(seen, query.shape[2], key.shape[2])
+        mask = None if top_left else _as_mask(seen, query, key)
+        settings = {"is_causal": top_left, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        out = F.scaled_dot_product_attention(query, key, value, mask, **settings)
+    out = out.transpose(1, 2).to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"attention: {name} is {given}; give a tensor (batch, rows, heads, head dim)")
-    if not isinstance(causal, bool | str) or causal not in CAUSAL:
-        raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
     if not q.device == k.device == v.device:
         raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
-    B, Sq, Hq, D = q.shape
-    _, Sk, Hkv, _ = k.shape
+    (B, _, Hq, D), (_, Sk, Hkv, _) = q.shape, k.shape
     if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or (Hkv and Hq % Hkv) or (Hq and not Hkv):
         given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"attention: {given} do not fit; give (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)")
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    mask, top_left = _causal(causal, Sq, Sk, q.device)
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether k and v have 8 bits."""
     if k.dtype not in FORMATS and v.dtype not in FORMATS:
-        if k_scale is not None or v_scale is not None:
-            raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
-        settings = {"is_causal": top_left, "scale": scale, "enable_gqa": Hq != Hkv}
-        return F.scaled_dot_product_attention(query, key, value, mask, **settings).transpose(1, 2)
+        return False
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
         given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
         raise ValueError(f"attention: {given}; k and v have one of {IN_WORDS}, and q 16 bits")
     if forward_ad._current_level >= 0:
         raise RuntimeError("attention: k and v in 8 bits have no derivative, forward mode's neither; give 16 bits")
-    if top_left:
-        mask = seen(Sq, Sk, q.device)
-    scales = (_scale("k_scale", k_scale, key), _scale("v_scale", v_scale, value))
-    return torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale).transpose(1, 2)
+    return True
 
 
-def _causal(causal: bool | str, Sq: int, Sk: int, device: torch.device) -> tuple[Tensor | None, bool]:
-    """A mask, or that it is causal to the top left, or neither."""
-    if causal is False or (causal != "top_left" and Sq == 1):
-        return None, False
-    if causal == "top_left" or Sq == Sk:
-        return None, True
-    return seen(Sq, Sk, device, Sk - Sq), False
+# ---- which keys a query sees ----
+
+
+def _window(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
+    if not isinstance(causal, bool | str) or causal not in CAUSAL:
+        raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
+    bounds = (None, None) if window is None else window
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
+        raise ValueError(f"attention: window={window!r}; give (left, right), each -1, None or a number of keys")
+    left, right = (-1 if bound is None else bound for bound in bounds)
+    return Window(left, 0 if causal else right, causal != "top_left")
+
+
+def _is_bound(bound: object) -> bool:
+    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and bound >= -1)
+
+
+def _some_keys(seen: Window, Sq: int, Sk: int) -> slice:
+    """Those that some query sees: the same window, of them alone."""
+    if not seen.bottom_right:
+        return slice(0, Sk if seen.right < 0 else min(Sk, Sq + seen.right))
+    return slice(0 if seen.left < 0 else max(0, Sk - Sq - seen.left), Sk)
+
+
+def _hides_left(seen: Window, Sq: int, Sk: int) -> bool:
+    last = Sk - 1 if seen.bottom_right else Sq - 1  # the last query's own key
+    return 0 <= seen.left < last
+
+
+def _hides_right(seen: Window, Sq: int, Sk: int) -> bool:
+    first = Sk - Sq if seen.bottom_right else 0
+    return seen.right >= 0 and first + seen.right < Sk - 1
+
+
+def _is_top_left(seen: Window, Sq: int, Sk: int) -> bool:
+    """What is_causal says."""
+    corner = not seen.bottom_right or Sq == Sk
+    return corner and seen.right == 0 and _hides_right(seen, Sq, Sk) and not _hides_left(seen, Sq, Sk)
+
+
+def _as_mask(seen: Window, query: Tensor, key: Tensor) -> Tensor | None:
+    """(Sq, Sk) bool, or None where all is seen."""
+    Sq, Sk = query.shape[2], key.shape[2]
+    hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
+    return seen.seen(Sq, Sk, query.device) if hides else None
+
+
+def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether something is hidden that F.scaled_dot_product_attention needs a mask for, and kernels of ours do not. Few
+    rows are better off with the mask: their keys are split.
+    """
+    Sq, Sk = query.shape[2], key.shape[2]
+    if not query.is_cuda or not query.dtype == key.dtype == value.dtype or query.dtype not in SIXTEEN_BITS:
+        return False
+    if not (_hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)) or _is_top_left(seen, Sq, Sk):
+        return False
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return differentiated or Sq * (query.shape[1] // key.shape[1]) > FEW_ROWS
+
+
+# ---- 8 bits ----
 
 
 def _scale(name: str, scale: Scale | None, x: Tensor) -> Tensor:

@@ -60,8 +60,9 @@ FEATURES = (
         score_bytes=4,
     ),
     Feature(
-        "bottom_right", "bottom_right", "causal to the bottom right",
-        "causal mask aligned to the bottom right, kernels align to the top left; use the math backend", always=True,
+        "window", "window", "in a window",
+        "the mask is a window or causal to the bottom right, these kernels take none; use the math backend",
+        arguments=("left", "right", "diagonal", "sinks", "dlse"), part="window.Windowed", always=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
@@ -111,6 +112,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
+    Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     *(
         Combination(frozenset({*beside, name}), {90: ("fwd",)})
         for name in RECIPES for beside in ((), ("causal",), ("mask",))

@@ -10,14 +10,13 @@ Dv of value and output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import cached, digested, dropped, native
+from . import cached, digested, dropped, native, reference
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -121,11 +120,6 @@ def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
     return query.new_empty_strided(shape, strides)
 
 
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """Of sums, and of the LSE."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
 def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
     return (*a.query.shape[:3], a.value.shape[3])
 
@@ -138,7 +132,7 @@ def _drawn_shape(a: ForwardArgs) -> tuple[int, ...]:
 def _forward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     _check_ranks(a)
-    lse = a.query.new_empty(a.query.shape[:3], dtype=_compute_dtype(a.query))
+    lse = a.query.new_empty(a.query.shape[:3], dtype=reference.compute_dtype(a.query))
     seed, offset = (a.query.new_empty(_drawn_shape(a), dtype=torch.int64) for _ in range(2))
     return empty_in_layout_of(a.query, _output_shape(a)), lse, seed, offset
 
@@ -203,54 +197,25 @@ def _check_bias(a: ForwardArgs) -> None:
     )
 
 
-# ---- reference mathematics: fp32 (fp64 for fp64 inputs), no kernel of ours ----
-
-LOST = float(2**24)  # kernels/parts/backward_rows.py
+# ---- mathematics of the ops, on any device: no kernel of ours ----
 
 
-class _Scores(NamedTuple):
-    """What forward and backward share, in the compute dtype. Heads of key and value are repeated to Hq."""
-
-    query: Tensor  # (B, Hq, Sq, D), scaled
-    key: Tensor  # (B, Hq, Sk, D)
-    value: Tensor  # (B, Hq, Sk, Dv)
-    scores: Tensor  # (B, Hq, Sq, Sk), scaled and masked
-    scale: float
-
-    def probabilities(self, lse: Tensor) -> Tensor:
-        """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0, as kernels have it also those whose
-        fp32 lse is too large, either way, to tell how many keys there are. The lse may be that of more keys than these
-        (a step of ring attention).
-        """
-        lost = (lse.abs() > LOST) & lse.isfinite() & (lse.dtype == torch.float32)
-        none = (lost | (lse == -math.inf)).unsqueeze(-1)
-        shifted = self.scores - lse.to(self.scores.dtype).unsqueeze(-1).masked_fill(none, 0.0)
-        return torch.exp(shifted).masked_fill(none, 0.0)
-
-
-def _scores(a: ForwardArgs) -> _Scores:
-    dtype = _compute_dtype(a.query)
-    head_dim = a.query.shape[3]
-    scale = a.scale if a.scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else math.inf)
-    group = a.query.shape[1] // a.key.shape[1] if a.key.shape[1] else 1
-    key, value = (t.to(dtype).repeat_interleave(group, dim=1) if group > 1 else t.to(dtype) for t in (a.key, a.value))
-    query = a.query.to(dtype) * scale
-    scores = query @ key.transpose(-2, -1)
+def _scores(a: ForwardArgs) -> reference.Scores:
+    s = reference.scores_of(a.query, a.key, a.value, a.scale)
     bias = a.attn_bias
     if bias is not None and bias.dtype == torch.int32:
-        bias = digested.seen(bias, *scores.shape[-2:])
+        bias = digested.seen(bias, *s.scores.shape[-2:])
     elif bias is not None and bias.dtype == torch.uint8:
         bias = bias.bool()
     if bias is not None and bias.dtype == torch.bool:
-        scores = scores.masked_fill(~bias, -math.inf)
+        s = s.where(bias)
     elif bias is not None:
-        scores = scores + bias.to(dtype)
+        s = s._replace(scores=s.scores + bias.to(s.scores.dtype))
     if a.causal_mode != CAUSAL_NONE:
-        rows, keys = scores.shape[-2:]
+        rows, keys = s.scores.shape[-2:]
         diagonal = keys - rows if a.causal_mode == CAUSAL_BOTTOM_RIGHT else 0
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril(diagonal)
-        scores = scores.masked_fill(~visible, -math.inf)
-    return _Scores(query, key, value, scores, scale)
+        s = s.where(torch.ones(rows, keys, dtype=torch.bool, device=s.scores.device).tril(diagonal))
+    return s
 
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
@@ -278,9 +243,7 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_arguments(a)
     seed, offset = (torch.zeros(_drawn_shape(a), dtype=torch.int64, device=a.query.device) for _ in range(2))
     s = _scores(a)
-    lse = torch.logsumexp(s.scores, dim=-1)
-    # Not exp(scores - lse): the lse of scores such as finfo.min has no digits left for their number.
-    probabilities = torch.softmax(s.scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+    probabilities, lse = s.softmax()
     if a.dropout_p > 0.0:
         seed.random_()
         probabilities = probabilities * _dropout_factors(seed, probabilities, a.dropout_p)
@@ -292,28 +255,14 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = BackwardArgs(*args)
     s = _scores(a.forward)
-    grad_out = a.grad_out.to(s.value.dtype)
-    probabilities = s.probabilities(a.lse)
-    factors = _dropout_factors(a.seed, probabilities, a.dropout_p) if a.dropout_p > 0.0 else 1.0
-    grad_probabilities = (grad_out @ s.value.transpose(-2, -1)) * factors
-    delta = (grad_out * a.out.to(grad_out.dtype)).sum(-1, keepdim=True)
-    grad_scores = probabilities * (grad_probabilities - delta)
-    dq = grad_scores @ s.key * s.scale
-    dk = _sum_groups(grad_scores.transpose(-2, -1) @ s.query, a.key)
-    dv = _sum_groups((probabilities * factors).transpose(-2, -1) @ grad_out, a.value)
-    dbias = _like(grad_scores.sum_to_size(a.attn_bias.shape), a.attn_bias) if a.bias_grad else a.query.new_empty(0)
-    return _like(dq, a.query), _like(dk, a.key), _like(dv, a.value), dbias
-
-
-def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
-    """(B, Hq, Sk, D) -> (B, Hkv, Sk, D): the query heads of one KV head add up."""
-    if grad.shape[1] == like.shape[1]:
-        return grad
-    return grad.unflatten(1, (like.shape[1], -1)).sum(2)
-
-
-def _like(value: Tensor, tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor).copy_(value)
+    factors = None
+    if a.dropout_p > 0.0:
+        factors = _dropout_factors(a.seed, s.scores, a.dropout_p)
+    found = reference.gradients(s, a.query, a.key, a.value, reference.Known(a.grad_out, a.out, a.lse, factors))
+    dbias = a.query.new_empty(0)
+    if a.bias_grad:
+        dbias = reference.like(found.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
+    return found.query, found.key, found.value, dbias
 
 
 # ---- key and value in 8 bits ----

@@ -38,6 +38,22 @@ double last_tile(const Problem& p, const KernelRow& row) {
   return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
 }
 
+// Blocks of keys that the tiles of a head walk over, and the longest tile's (kernels/parts/window.py).
+struct WindowBlocks {
+  double all = 0, longest = 0;
+};
+WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
+  WindowBlocks found;
+  for (int64_t first = 0; first < p.Sq; first += row.tile_m) {
+    const int64_t begin = first + p.diagonal - p.left, last = first + row.tile_m - 1 + p.diagonal + p.right;
+    const int64_t end = ceil_div(std::clamp<int64_t>(last + 1, 1, p.Sk), row.tile_n);
+    const int64_t blocks = end - std::min(std::max<int64_t>(begin, 0) / row.tile_n, end - 1);
+    found.all += static_cast<double>(blocks);
+    found.longest = std::max(found.longest, static_cast<double>(blocks));
+  }
+  return found;
+}
+
 // What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows;
 // then the smallest head dims; then the longest steps, as long as every SM has one. One number, digit after digit.
 double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
@@ -57,6 +73,10 @@ double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& devic
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
   const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
   const double spared = 1.0 - last_tile(p, row);
+  if ((row.takes & kWindow) != 0) {
+    const auto [blocks, longest] = blocks_of_windows(p, row);
+    return std::max(heads * (blocks + num_m * kEdgeBlocks) / sm_count, longest + kEdgeBlocks) * row.cost;
+  }
   if ((row.takes & kCausal) == 0) {
     const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
     return waves * (all_blocks + kEdgeBlocks) * row.cost;

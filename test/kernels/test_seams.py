@@ -52,15 +52,6 @@ TRIALS = {
     "fwd_sm90_bf16_d256_full_m128n80s2": [("ragged",)],
     "decode_sm90_bf16_d128_full_m64n64s3": [("ragged",)],
 }
-# Blocks masked at both ends of a run.
-for kernel in (
-    *("fwd_sm90_bf16_d128_full_m128n128s2", "fwd_sm80_bf16_d128_full_m128n48s1", "bwd_sm90_bf16_d64_full_m64n128s4"),
-    *("bwd_sm90_bf16_d128_full_m64n128s2", "detbwd_sm90_bf16_d128_full_m64n128s2"),
-    # Where a tile's warpgroups walk over the same blocks, and where they see other ones each.
-    *("fwd_sm90_bf16_d64_full_m128n128s2", "fwd_sm90_bf16_d192_full_m128n112s2"),
-    "partbwd_sm90_bf16_d128_full_m64n64s2",
-):
-    TRIALS[kernel] = [*TRIALS[kernel], ("window",)]
 COUNTS = ("hgmma", "warpgroup")
 # Into a folder that is named after all that trials come from: run again, nothing is compiled again.
 COMPILE = """
@@ -124,51 +115,41 @@ def built(tmp_path_factory) -> Built:
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )  # fmt: skip
 def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(kernel, stages, built):
-    spec, row, base = KernelSpec.from_name(kernel), built.rows[kernel, stages], built.rows[kernel, ()]
+    row, base = built.rows[kernel, stages], built.rows[kernel, ()]
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
     expected = [base.get(count, 0) for count in COUNTS]  # a build counts wgmma where there is any
     # A forward without a mask has a loop of whole blocks beside its first block; a backward has two loops. A list has
-    # blocks that hide something and whole ones; a window has them at both ends.
+    # blocks that hide something and whole ones.
     if kernel.startswith("fwd_sm90"):
-        loops = ("listed" in stages) + 2 * ("window" in stages)
-        expected = [count + loops * count // 2 for count in expected]
-    elif "window" in stages:
-        # The last dQ; of dQ apart a tile's first scores and all of its last block, of dK and dV apart the first scores.
-        once = (52, 17) if spec.in_parts else (8, 4) if spec.is_backward and spec.arch == 90 else (0, 0)
-        expected = [count + (count - outside) // 2 for count, outside in zip(expected, once, strict=True)]
+        expected = [count + ("listed" in stages) * count // 2 for count in expected]
     assert [row[count] for count in COUNTS] == expected, (row, base)
 
 
-NUMBERS = [
-    (kernel, stages, window)
-    for kernel, trials in TRIALS.items()
-    for stages in trials
-    for window in (trial_calls.WINDOWS if "window" in stages else ((),))
-]
+NUMBERS = [(kernel, stages) for kernel, trials in TRIALS.items() for stages in trials]
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "kernel, stages, window", NUMBERS, ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value))
-)  # fmt: skip
-def test_numbers_are_those_of_fp64(kernel, stages, window, built):
+    "kernel, stages", NUMBERS, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_numbers_are_those_of_fp64(kernel, stages, built):
     """In some order of what is not ordered, and in another one with other words and lists."""
     spec, function = KernelSpec.from_name(kernel), built.function(kernel, stages)
     for seed in (0, 7):
         on_cpu.seed(built.pack, seed)
-        call = trial_calls.posed(spec, stages, seed + NUMBERS.index((kernel, stages, window)), window)
-        trial_calls.check(f"{kernel} {stages} {window} seed {seed}", function, spec, call)
+        call = trial_calls.posed(spec, stages, seed + NUMBERS.index((kernel, stages)))
+        trial_calls.check(f"{kernel} {stages} seed {seed}", function, spec, call)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "kernel, stages, window",
+    "kernel, stages",
     [each for each in NUMBERS if each[0].startswith(("detbwd", "partbwd"))],
-    ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_a_backward_in_order_gives_the_same_bits(kernel, stages, window, built):
+def test_a_backward_in_order_gives_the_same_bits(kernel, stages, built):
     spec, function, found = KernelSpec.from_name(kernel), built.function(kernel, stages), []
-    call = trial_calls.posed(spec, stages, 1, window)
+    call = trial_calls.posed(spec, stages, 1)
     for seed in (0, 1, 2):
         on_cpu.seed(built.pack, seed)
         found.append(trial_calls.backward(function, spec, call))

@@ -28,7 +28,7 @@ REFUSED = {
     "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), **made_of("bf16", "fp16", "bf16")),
     "mask": call((1, 8, 8), (512, 512), (64, 64), mask=1),
     "dropout": call((1, 8, 8), (512, 512), (64, 64), dropout_p=0.1),
-    "bottom_right": call((1, 8, 8), (512, 1024), (64, 64), bottom_right=1),
+    "window": call((1, 8, 8), (512, 1024), (64, 64), window=1),
     "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
     "head_dim_60": call((1, 8, 8), (512, 512), (60, 64)),
     "head_dim_256": call((1, 8, 8), (512, 512), (256, 256)),
@@ -266,10 +266,10 @@ dropout
   h100
     stock
       fa3: dropout_p=0.1, these kernels have no dropout; pass dropout_p=0
-bottom_right
+window
   h100
     stock
-      fa3: causal mask aligned to the bottom right, kernels align to the top left; use the math
+      fa3: the mask is a window or causal to the bottom right, these kernels take none; use the math
         backend
 no_keys
   h100

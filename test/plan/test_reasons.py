@@ -38,7 +38,7 @@ MET = {
     "arch": Met(PLAIN, "a100", sdpa_backend("fa3").mode),
     "dtype": Met(PLAIN | made_of("fp32")),
     "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
-    "feature": Met(PLAIN | {"bottom_right": 1}),
+    "feature": Met(PLAIN | {"cache8": 1}),
     "scale": Met(PLAIN | {"scale": native.SCALE_IDS["not finite"]}),
     "probability": Met(PLAIN | {"dropout_p": 1.5}),
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),

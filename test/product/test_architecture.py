@@ -27,8 +27,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "attention", "api", "_start", "composite"),
-    *("repair", "problem", "integrations", "tracing", "ops", "cached", "up_calls", "native", "library", "rows"),
-    *("compile", "kernels"),
+    *("repair", "problem", "integrations", "tracing", "windowed", "ops", "cached", "up_calls", "native", "library"),
+    *("rows", "compile", "kernels", "reference"),
     *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
     *("configs", "blocks", "spec"),
     *("families", "elements", "features", "arguments", "recipes"),

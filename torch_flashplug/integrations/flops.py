@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import ops, tracing
+from .. import ops, tracing, windowed
 
 
 def register() -> None:
-    for forward in (tracing.OVERRIDEABLE, ops.namespace.sdpa_fwd, ops.namespace.cached_fwd):
+    own = (ops.namespace.sdpa_fwd, ops.namespace.cached_fwd, windowed.namespace.attention_fwd)
+    for forward in (tracing.OVERRIDEABLE, *own):
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, ops.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)
+    register_flop_formula(windowed.namespace.attention_bwd)(_windowed_backward)
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
@@ -20,6 +22,10 @@ def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings)
 
 def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
     return sdpa_backward_flop_count(grad_out, query, *_per_query_head(query, key, value))
+
+
+def _windowed_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
+    return _backward(grad_out, *operands)
 
 
 def _per_query_head(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import ops, tracing
+from .. import ops, tracing, windowed
 
 _FORWARD_TENSORS = 3  # query, key, value
 _MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the one call that is made
@@ -17,6 +17,8 @@ def register() -> None:
     torch.library.register_vmap("torch_flashplug::sdpa_fwd", _own_forward)
     torch.library.register_vmap("torch_flashplug::sdpa_bwd", _own_backward)
     torch.library.register_vmap("torch_flashplug::cached_fwd", _cached_forward)
+    torch.library.register_vmap("torch_flashplug::attention_fwd", _windowed_forward)
+    torch.library.register_vmap("torch_flashplug::attention_bwd", _windowed_backward)
     torch.library.register_vmap(tracing.OVERRIDEABLE.default, _aten_forward)
     torch.library.register_vmap(tracing.OVERRIDEABLE_BACKWARD.default, _aten_backward)
 
@@ -59,6 +61,25 @@ def _cached_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
     folded = [fold.in_(tensor, dim) for tensor, dim in zip(tensors, in_dims)]
     mask = fold.bias(mask, in_dims[len(tensors)], folded[0].shape[0] // fold.size)
     return fold.out(ops.namespace.cached_fwd(*folded, mask, rotated, scale)), 0
+
+
+def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    op, (query, key, value, sinks, *settings) = windowed.namespace.attention_fwd, args
+    fold = _Fold(info, 0.0)
+    if sinks is not None and in_dims[_FORWARD_TENSORS] is not None:  # those of a head differ: one call for each
+        operands = [fold.front(x, dim) for x, dim in zip((query, key, value, sinks), in_dims)]
+        results = [op(*(x[i] for x in operands), *settings) for i in range(fold.size)]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+    folded = (fold.in_(x, dim) for x, dim in zip((query, key, value), in_dims))
+    return tuple(map(fold.out, op(*folded, sinks, *settings))), (0, 0)
+
+
+def _windowed_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    fold, tensors = _Fold(info, 0.0), 7
+    folded = [None if x is None else fold.in_(x, dim) for x, dim in zip(args[:tensors], in_dims)]
+    *grads, delta = windowed.namespace.attention_bwd(*folded, *args[tensors:])
+    whole = delta.dim() > 1
+    return (*map(fold.out, grads), fold.out(delta) if whole else delta), (0, 0, 0, 0 if whole else None)
 
 
 def _own_forward(info, in_dims: tuple, *args) -> tuple:

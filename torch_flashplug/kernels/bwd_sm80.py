@@ -27,7 +27,7 @@ from ..spec import FP32_BYTES, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.backward import BackwardCall, Gradients
 from .parts.arguments.operands import Scales
-from .parts.backward_rows import FinishBackward, PrepareBackward, differentiate, exponentiate
+from .parts.backward_rows import FinishBackward, GivenRows, PrepareBackward, differentiate, exponentiate
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Pieces, Tile
 from .parts.scores.chain import Chain, Place
@@ -257,7 +257,8 @@ class BackwardSm80(BackwardCall):
         everything = Ahead(B * Hkv, group, num_n_blocks)
         sums = (call.rows, call.scratch)
         self.seams.before(call, stream)
-        self.prepare(call.o, call.do, call.lse, *sums, everything, chain.kept_share, pieces, stream)
+        given = GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, *sums, everything, chain.kept_share, pieces, stream)
         tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream

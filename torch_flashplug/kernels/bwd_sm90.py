@@ -29,6 +29,7 @@ from .parts.arguments.operands import Scales
 from .parts.backward_rows import (
     WARPGROUPS,
     FinishBackward,
+    GivenRows,
     PrepareBackward,
     differentiate,
     exponentiate,
@@ -281,8 +282,8 @@ class BackwardSm90(BackwardCall):
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
         ahead = Ahead.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
-        chain = self.seams.chain(call)
-        self.prepare(call.o, call.do, call.lse, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
+        chain, given = self.seams.chain(call), GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
         self.step_over_keys(call, section, ahead, stream)
         self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
 

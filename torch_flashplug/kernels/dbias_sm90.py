@@ -24,7 +24,7 @@ from ..spec import BACKWARD_WARPGROUPS, REGISTER_SPLIT, ROWS_PER_WARPGROUP, Hopp
 from .parts import fragments, sm90
 from .parts.arguments.dbias import BiasGradient, BiasGradientCall
 from .parts.arguments.operands import Scales
-from .parts.backward_rows import PrepareBackward, Rows, by_query, differentiate, exponentiate, rows_of_thread
+from .parts.backward_rows import GivenRows, PrepareBackward, Rows, by_query, differentiate, exponentiate, rows_of_thread
 from .parts.pieces import Tile
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
@@ -112,7 +112,8 @@ class BiasGradientSm90(BiasGradientCall):
     def launch(self, call: BiasGradient, stream: cuda.CUstream):
         self.seams.before(call, stream)
         pieces, chain = self.seams.pieces(call), self.seams.chain(call)
-        self.prepare(call.o, call.do, call.lse, call.rows, None, None, chain.kept_share, pieces, stream)
+        given = GivenRows(call.o, call.do, call.lse)
+        self.prepare(given, call.rows, None, None, chain.kept_share, pieces, stream)
         rows, keys = self.inputs
         q, k, v, do = (
             x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))

@@ -14,7 +14,7 @@ from ..spec import HopperSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
 from .parts.arguments.backward import WANT_DKDV, WANT_DQ, BackwardCall, Gradients
-from .parts.backward_rows import PrepareBackward
+from .parts.backward_rows import GivenRows, PrepareBackward
 from .parts.seams import Seams
 
 
@@ -31,7 +31,8 @@ class BackwardInPartsSm90(BackwardCall):
     def launch(self, call: Gradients, stream: cuda.CUstream):
         self.seams.before(call, stream)
         pieces, kept = self.seams.pieces(call), self.seams.chain(call).kept_share
-        self.prepare(call.o, call.do, call.lse, call.rows, None, None, kept, pieces, stream)
+        given = GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, call.rows, None, None, kept, pieces, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:

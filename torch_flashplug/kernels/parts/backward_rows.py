@@ -40,8 +40,20 @@ class Clearing:
     portions: Int32
 
 
+@dataclass(frozen=True)
+class GivenRows:
+    """What the forward and autograd left of query rows."""
+
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    do: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32, natural log
+    dlse: cute.Tensor | None = None  # (B, Hq, Sq) fp32; of no rows: nobody differentiates the LSE
+
+
 class PrepareBackward:
-    """delta = rowsum(dO * O) and LSE in base 2, padded to whole blocks; scratch's counters and first heads cleared."""
+    """delta = rowsum(dO * O) - dLSE and LSE in base 2, padded to whole blocks; scratch's counters and first heads
+    cleared.
+    """
 
     def __init__(self, element: Element, clears: int = 0, elementwise: bool = False):
         """clears: columns of dQ in scratch; 0: there is none. elementwise: O and dO of any strides at any address."""
@@ -50,9 +62,7 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        mO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mdO: cute.Tensor,  # (B, Hq, Sq, Dv)
-        mLSE: cute.Tensor,  # (B, Hq, Sq) fp32, natural log
+        given: GivenRows,
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mScratch: cute.Tensor | None,  # of the main kernel (scratch.Scratch)
         ahead: Ahead | None,
@@ -60,23 +70,22 @@ class PrepareBackward:
         pieces: Pieces,
         stream: cuda.CUstream,
     ):
-        B, Hq = mLSE.shape[0], mLSE.shape[1]
+        B, Hq = given.lse.shape[0], given.lse.shape[1]
         clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
-        self.kernel(mO, mdO, mLSE, mRows, clearing, kept, pieces).launch(
+        self.kernel(given, mRows, clearing, kept, pieces).launch(
             grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLSE: cute.Tensor, mRows: cute.Tensor, clearing: Clearing | None,
-        kept: Kept | None, pieces: Pieces,
-    ):  # fmt: skip
+        self, given: GivenRows, mRows: cute.Tensor, clearing: Clearing | None, kept: Kept | None, pieces: Pieces
+    ):
         number, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         if cutlass.const_expr(clearing is not None):
             self.clear(clearing)
 
-        Sq, Dv = mO.shape[2], mO.shape[3]
+        mO, mdO, Sq, Dv = given.o, given.do, given.o.shape[2], given.o.shape[3]
         tile = pieces.block_of_scratch(number, head, batch, Sizes(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
             row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
@@ -88,10 +97,13 @@ class PrepareBackward:
                         delta += mO[(*place, column)].to(Float32) * mdO[(*place, column)].to(Float32)
                 else:
                     delta = self.product(mO[(*place, None)], mdO[(*place, None)], thread % LANES)
-                lse = mLSE[place] * fragments.LOG2_E
+                lse = given.lse[place] * fragments.LOG2_E
                 lse = cutlass.select_(abs(lse) > LOST, Float32.inf, lse)  # no key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
+            if cutlass.const_expr(given.dlse is not None):
+                if row < cutlass.min(given.dlse.shape[2], tile.sizes.Sq):
+                    delta = delta - given.dlse[tile.place(row)]
             if thread % LANES == 0:
                 row = number * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse

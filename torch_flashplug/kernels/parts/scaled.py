@@ -26,7 +26,7 @@ from cutlass import Float32, Int32
 from ...recipes import SLACK
 from .fragments import LOG2_E, column_of
 from .pieces import Launch, Tile
-from .scores.chain import Kept
+from .scores.chain import Chain
 from .scratch import vector_at
 from .sm90 import OFFSET
 from .softmax import ROWS, row_reduce
@@ -171,16 +171,15 @@ class ScaledSoftmax:
                     acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, kept: Kept | None = None) -> cute.Tensor:
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. kept: of the probabilities that O has."""
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
+        assert chain.kept_share is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.row_sum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-            if cutlass.const_expr(kept is not None):
-                inverse[r] = inverse[r] * kept.inverse
             batch, head, place = self.tile.place(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
             powers = self.row_max[r] - self.scaling.raised + cute.math.log2(total, fastmath=True)
             shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, place] * scale

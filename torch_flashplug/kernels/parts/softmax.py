@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .pieces import Launch, Tile
-from .scores.chain import Kept
+from .scores.chain import Chain
 
 ROWS = 2  # rows of a wgmma accumulator that one thread holds
 SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
@@ -141,15 +141,20 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, kept: Kept | None = None) -> cute.Tensor:
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. kept: of the probabilities that O has."""
-        lse = cute.make_rmem_tensor((ROWS,), Float32)
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
+        lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.kept_share, chain.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
-            total = self.total(r)
-            inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
+            total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
+            if cutlass.const_expr(extra is not None):
+                highest = cute.arch.fmax(top, extra)
+                base = 0.0 if highest == -Float32.inf else highest
+                share = cute.math.exp(top - base, fastmath=True)  # of what keys have, relative to the new maximum
+                total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
+            inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
             if cutlass.const_expr(kept is not None):
                 inverse = inverse * kept.inverse
-            lse[r] = self.row_max[r] * scale + cute.math.log(total, fastmath=True)
+            lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
         return lse

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32
 from .fragments import column_of
 from .pieces import Tile
 from .scores.chain import Place, Stage
+from .seams import Seams
 from .walk import Downward, Positions, RunOfKeys, Section, Sizes, Walk
 
 
@@ -176,12 +177,17 @@ class WindowQueries(Downward):
 
 @dataclass(frozen=True)
 class InWindow(Stage):
-    """Which scores of a block count: those of keys in the window, and not beyond the last."""
+    """Which scores of a block count: those of keys in the window, and not beyond the last. sinks (Hq,) or (0,): a
+    logit of each head that is in every row's sum, and brings no value (Xiao et al. 2023; gpt-oss).
+    """
 
     window: Window
+    sinks: cute.Tensor | None = None  # forward
 
     def at(self, place: Place) -> Stage:
-        return (QueriesInWindow if place.transposed else KeysInWindow)(self.window, place)
+        if place.transposed:
+            return QueriesInWindow(self.window, place)
+        return KeysInWindow(self.window, place, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,14 @@ class KeysInWindow(Stage):
 
     window: Window
     place: Place
+    sinks: cute.Tensor | None = None
+
+    @cute.jit
+    def extra_logit(self) -> Float32:
+        logit = -Float32.inf
+        if self.place.head < self.sinks.shape[0]:
+            logit = self.sinks[self.place.head]
+        return logit
 
     def seen(self, row: Int32) -> tuple[Int32, Int32]:
         """Of the columns that there are and others, the first that counts for a row, and the first behind them."""
@@ -215,3 +229,13 @@ class QueriesInWindow(KeysInWindow):
     def seen(self, row: Int32) -> tuple[Int32, Int32]:
         begin, end = self.window.queries(row)
         return begin, cutlass.select_(row < self.place.sizes.Sk, end, begin)
+
+
+class Windowed(Seams):
+    uneven = True
+
+    def walk(self, call: object) -> Window:
+        return Window(call.limits.left, call.limits.right, call.limits.diagonal)
+
+    def visible(self, call: object) -> InWindow:
+        return InWindow(self.walk(call), None if self.spec.is_backward else call.sinks)

@@ -8,7 +8,17 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_rows, fake_vector, given_bias
+from .operands import (
+    Drawn,
+    KernelCall,
+    Limits,
+    Scales,
+    fake_counter,
+    fake_features,
+    fake_rows,
+    fake_vector,
+    given_bias,
+)
 
 WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
 
@@ -40,6 +50,8 @@ class Gradients:
     digest: cute.Tensor | None
     bias: cute.Tensor | None  # of either dtype
     drawn: Drawn | None
+    limits: Limits | None
+    dlse: cute.Tensor | None  # (B, Hq, Sq), or of no rows
 
 
 class BackwardCall(KernelCall):
@@ -52,7 +64,11 @@ class BackwardCall(KernelCall):
         sizes |= {name: (B, shares, Sk, D) for name in ("dk", "dv") for B, _, Sk, D in (sizes[name],)}
         tensors |= {name: self.fake_operand(*size) for name, size in sizes.items()}
         rows = fake_rows(*tensors["lse"].shape[:2])
-        own = {"rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
+        B, Hq, Sq = tensors["lse"].shape
+        dlse = cute.runtime.make_fake_tensor(
+            Float32, (B, Hq, cute.sym_int()), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
+        )
+        own = {"dlse": dlse, "rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
         return tensors | own | fake_features(self.element.dtype)
 
     @cute.jit
@@ -80,9 +96,13 @@ class BackwardCall(KernelCall):
         bias32: cute.Tensor | None,
         seed: cute.Tensor | None,
         dropout_p: Float32 | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        diagonal: Int32 | None,
+        dlse: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        bias = given_bias(bias, bias32)
-        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, mask, digest, bias, drawn), stream)
+        given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, diagonal), dlse)
+        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given), stream)

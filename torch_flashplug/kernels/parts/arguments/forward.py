@@ -8,7 +8,17 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import Drawn, KernelCall, Scales, fake_counter, fake_features, fake_vector, given_bias
+from .operands import (
+    Drawn,
+    KernelCall,
+    Limits,
+    Scales,
+    fake_counter,
+    fake_features,
+    fake_sinks,
+    fake_vector,
+    given_bias,
+)
 
 
 @dataclass(frozen=True)
@@ -28,13 +38,15 @@ class Call:
     bias: cute.Tensor | None  # of either dtype
     drawn: Drawn | None
     scratch8: cute.Tensor | None
+    limits: Limits | None
+    sinks: cute.Tensor | None
 
 
 class ForwardCall(KernelCall):
     """Of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        own = {"counter": fake_counter(), "scratch8": fake_vector(Int32, 16)}
+        own = {"counter": fake_counter(), "scratch8": fake_vector(Int32, 16), "sinks": fake_sinks()}
         return super().fake_tensors() | fake_features(self.element.dtype) | own
 
     @cute.jit
@@ -56,8 +68,12 @@ class ForwardCall(KernelCall):
         seed: cute.Tensor | None,
         dropout_p: Float32 | None,
         scratch8: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        diagonal: Int32 | None,
+        sinks: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        bias = given_bias(bias, bias32)
-        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, mask, digest, bias, drawn, scratch8), stream)
+        given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, diagonal), sinks)
+        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given), stream)

@@ -38,6 +38,19 @@ class Drawn:
         return None if seed is None else Drawn(seed, p)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Which keys a query sees (window.Window)."""
+
+    left: Int32
+    right: Int32
+    diagonal: Int32
+
+    @staticmethod
+    def of(left: Int32 | None, right: Int32 | None, diagonal: Int32 | None) -> Limits | None:
+        return None if left is None else Limits(left, right, diagonal)
+
+
 def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:
     """The one of them that the kernel takes, if any."""
     return bias32 if bias is None else bias
@@ -96,6 +109,11 @@ def fake_scale() -> cute.Tensor:
     """Of keys (B, Hkv, Sk), at any strides."""
     sizes, strides = (tuple(make() for _ in range(3)) for make in (cute.sym_int, cute.sym_int64))
     return cute.runtime.make_fake_tensor(Float32, sizes, strides, assumed_align=4)
+
+
+def fake_sinks() -> cute.Tensor:
+    """Of query heads, at any stride."""
+    return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4)
 
 
 def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:

@@ -19,6 +19,7 @@ argument and names no stage. It asks, in this order:
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
     here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
+    here.extra_logit()              forward, behind the last block: None, or what a row's sum has beside its keys
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       once a step, behind make_ready: what the next block needs is on its way
 
@@ -149,6 +150,10 @@ class Stage:
         """Whether P of a score goes to the next product; asked of stages that have a kept_share."""
         raise NotImplementedError
 
+    def extra_logit(self) -> Float32 | None:
+        """In natural units."""
+        return None
+
     def derive(self, dP: cute.Tensor) -> None: ...
 
 
@@ -246,6 +251,11 @@ class Chain:
             return chosen
 
         return choose
+
+    def extra_logit(self) -> Float32 | None:
+        found = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
+        assert len(found) < 2, "two stages add to a row's sum: add up what they add here"
+        return found[0] if found else None
 
     def derive(self, dP: cute.Tensor, masked: bool) -> None:
         """dP: (2, columns) of a thread, in place."""

@@ -1,0 +1,140 @@
+// The third door: ops of attention(), which says what F.sdpa cannot. A kernel of ours wherever one can run the call,
+// since stock has none to compare it with; else the mathematics that Python registers beside each op.
+//
+//   torch_flashplug::cached_fwd: key and value in 8 bits (cached.py)
+//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+
+#include "attention.h"
+#include "schemas.h"
+
+namespace flashplug {
+
+namespace {
+
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts) {
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t dtype = -1;
+  int64_t dims = 0;
+  Shape shape;
+  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+  check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
+  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(wanted.size()) && read_shape(tensor, &shape) &&
+                    beside(tensor, facts.operand[0]) && std::equal(wanted.begin(), wanted.end(), shape.size);
+  if (fits) return;
+  std::string sizes;
+  for (int64_t size : wanted) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  throw std::runtime_error(std::string("torch_flashplug: ") + name + " has to be float32 [" + sizes +
+                           "], on the query's device");
+}
+
+void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCachedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
+              v_scale = box::to_tensor(stack[op["v_scale"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  refuse_kept(mask.get());
+  ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
+  call.rotated = box::to<bool>(stack[op["rotated"]]);
+  const Facts facts = read_facts(call);
+  const Problem& p = facts.problem;
+  check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
+  check_fp32("v_scale", call.v_scale, {p.B, p.Hkv, p.Sk}, facts);
+  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // others are stock's to refuse
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_in_op(p, device, tables());
+  note_plan("cached_fwd", p, device, call.mode, plan);
+  ForwardResult result;
+  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
+    stack[0] = box::from_tensor(std::move(result.out));
+    return;
+  }
+  stack[0] = box::from_tensor(cached_math(call));
+}
+
+// What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
+// it.
+Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
+  if (mode.backend() == Backend::kMath || mode.backend() == Backend::kStock) return {};
+  return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
+                               : plan_in_op(p, device, tables());
+}
+
+Window read_window(int64_t left, int64_t right, bool bottom_right) {
+  if (left < -1 || right < -1)
+    throw std::runtime_error("torch_flashplug: a window (" + std::to_string(left) + ", " + std::to_string(right) +
+                             ") has bounds from -1 (none) on");
+  return {left, right, bottom_right};
+}
+
+// Others are the mathematics' to look at.
+bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
+
+void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
+                            box::to<bool>(stack[op["bottom_right"]]));
+  call.sinks = sinks.get();
+  const Facts facts = read_facts(call);
+  const Problem& p = facts.problem;
+  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_of_own(p, device, call.mode);
+  note_plan("attention_fwd", p, device, call.mode, plan);
+  ForwardResult result;
+  const bool ours = plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result);
+  if (!ours && call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  if (!ours) result = attention_math(call);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]),
+              q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  ForwardCall forward{{q.get(), k.get(), v.get()}, effective_mode()};
+  forward.scale = box::to_optional_double(stack[op["scale"]]);
+  forward.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
+                               box::to<bool>(stack[op["bottom_right"]]));
+  BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
+  call.grad_lse = grad_lse.get();
+  call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
+  const Facts facts = read_facts(forward);
+  Problem p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  if (are_kernels(p)) {
+    check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+    if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
+  }
+  const Backend wanted = forward.mode.backend();
+  const bool math = wanted == Backend::kMath || wanted == Backend::kStock;
+  // Whatever is forced where the backward runs: another thread's mode is not this call's.
+  const Mode any = Mode::forcing(std::max(forward.mode.family(), 0));
+  BackwardResult result;
+  if (math || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, &result))
+    result = attention_math_backward(call);
+  if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
+  stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
+}
+
+}  // namespace
+
+void register_own_ops(torch::stable::detail::StableLibrary* library) {
+  library->impl("cached_fwd", &cached_forward);
+  library->impl("attention_fwd", &attention_forward);
+  library->impl("attention_bwd", &attention_backward);
+}
+
+}  // namespace flashplug

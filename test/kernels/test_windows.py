@@ -1,0 +1,256 @@
+"""Windows, sinks and an LSE that is differentiated, by kernels of ours on a GPU or interpreted: numbers and gradients
+against fp64, of any lengths and alignments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from orders import in_order
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import _start, configs, native
+from torch_flashplug.elements import WHOLE
+from torch_flashplug.spec import KernelSpec
+from torch_flashplug.testing import (
+    Case,
+    assert_bitwise_equal,
+    assert_lse,
+    assert_within_budget,
+    make_inputs,
+    new_case,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.windowed import Window
+
+SEED = 20261125
+HEADS = (1, 4, 2)  # B, Hq, Hkv
+OP = torch.ops.torch_flashplug.attention_fwd
+SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features == {"window"}]
+FORWARDS = [spec for spec in SPECS if not spec.is_backward]
+BACKWARDS = [spec for spec in SPECS if spec.is_backward]
+BACKENDS = {90: "fa3", 80: "fa2"}
+# Windows and lengths (Sq, Sk): blocks hidden on either side, at edges of blocks, rows that see no key at the beginning
+# or at the end, one query, one key, everything.
+WINDOWS = (
+    (Window(40, 0), (300, 333)),
+    (Window(0, 70), (300, 333)),
+    (Window(130, 10, bottom_right=False), (300, 333)),
+    (Window(-1, 0), (360, 300)),
+    (Window(-1, 0), (130, 400)),
+    (Window(150, -1, bottom_right=False), (300, 280)),
+    (Window(30, 0, bottom_right=False), (300, 150)),
+    (Window(20, 10), (200, 500)),
+    (Window(0, 0), (130, 130)),
+    (Window(127, 0), (257, 257)),
+    (Window(128, 0), (256, 256)),
+    (Window(64, 64), (320, 320)),
+    (Window(3, 0), (1, 200)),
+    (Window(3, 2), (70, 1)),
+    (Window(), (65, 129)),
+)
+BY_WINDOW = pytest.mark.parametrize(
+    "nth", range(len(WINDOWS)), ids=lambda i: "-".join(map(str, (*WINDOWS[i][0], *WINDOWS[i][1])))
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call, and what its gradients are of."""
+
+    case: Case
+    window: Window
+    sinks: Tensor | None = None  # (Hq,)
+    grad_lse: Tensor | None = None  # (B, Hq, Sq)
+
+    @property
+    def seen(self) -> Tensor:
+        return self.window.seen(self.case.Sq, self.case.Sk, torch.device("cpu"))
+
+
+def asked(nth: int, dims: tuple[int, int], dtype: str, *, sinks: bool = True, dlse: bool = True) -> Asked:
+    window, seq = WINDOWS[nth]
+    draw = torch.Generator().manual_seed(SEED + nth)
+    case = new_case(f"{window} {seq} {dims}", HEADS, seq, dims, dtype=dtype)
+    found = torch.randn(case.Hq, generator=draw) * 2, torch.randn(case.B, case.Hq, case.Sq, generator=draw)
+    return Asked(case, window, found[0] if sinks else None, found[1] if dlse else None)
+
+
+@dataclass(frozen=True)
+class Found:
+    out: Tensor
+    lse: Tensor
+    grads: dict[str, Tensor]
+
+
+def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3", order: bool = False) -> Found:
+    """By kernels."""
+    inputs = make_inputs(call.case, device, SEED)
+    leaves = {name: getattr(inputs, name).requires_grad_(grads) for name in "qkv"}
+    if call.sinks is not None:
+        leaves["sinks"] = call.sinks.to(device).requires_grad_(grads)
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend(backend), in_order(order):
+        out, lse = OP(*inputs, leaves.get("sinks"), *call.window, None)
+        if grads:
+            of, given = [out, lse], [inputs.grad_out, call.grad_lse]
+            if call.grad_lse is None:
+                of, given = of[:1], given[:1]
+            given = [x.to(device) for x in given]
+            found = dict(zip((f"d{name}" for name in leaves), torch.autograd.grad(of, [*leaves.values()], given)))
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == grads and counts["math_fwd"] == counts["math_bwd"] == 0
+    return Found(out.detach(), lse.detach(), found if grads else {})
+
+
+def math_of(call: Asked, dtype: torch.dtype) -> Found:
+    """By definition, on the CPU, every step rounded to `dtype`."""
+    inputs = make_inputs(call.case, "cpu", SEED)
+    leaves = {name: getattr(inputs, name).to(dtype).requires_grad_() for name in "qkv"}
+    group, blind = call.case.Hq // call.case.Hkv, ~call.seen.any(-1)
+    k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
+    scores = leaves["q"] @ k.mT * call.case.D**-0.5
+    scores = scores.masked_fill(~call.seen, -math.inf)
+    if call.sinks is None:
+        scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
+    else:
+        leaves["sinks"] = call.sinks.to(dtype).requires_grad_()
+        of_head = leaves["sinks"].view(-1, 1, 1).expand(call.case.B, -1, call.case.Sq, 1)
+        scores = torch.cat((scores, of_head), -1)
+    lse, weights = scores.logsumexp(-1), scores.softmax(-1)
+    if call.sinks is None:
+        lse = lse.masked_fill(blind, -math.inf)
+        weights = weights.masked_fill(blind.unsqueeze(-1), 0.0)
+    else:
+        weights = weights[..., :-1]
+    out = weights @ v
+    loss = (out * inputs.grad_out.to(dtype)).sum()
+    if call.grad_lse is not None:
+        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * call.grad_lse.to(dtype)).sum()
+    found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+    return Found(out.detach(), lse.detach(), dict(zip((f"d{name}" for name in leaves), found)))
+
+
+def check(call: Asked, found: Found) -> None:
+    exact, low, single = (math_of(call, dtype) for dtype in (torch.float64, call.case.torch_dtype, torch.float32))
+    assert_within_budget(f"{call.case.name} out", found.out.cpu(), exact.out, low.out, seed=SEED)
+    assert_lse(call.case.name, found.lse.cpu(), exact.lse, single.lse, seed=SEED)
+    inputs = make_inputs(call.case, "cpu", SEED)
+    cancelled = cancelled_sums(*inputs, inputs.grad_out, None)
+    for name, got in found.grads.items():
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name]) if name in cancelled else 0.0}
+        assert_within_budget(f"{call.case.name} {name}", got.cpu(), exact.grads[name], low.grads[name], **budget)
+
+
+@pytest.fixture
+def only() -> Iterator[Callable[[KernelSpec], None]]:
+    """Pushes the rows of that kernel, and of others that are not of its kind."""
+
+    def push(spec: KernelSpec) -> None:
+        rivals = {"bwd", "detbwd", "partbwd"} if spec.is_backward else {"fwd"}
+        _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
+
+    yield push
+    _start.push_tables()
+
+
+@pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
+def test_every_forward(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
+    """Two windows each, others for each kernel."""
+    only(spec)
+    for nth in (FORWARDS.index(spec) % 8, 8 + FORWARDS.index(spec) % 7):
+        call = asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0)
+        check(call, ours(call, kernels_on, backend=BACKENDS[spec.arch]))
+
+
+@pytest.mark.parametrize("spec", BACKWARDS, ids=KernelSpec.name)
+def test_every_backward(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
+    only(spec)
+    for nth in (BACKWARDS.index(spec) % 8, 8 + BACKWARDS.index(spec) % 7):
+        call = asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0)
+        check(call, ours(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))
+
+
+@BY_WINDOW
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+def test_windows(kernels_on: str, nth: int, backend: str) -> None:
+    """With the kernels that are planned for them."""
+    dims = ((64, 64), (128, 128), (96, 80), (192, 128), (256, 256))[nth % 5]
+    call = asked(nth, dims, WHOLE[nth % 2])
+    check(call, ours(call, kernels_on, grads=True, backend=backend))
+
+
+@BY_WINDOW
+def test_neither_sinks_nor_a_gradient_of_the_lse(kernels_on: str, nth: int) -> None:
+    call = asked(nth, (64, 64), "bf16", sinks=False, dlse=False)
+    check(call, ours(call, kernels_on, grads=True))
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+def test_rows_that_see_no_key(kernels_on: str, backend: str) -> None:
+    """0, and as LSE -inf or the sink; of a sink of -inf as if there were none."""
+    call = asked(3, (64, 64), "bf16")
+    blind = ~call.seen.any(-1)
+    assert blind[:60].all() and not blind[60:].any()
+    nothing = torch.full((4,), -math.inf)
+    some, none, infinite = (
+        ours(replace(call, sinks=sinks), kernels_on, backend=backend) for sinks in (call.sinks, None, nothing)
+    )
+    for found, of_head in ((some, call.sinks), (none, nothing), (infinite, nothing)):
+        assert (found.out[:, :, blind] == 0).all()
+        assert torch.allclose(found.lse.cpu()[:, :, blind], of_head.view(1, 4, 1).expand(1, 4, 60), rtol=1e-6)
+    assert_bitwise_equal("sinks of -inf", infinite.out, none.out)
+
+
+def test_a_sink_far_above_or_below(kernels_on: str) -> None:
+    """All of a row's sum, or nothing of it."""
+    call = replace(asked(0, (64, 64), "bf16"), sinks=torch.tensor([200.0, -200.0, 1e30, -1e30]))
+    found = ours(call, kernels_on, grads=True)
+    check(call, found)
+    assert (found.out[:, 2] == 0).all() and found.out.isfinite().all()
+
+
+def test_blocks_out_of_the_window_are_not_read(kernels_on: str) -> None:
+    """NaN there stays there."""
+    call = asked(0, (128, 128), "bf16")
+    inputs = make_inputs(call.case, kernels_on, SEED)
+    with torch_flashplug.sdpa_backend("fa3"):
+        clean, _ = OP(*inputs, None, 40, 0, True, None)
+        for x in (inputs.k, inputs.v):
+            x[:, :, :128] = math.nan
+        found, _ = OP(*inputs, None, 40, 0, True, None)
+    rows = slice(256, None)  # their own tile's blocks begin behind the first
+    assert_bitwise_equal("rows whose window is behind", found[:, :, rows], clean[:, :, rows])
+
+
+def test_gradients_in_order_give_the_same_bits(kernels_on: str) -> None:
+    call = asked(1, (128, 128), "bf16")
+    first, second = (ours(call, kernels_on, grads=True, order=True) for _ in range(2))
+    for name in first.grads:
+        assert_bitwise_equal(name, second.grads[name], first.grads[name])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "slice", "odd_ones", "off_by_one", "expand0"])
+def test_layouts(kernels_on: str, layout: str) -> None:
+    call = asked(0, (64, 64), "bf16")
+    call = replace(call, case=replace(call.case, layout=layout))
+    check(call, ours(call, kernels_on, grads=layout != "expand0"))
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.3, 0.0])
+def test_scales(kernels_on: str, scale: float) -> None:
+    """A sink is not scaled."""
+    call = asked(0, (64, 64), "bf16")
+    inputs = make_inputs(call.case, kernels_on, SEED)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out, lse = OP(*inputs, call.sinks.to(kernels_on), *call.window, scale)
+    exact = torch.ops.torch_flashplug._attention_math_fwd(
+        *(x.cpu().double() for x in inputs), call.sinks.double(), *call.window, scale
+    )
+    assert float((out.cpu().double() - exact[0]).norm() / exact[0].norm()) < 5e-3
+    assert float((lse.cpu().double() - exact[1]).abs().max()) < 1e-4

@@ -1,0 +1,249 @@
+"""attention() with windows, sinks and an LSE: what it means, its gradients, what torch's tools make of its ops, what it
+refuses. Kernels' numbers are test_windows.py's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_flashplug import attention, native
+from torch_flashplug.windowed import Window
+
+SEED = 20261125
+FORWARD, BACKWARD = torch.ops.torch_flashplug.attention_fwd, torch.ops.torch_flashplug.attention_bwd
+
+
+def drawn(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = SEED) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(Sq: int, Sk: int, *, heads: tuple[int, int] = (4, 2), D: int = 16, dtype=torch.float32) -> list[Tensor]:
+    """(B, S, H, D)."""
+    sizes = (Sq, heads[0]), (Sk, heads[1]), (Sk, heads[1])
+    return [drawn(2, rows, of, D, dtype=dtype, seed=i) for i, (rows, of) in enumerate(sizes)]
+
+
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
+    beside = torch.full_like(scores[..., :1], -math.inf) if sinks is None else sinks.view(-1, 1, 1)
+    scores = torch.cat((scores, beside.expand_as(scores[..., :1])), -1)
+    return (scores.softmax(-1).nan_to_num()[..., :-1] @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+# How the arguments say it, and whether query i of Sq sees key j of Sk.
+SAID = {
+    "window": ({"window": (3, 2)}, lambda i, j, ahead: -3 <= j - i - ahead <= 2),
+    "left": ({"window": (3, None)}, lambda i, j, ahead: j - i - ahead >= -3),
+    "right": ({"window": [-1, 2]}, lambda i, j, ahead: j - i - ahead <= 2),
+    "causal": ({"causal": True}, lambda i, j, ahead: j - i - ahead <= 0),
+    "causal_window": ({"causal": True, "window": (5, 5)}, lambda i, j, ahead: -5 <= j - i - ahead <= 0),
+    "top_left": ({"causal": "top_left", "window": (5, -1)}, lambda i, j, ahead: -5 <= j - i <= 0),
+    "own": ({"window": (0, 0)}, lambda i, j, ahead: j - i - ahead == 0),
+    "far": ({"window": (99, 99)}, lambda i, j, ahead: i + j >= 0),
+    "none": ({}, lambda i, j, ahead: i + j >= 0),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("seq", [(12, 12), (7, 20), (20, 7), (1, 9), (9, 1)], ids=str)
+def test_what_the_arguments_say(device: str, said: str, seq: tuple[int, int]) -> None:
+    (Sq, Sk), (arguments, sees) = seq, SAID[said]
+    q, k, v = (x.to(device) for x in operands(Sq, Sk))
+    i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
+    seen = sees(i, j, Sk - Sq).expand(Sq, Sk)
+    sinks = drawn(4).to(device)
+    right, of_keys = by_definition(q, k, v, seen)
+    torch.testing.assert_close(attention(q, k, v, **arguments), right, rtol=1e-4, atol=1e-5)
+    out, lse = attention(q, k, v, **arguments, return_lse=True)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, of_keys, rtol=1e-4, atol=1e-5)
+    out, lse = attention(q, k, v, **arguments, sinks=sinks, scale=0.3, return_lse=True)
+    right, of_all = by_definition(q, k, v, seen, sinks, 0.3)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, of_all, rtol=1e-4, atol=1e-5)
+
+
+def test_layouts_and_dtypes() -> None:
+    """As the query's, rows before heads; the LSE is fp32."""
+    q, k, v = operands(5, 9, dtype=torch.float16)
+    out, lse = attention(q, k, v, window=(2, 0), sinks=torch.zeros(4, dtype=torch.bfloat16), return_lse=True)
+    assert out.dtype == torch.float16 and out.shape == q.shape and lse.dtype == torch.float32 and lse.shape == (2, 4, 5)
+    assert out.transpose(1, 2).is_contiguous() or out.is_contiguous()
+
+
+@pytest.mark.parametrize("said", ["window", "causal", "top_left"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradients(said: str, with_sinks: bool) -> None:
+    """Of the output and of the LSE, also where rows see no key."""
+    q, k, v = (x.requires_grad_() for x in operands(7, 5, dtype=torch.float64, D=4))
+    given = (q, k, v, *([drawn(4, dtype=torch.float64).requires_grad_()] if with_sinks else []))
+    arguments, sees = SAID[said]
+    rows = sees(torch.arange(7)[:, None], torch.arange(5), -2).any(-1) | with_sinks  # of others the LSE is -inf
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, **arguments, sinks=sinks, return_lse=True)
+        return out, lse[:, :, rows]
+
+    assert torch.autograd.gradcheck(call, given)
+    lse = call(*given)[1]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), given))  # nobody asked for the output's
+
+
+def test_no_second_derivative() -> None:
+    q, k, v = (x.requires_grad_() for x in operands(5, 5))
+    out, _ = attention(q, k, v, causal=True, return_lse=True)
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        grad.sum().backward()
+
+
+def test_a_few_rows_read_their_windows_keys_alone() -> None:
+    """Decode: what is out of the window may be anything."""
+    q, k, v = operands(2, 50)
+    right = attention(q, k, v, causal=True, window=(7, 0))
+    k[:, :41], v[:, :41] = math.nan, math.inf
+    torch.testing.assert_close(attention(q, k, v, causal=True, window=(7, 0)), right)
+    out, _ = attention(q, k, v, causal=True, window=(7, 0), sinks=torch.zeros(4), return_lse=True)
+    assert out.isfinite().all()
+
+
+def test_8_bits_with_windows_and_sinks() -> None:
+    q = drawn(2, 3, 4, 64, dtype=torch.bfloat16)
+    k8, v8 = (drawn(2, 40, 2, 64, seed=i).mul(30).to(torch.int8) for i in (1, 2))
+    scales = {"k_scale": 1 / 30, "v_scale": 1 / 30}
+    k, v, sinks = k8 / 30, v8 / 30, drawn(4)
+    for arguments in ({"causal": True, "window": (9, 0)}, {"window": (9, 4), "sinks": sinks}):
+        out, right = attention(q, k8, v8, **arguments, **scales), attention(q.float(), k, v, **arguments)
+        assert out.dtype == q.dtype and float((out - right).norm() / right.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_opcheck(device: str, sinks: bool) -> None:
+    q, k, v = (x.transpose(1, 2).to(device).requires_grad_() for x in operands(9, 12))
+    given = drawn(4).to(device).requires_grad_() if sinks else None
+    torch.library.opcheck(FORWARD, (q, k, v, given, 4, 1, True, None))
+    out, lse = FORWARD(q, k, v, given, 4, 1, True, 0.2)
+    kept = [x.detach() for x in (q, k, v, out, lse)]
+    grads = (torch.ones_like(kept[3]), torch.ones_like(kept[4]) if sinks else None)
+    torch.library.opcheck(BACKWARD, (*grads, *kept, 4, 1, True, 0.2, sinks))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(device: str, dynamic: bool) -> None:
+    """One graph, values and gradients as eager."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = attention(q * 1.0, k, v, causal=True, window=(6, 0), sinks=sinks, return_lse=True)
+        return out.float().sum() + (lse * 0.5).sum()
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for Sq, Sk in ((12, 12), (9, 20)):
+        leaves = [x.to(device).requires_grad_() for x in (*operands(Sq, Sk), drawn(4))]
+        right = torch.autograd.grad(call(*leaves), leaves)
+        found = torch.autograd.grad(compiled(*leaves), leaves)
+        for got, exact in zip(found, right, strict=True):
+            torch.testing.assert_close(got, exact)
+
+
+def with_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    return attention(q, k, v, window=(3, 1), sinks=sinks, return_lse=True)
+
+
+@pytest.mark.parametrize("dims", [(0, 0, 0, None), (0, 0, 0, 0), (None, 0, 0, None), (0, None, None, 0)], ids=str)
+def test_vmap(dims: tuple[int | None, ...]) -> None:
+    """Over operands, and over sinks, which heads of a batch share."""
+    whole = (*(torch.stack([x, 2 * x]) for x in operands(6, 8)), drawn(2, 4))
+    given = [x if dim == 0 else x[0] for x, dim in zip(whole, dims, strict=True)]
+    found = torch.func.vmap(with_window, in_dims=dims)(*given)
+    for i in range(2):
+        one = with_window(*(x[i] if dim == 0 else x for x, dim in zip(given, dims, strict=True)))
+        for got, exact in zip(found, one, strict=True):
+            torch.testing.assert_close(got[i], exact)
+
+
+def test_vmap_of_gradients() -> None:
+    q, k, v = operands(6, 8)
+    sinks, of_query = drawn(4), torch.func.grad(lambda q, sinks: with_window(q, k, v, sinks)[0].sum(), (0, 1))
+    queries = torch.stack([q, 2 * q])
+    for got, exact in zip(torch.func.vmap(of_query, (0, None))(queries, sinks), of_query(2 * q, sinks), strict=True):
+        torch.testing.assert_close(got[1], exact)
+
+
+def test_what_attention_refuses() -> None:
+    q, k, v = operands(5, 9)
+    for error, says, arguments in (
+        (ValueError, r"window=3; give \(left, right\)", {"window": 3}),
+        (ValueError, "window=", {"window": (1, 2, 3)}),
+        (ValueError, "each -1, None or a number", {"window": (-2, 0)}),
+        (ValueError, "each -1, None or a number", {"window": (1.5, 0)}),
+        (ValueError, "each -1, None or a number", {"window": (True, 0)}),
+        (ValueError, r"sinks are \(3,\); give a real tensor \(Hq,\) = \(4,\)", {"sinks": torch.zeros(3)}),
+        (ValueError, "sinks are float", {"sinks": 1.0}),
+        (ValueError, "sinks are", {"sinks": torch.zeros(4, dtype=torch.complex64)}),
+    ):
+        with pytest.raises(error, match=says):
+            attention(q, k, v, **arguments)
+    with pytest.raises(RuntimeError, match="one floating-point dtype"):
+        attention(q, k, v.double(), window=(1, 1), return_lse=True)
+
+
+def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:
+    q, k, v = (x.transpose(1, 2).to(device, torch.bfloat16) for x in operands(5, 9, D=64))
+    sinks = torch.zeros(4, device=device)
+    for given in (
+        (q, k, v, sinks, -2, 0, True, None), (q, k, v, sinks[:3], 1, 0, True, None),
+        (q[0], k, v, None, 1, 0, True, None),
+        (q, k[:, :, :4], v, None, 1, 0, True, None),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            FORWARD(*given)
+
+
+def test_no_keys_and_no_rows() -> None:
+    q, k, v = operands(5, 0)
+    out, lse = attention(q, k, v, causal=True, sinks=torch.arange(4.0), return_lse=True)
+    assert (out == 0).all() and torch.equal(lse, torch.arange(4.0).view(1, 4, 1).expand(2, 4, 5))
+    out, lse = attention(*operands(0, 5), causal=True, return_lse=True)
+    assert out.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
+
+
+@pytest.mark.parametrize("mode", ["math", "stock"])
+def test_blocks_of_other_backends_are_the_mathematics(device: str, mode: str) -> None:
+    import torch_flashplug
+
+    q, k, v = (x.to(device, torch.bfloat16) for x in operands(40, 40, D=64))
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend(mode):
+        attention(q, k, v, window=(3, 3), return_lse=True)
+    assert native.counters(reset=True)["ours_fwd"] == 0
+
+
+def test_windows_as_masks() -> None:
+    for window in (Window(2, 1), Window(0, 0, bottom_right=False), Window(-1, 0), Window(3, -1)):
+        for Sq, Sk in ((4, 6), (6, 4), (3, 3)):
+            seen = window.seen(Sq, Sk, torch.device("cpu"))
+            ahead = Sk - Sq if window.bottom_right else 0
+            for i in range(Sq):
+                for j in range(Sk):
+                    behind = j - i - ahead
+                    left, right = (9 if bound < 0 else bound for bound in window[:2])
+                    inside = -left <= behind <= right
+                    assert bool(seen[i, j]) == inside
+
+
+def test_a_window_of_all_keys_is_f_sdpa(device: str) -> None:
+    q, k, v = (x.to(device) for x in operands(6, 6))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    for arguments, settings in (({"window": (5, 5)}, {}), ({"causal": True, "window": (5, None)}, {"is_causal": True})):
+        right = F.scaled_dot_product_attention(*turned, **settings, enable_gqa=True).transpose(1, 2)
+        assert torch.equal(attention(q, k, v, **arguments), right)
