@@ -71,6 +71,30 @@ Window read_window(int64_t left, int64_t right, bool bottom_right) {
   return {left, right, bottom_right};
 }
 
+// Values are the device's to clamp.
+void check_lengths(const ForwardCall& call, const Facts& facts) {
+  if (!is_there(call.cu_q) && !is_there(call.cu_k)) return;
+  int64_t starts = -1;
+  for (AtenTensorHandle cu : {call.cu_q, call.cu_k}) {
+    int32_t dtype = -1;
+    int64_t dims = 0;
+    Shape shape;
+    const bool fits = is_there(cu) && aoti_torch_get_dtype(cu, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+                      aoti_torch_get_dim(cu, &dims) == 0 && dims == 1 && read_shape(cu, &shape) &&
+                      (shape.stride[0] == 1 || shape.size[0] == 1) && beside(cu, facts.operand[0]) &&
+                      (starts < 0 ? shape.size[0] >= 1 : shape.size[0] == starts);
+    if (!fits)
+      throw std::runtime_error(
+          "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], contiguous, on the query's device");
+    starts = shape.size[0];
+  }
+  const Problem& p = facts.problem;
+  constexpr int64_t most = int64_t{1} << 30;
+  if (p.B != 1) throw std::runtime_error("torch_flashplug: sequences on end are one batch, not " + std::to_string(p.B));
+  if (p.Sq + p.Sk >= most)
+    throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
+}
+
 // Others are the mathematics' to look at.
 bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
@@ -78,12 +102,15 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                             box::to<bool>(stack[op["bottom_right"]]));
   call.sinks = sinks.get();
+  call.cu_q = cu_q.get(), call.cu_k = cu_k.get();
   const Facts facts = read_facts(call);
+  check_lengths(call, facts);
   const Problem& p = facts.problem;
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
@@ -103,14 +130,19 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
               q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), out = box::to_tensor(stack[op["out"]]),
               lse = box::to_tensor(stack[op["lse"]]);
+  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, effective_mode()};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   forward.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                                box::to<bool>(stack[op["bottom_right"]]));
+  forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();
   call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
   const Facts facts = read_facts(forward);
+  check_lengths(forward, facts);
+  if (call.wants_delta && is_there(forward.cu_q))
+    throw std::runtime_error("torch_flashplug: attention_bwd has no delta of sequences on end; leave wants_delta out");
   Problem p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   if (are_kernels(p)) {

@@ -33,7 +33,7 @@ void set_window(const Window& window, Problem* p) {
   const int64_t all = p->Sq + p->Sk;
   const auto bound = [all](int64_t keys) { return keys < 0 ? all : std::min(keys, all); };
   p->left = bound(window.left), p->right = bound(window.right);
-  p->diagonal = window.bottom_right ? p->Sk - p->Sq : 0;
+  p->bottom_right = window.bottom_right ? 1 : 0;
 }
 
 bool is_of(AtenTensorHandle tensor, int32_t dtype) {
@@ -110,6 +110,8 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
   }
   fill_shapes(facts->shape, &facts->problem);
   if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
+  int64_t starts = 0;
+  if (is_there(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);

@@ -31,6 +31,8 @@ struct Attention {
   bool rotated = false;
   std::optional<Window> window = {};
   AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
+  // Of sequences on end, in tensors of one batch: (sequences + 1,) int32, where each begins, and ends.
+  AtenTensorHandle cu_q = nullptr, cu_k = nullptr;
 };
 std::optional<Window> window_of(const Attention& call);  // the same of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
@@ -63,6 +65,7 @@ inline constexpr Feature kFeatures[] = {
     {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
     {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
     {"window", [](const Attention& call) { return window_of(call).has_value(); }},
+    {"ragged", [](const Attention& call) { return is_there(call.cu_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
     // What a mode asks for, and no tensor says.
     {"qk8", [](const Attention&) { return false; }},
@@ -78,7 +81,7 @@ consteval int64_t feature_bit(std::string_view name) {
   return int64_t{1} << place;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
-                  kWindow = feature_bit("window");
+                  kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
 // By a mode's precision, from 1 on: RECIPES of recipes.py.
 constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
@@ -103,7 +106,8 @@ struct Problem {
   bool deterministic = false;  // torch.use_deterministic_algorithms
   Scale scale = Scale::kPositive;
   double dropout_p = 0.0;
-  int64_t left = 0, right = 0, diagonal = 0;  // of a window, which ends somewhere
+  int64_t left = 0, right = 0, bottom_right = 0;  // of a window, which ends somewhere
+  int64_t sequences = 0;                          // on end; else 0
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
@@ -116,7 +120,7 @@ struct Problem {
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         left, right, diagonal] = p;
+         left, right, bottom_right, sequences] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -129,7 +133,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
   visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
-  visit("left", left), visit("right", right), visit("diagonal", diagonal);
+  visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
 }
 
 inline double fact_of(Problem p, int number) {

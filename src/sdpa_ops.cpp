@@ -112,6 +112,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.integer("rotated", call.rotated);
   }
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
+  const Owned lists = give_lengths(call, p, query, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -145,7 +146,8 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
   // None of stock's that can be called from here takes a mask or a window, or draws dropout's bits as math and ours.
-  if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours()) return result;
+  if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours())
+    return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
 }
 

@@ -144,6 +144,8 @@ ForwardResult attention_math(const ForwardCall& call) {
   op[schema["key"]] = box::from_borrowed(call.k);
   op[schema["value"]] = box::from_borrowed(call.v);
   op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
+  op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
+  op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
   op[schema["left"]] = box::from(call.window->left);
   op[schema["right"]] = box::from(call.window->right);
   op[schema["bottom_right"]] = box::from(call.window->bottom_right);
@@ -167,6 +169,8 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   op[schema["value"]] = box::from_borrowed(forward.v);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["cu_q"]] = box::from_optional_tensor(is_there(forward.cu_q) ? forward.cu_q : nullptr);
+  op[schema["cu_k"]] = box::from_optional_tensor(is_there(forward.cu_k) ? forward.cu_k : nullptr);
   op[schema["left"]] = box::from(forward.window->left);
   op[schema["right"]] = box::from(forward.window->right);
   op[schema["bottom_right"]] = box::from(forward.window->bottom_right);

@@ -125,7 +125,7 @@ constexpr const char* kSlotNames[] = {"q",       "k",        "v",      "o",     
                                       "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
                                       "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "digest",
                                       "bias",    "bias32",   "seed",   "dbias",   "dbias32",  "scratch8",   "k_scale",
-                                      "v_scale", "rotated",  "sinks",  "dlse"};
+                                      "v_scale", "rotated",  "sinks",  "dlse",    "cu_q",     "cu_k",       "lists"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {

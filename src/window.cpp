@@ -1,5 +1,7 @@
-// What windows bring to kernels beside their bounds, which are facts of a call: a logit of each head, and the gradient
-// of the LSE. A call without one gives a tensor without elements.
+// What windows and sequences on end bring to kernels beside their bounds, which are facts of a call: a logit of each
+// head, and the gradient of the LSE. A call without one gives a tensor without elements.
+#include <algorithm>
+
 #include "arguments.h"
 #include "attention.h"
 
@@ -19,6 +21,19 @@ Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const P
   Owned given = is_there(gradient) ? Owned::share(gradient) : view(lse, 3, none, stride);
   arguments->tensor("dlse", given.get());
   return given;
+}
+
+// Lists of tiles, as many as a kernel may want: room for blocks of the least size, one more for each sequence, and one
+// for what is none's; a sector each, and one for its number (kernels/parts/lengths.py).
+Owned give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments) {
+  if (!arguments->takes("lists")) return {};
+  constexpr int64_t most_lists = 3, sector = 8, least = 64, one = 1;
+  const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 1, words = most_lists * sector * (room + 1);
+  Owned lists = empty_strided(1, &words, &one, aoti_torch_dtype_int32(), query.device_type, query.device_index);
+  arguments->tensor("cu_q", call.cu_q);
+  arguments->tensor("cu_k", call.cu_k);
+  arguments->tensor("lists", lists.get(), true);
+  return lists;
 }
 
 }  // namespace flashplug

@@ -71,7 +71,12 @@ _DROPOUT = (
 _WINDOW = (
     _number("left", "int32", "keys before a query's own that it sees", optional=True),
     _number("right", "int32", "and behind it", optional=True),
-    _number("diagonal", "int32", "the first query's own key", optional=True),
+    _number("bottom_right", "int32", "whether its own key is Sk - Sq behind it, or the first one's 0", optional=True),
+)
+_LENGTHS = (
+    _tensor("cu_q", 1, "int32", "(sequences + 1,), where the rows of each begin, and end; B is 1", optional=True),
+    _tensor("cu_k", 1, "int32", "likewise of keys", optional=True),
+    _tensor("lists", 1, "int32", "(n,), scratch: lists of tiles (lengths.py); the op's", optional=True),
 )
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
 _OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
@@ -83,7 +88,7 @@ _CACHE = (
 )
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS)
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS, *_LENGTHS)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,
@@ -117,6 +122,7 @@ BACKWARD = (
     *_FEATURES,
     *_WINDOW,
     _OF_LSE,
+    *_LENGTHS,
 )
 DBIAS = (
     *_OPERANDS,

@@ -18,7 +18,7 @@ CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
 
 
-def attention(
+def attention(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -27,6 +27,10 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     return_lse: bool = False,
@@ -43,6 +47,13 @@ def attention(
     its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss). return_lse: (out, lse) with lse (B, Hq, Sq), in
     fp32, the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
 
+    cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: sequences of different lengths on end, as in
+    torch.nn.attention.varlen. Then q is (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), rows cu_seqlens_q[i] to
+    cu_seqlens_q[i + 1] are those of sequence i and see its keys alone; out is (T, Hq, Dv), lse (Hq, T). cu_seqlens_k
+    is cu_seqlens_q if None. A sequence may have no rows, or no keys; rows behind the last sequence are zeros. Their
+    values are not looked at on the host: starts that do not grow give wrong numbers, and no bad access. max_seqlen_q,
+    max_seqlen_k: not needed, taken for the sake of other libraries' calls.
+
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
     may be 1; None is 1, which int8 does not take. Few query rows (up to 64 for each KV head) are a kernel's that reads
@@ -51,12 +62,16 @@ def attention(
 
     Raises ValueError or TypeError for what it does not take.
     """
-    _check_operands(q, k, v)
     seen = _window(causal, window)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        given = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+        if k_scale is not None or v_scale is not None:
+            raise ValueError("attention: k_scale, v_scale beside cu_seqlens are not built; give k and v in 16 bits")
+        out, lse = _on_end(*given, seen, scale)
+        return (out, lse) if return_lse else out
+    _check_operands(q, k, v)
     eight = _check_dtypes(q, k, v)
-    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != q.shape[2:3] or sinks.is_complex()):
-        given = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise ValueError(f"attention: sinks are {given}; give a real tensor (Hq,) = ({q.shape[2]},)")
+    sinks = _as_sinks(sinks, q)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     keys, scales = _some_keys(seen, q.shape[1], k.shape[1]), ()
     if eight:
@@ -72,8 +87,7 @@ def attention(
         mask = _as_mask(seen, query, key)
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
     elif more or _is_for_kernels(seen, query, key, value):
-        sinks = None if sinks is None else sinks.to(q.device, torch.promote_types(torch.float32, query.dtype))
-        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, *seen, scale)
+        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, None, None, *seen, scale)
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
@@ -84,6 +98,7 @@ def attention(
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """(batch, rows, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
@@ -94,6 +109,39 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or (Hkv and Hq % Hkv) or (Hq and not Hkv):
         given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"attention: {given} do not fit; give (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)")
+
+
+def _as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """In the dtype of the LSE."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1] or sinks.is_complex():
+        given = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"attention: sinks are {given}; give a real tensor (Hq,) = ({q.shape[-2]},)")
+    return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
+
+
+def _on_end(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seen: Window,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sequences of different lengths: (T, Hq, Dv) and (Hq, T)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"attention: {name} is {given}; beside cu_seqlens give a tensor (rows, heads, head dim)")
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(cu, Tensor) or cu.dim() != 1 or cu.dtype != torch.int32 or cu.device != q.device:
+            given = f"{cu.dtype} {tuple(cu.shape)} on {cu.device}" if isinstance(cu, Tensor) else type(cu).__name__
+            raise ValueError(f"attention: {name} is {given}; give int32 (sequences + 1,) on {q.device}")
+    if cu_q.shape != cu_k.shape or not cu_q.shape[0]:
+        raise ValueError(f"attention: cu_seqlens are {tuple(cu_q.shape)} and {tuple(cu_k.shape)}; give as many of both")
+    operands = [x.unsqueeze(0) for x in (q, k, v)]
+    _check_operands(*operands)
+    operands = [x.transpose(1, 2) for x in operands]
+    cu = (cu_q.contiguous(), cu_k.contiguous())
+    out, lse = torch.ops.torch_flashplug.attention_fwd(*operands, _as_sinks(sinks, q), *cu, *seen, scale)
+    return out.transpose(1, 2).squeeze(0), lse.squeeze(0)
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -62,7 +62,12 @@ FEATURES = (
     Feature(
         "window", "window", "in a window",
         "the mask is a window or causal to the bottom right, these kernels take none; use the math backend",
-        arguments=("left", "right", "diagonal", "sinks", "dlse"), part="window.Windowed", always=True,
+        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed", always=True,
+    ),
+    Feature(
+        "ragged", "ragged", "of sequences on end",
+        "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
+        arguments=("cu_q", "cu_k", "lists"), part="lengths.Lengths", always=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
@@ -113,6 +118,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
+    Combination(frozenset({"window", "ragged"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     *(
         Combination(frozenset({*beside, name}), {90: ("fwd",)})
         for name in RECIPES for beside in ((), ("causal",), ("mask",))

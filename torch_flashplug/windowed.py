@@ -1,11 +1,14 @@
-"""The ops torch_flashplug::attention_fwd and attention_bwd: attention in a window, with sinks and an LSE that has
-gradients. Schema, fake, autograd, and their mathematics on any device (_attention_math_fwd and _bwd, whose memory is
-O(Sq * Sk)); kernels are called in src/own_ops.cpp.
+"""The ops torch_flashplug::attention_fwd and attention_bwd: attention in a window, of sequences of different lengths on
+end, with sinks and an LSE that has gradients. Schema, fake, autograd, and their mathematics on any device
+(_attention_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp.
 
 Query i sees the keys from i + diagonal - left to i + diagonal + right; a bound of -1 is none. The diagonal is Sk - Sq
 to the bottom right, else 0. A sink is a logit of a head that each of its rows' sums has beside those of keys, and that
 brings no value (Xiao et al., arXiv 2309.17453; gpt-oss): it is part of the LSE. With p = exp(sink - LSE) its gradient
 is -p delta, summed over rows, where delta = rowsum(dO O) - dLSE.
+
+Sequences on end are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise. Rows
+and keys that are no sequence's, behind the last, see nothing and are seen by none.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("attention_fwd", "_attention_math_fwd"):
     _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, {_WINDOW}) -> (Tensor out, Tensor lse)",
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, {_WINDOW}) "
+        "-> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 for _name in ("attention_bwd", "_attention_math_bwd"):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"{_WINDOW}, bool wants_delta) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
+        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
 
@@ -47,8 +51,29 @@ class Window(NamedTuple):
         """(Sq, Sk) bool."""
         own = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
         behind = torch.arange(Sk, device=device) - own
-        left, right = (bound if bound >= 0 else Sq + Sk for bound in (self.left, self.right))
+        return self.inside(behind, Sq + Sk)
+
+    def inside(self, behind: Tensor, all_keys: int) -> Tensor:
+        """behind: how far keys are behind a query's own."""
+        left, right = (bound if bound >= 0 else all_keys for bound in (self.left, self.right))
         return (behind >= -left) & (behind <= right)
+
+    def seen_on_end(self, cu_q: Tensor, cu_k: Tensor, rows: int, keys: int) -> Tensor:
+        """(rows, keys) bool, of sequences on end."""
+        (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
+        if self.bottom_right and len(cu_q) > 1:
+            row = row + (cu_k.diff() - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
+        behind = key - row.unsqueeze(1)
+        same = (of_row.unsqueeze(1) == of_key) & (of_key < len(cu_k) - 1)
+        return same & self.inside(behind, rows + keys)
+
+
+def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of each row the number of its sequence, of those behind the last one as many as there are; and its number there.
+    """
+    number = torch.arange(size, device=cu.device)
+    sequence = torch.searchsorted(cu[1:].long().contiguous(), number, right=True)
+    return sequence, number - cu.long()[sequence]
 
 
 class BackwardArgs(NamedTuple):
@@ -61,11 +86,17 @@ class BackwardArgs(NamedTuple):
     value: Tensor  # (B, Hkv, Sk, Dv)
     out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq) fp32 (fp64 for fp64), natural log
+    cu_q: Tensor | None  # (sequences + 1,) int32
+    cu_k: Tensor | None
     left: int
     right: int
     bottom_right: bool
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
+
+    @property
+    def seen(self) -> Tensor:
+        return _seen(self.query, self.key, self.cu_q, self.cu_k, Window(self.left, self.right, self.bottom_right))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +117,24 @@ def _backward_fake(*args) -> tuple[Tensor, ...]:
 
 
 # ---- mathematics ----
+
+
+def _seen(query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, window: Window) -> Tensor:
+    """(Sq, Sk) bool."""
+    if cu_q is None:
+        return window.seen(query.shape[2], key.shape[2], query.device)
+    return window.seen_on_end(cu_q, cu_k, query.shape[2], key.shape[2])
+
+
+def check_lengths(query: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+    """Of what the host knows."""
+    if cu_q is None and cu_k is None:
+        return
+    torch._check(
+        all(cu is not None and cu.dim() == 1 and cu.dtype == torch.int32 for cu in (cu_q, cu_k))
+        and len(cu_q) == len(cu_k) > 0 and query.shape[0] == 1,
+        lambda: "sequences on end are one batch, with cu_q and cu_k of int32, (sequences + 1,) both",
+    )  # fmt: skip
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: Window) -> None:
@@ -111,12 +160,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 
 @never_a_frame
 def _math_forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *window: int | bool | float | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
+    *window: int | bool | float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     *window, scale = window
     window = Window(*window)
     check(query, key, value, sinks, window)
-    s = reference.scores_of(query, key, value, scale).where(window.seen(query.shape[2], key.shape[2], query.device))
+    check_lengths(query, cu_q, cu_k)
+    s = reference.scores_of(query, key, value, scale).where(_seen(query, key, cu_q, cu_k, window))
     probabilities, lse = s.softmax()
     if sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
@@ -129,9 +180,7 @@ def _math_forward(
 @never_a_frame
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
-    window = Window(a.left, a.right, a.bottom_right)
-    seen = window.seen(a.query.shape[2], a.key.shape[2], a.query.device)
-    s = reference.scores_of(*a.operands, a.scale).where(seen)
+    s = reference.scores_of(*a.operands, a.scale).where(a.seen)
     known = reference.Known(a.grad_out, a.out, a.lse, grad_lse=a.grad_lse)
     found = reference.gradients(s, *a.operands, known)
     return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
@@ -141,21 +190,29 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, *settings = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output)
+    query, key, value, sinks, cu_q, cu_k, *settings = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
     ctx.settings = settings
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-    query, key, value, sinks, out, lse = ctx.saved_tensors
-    unasked = (None,) * len(ctx.settings)
+    query, key, value, sinks, out, lse, cu_q, cu_k = ctx.saved_tensors
+    unasked = (None,) * (2 + len(ctx.settings))
     if grad_out is None and grad_lse is None:
         return None, None, None, None, *unasked
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors = (grad_out, grad_lse, query, key, value, out, lse)
-    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *ctx.settings, ctx.needs_input_grad[3])
-    return dq, dk, dv, _of_sinks(sinks, lse, delta) if ctx.needs_input_grad[3] else None, *unasked
+    tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
+    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *ctx.settings, of_sinks and cu_q is None)
+    if of_sinks and cu_q is not None:
+        delta = _delta(grad_out, out, grad_lse, lse.dtype)
+    return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
+
+
+def _delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Where kernels leave it by sequences, not by rows."""
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+    return delta if grad_lse is None else delta - grad_lse
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

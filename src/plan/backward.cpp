@@ -29,7 +29,7 @@ int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& de
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
-  if (row.shares_heads == 0) return best;
+  if (row.shares_heads == 0 || (p.needs & kRagged) != 0) return best;
   for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
     if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
   }
@@ -66,7 +66,10 @@ BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tabl
 }  // namespace
 
 int64_t scratch_rows(const Problem& p, const KernelRow& row) {
-  return ceil_div(p.Sq, row.scratch_rows) * row.scratch_rows;
+  // Of sequences on end each has blocks of its own, and what is none's (kernels/parts/lengths.py).
+  const bool on_end = (p.needs & kRagged) != 0;
+  const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 1 : ceil_div(p.Sq, row.scratch_rows);
+  return blocks * row.scratch_rows;
 }
 
 int64_t scratch_floats(const Problem& p, const KernelRow& row) {

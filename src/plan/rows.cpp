@@ -38,14 +38,24 @@ double last_tile(const Problem& p, const KernelRow& row) {
   return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
 }
 
+// Sequences on end as ones of their mean length: nobody knows theirs.
+Problem of_one_length(const Problem& p) {
+  Problem mean = p;
+  if (p.sequences <= 0) return mean;
+  mean.B = p.sequences;
+  mean.Sq = ceil_div(p.Sq, p.sequences), mean.Sk = ceil_div(p.Sk, p.sequences);
+  return mean;
+}
+
 // Blocks of keys that the tiles of a head walk over, and the longest tile's (kernels/parts/window.py).
 struct WindowBlocks {
   double all = 0, longest = 0;
 };
 WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
   WindowBlocks found;
+  const int64_t diagonal = p.bottom_right * (p.Sk - p.Sq);
   for (int64_t first = 0; first < p.Sq; first += row.tile_m) {
-    const int64_t begin = first + p.diagonal - p.left, last = first + row.tile_m - 1 + p.diagonal + p.right;
+    const int64_t begin = first + diagonal - p.left, last = first + row.tile_m - 1 + diagonal + p.right;
     const int64_t end = ceil_div(std::clamp<int64_t>(last + 1, 1, p.Sk), row.tile_n);
     const int64_t blocks = end - std::min(std::max<int64_t>(begin, 0) / row.tile_n, end - 1);
     found.all += static_cast<double>(blocks);
@@ -67,7 +77,8 @@ double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
 
 // Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
 // spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
-double estimate(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
+double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& device) {
+  const Problem p = of_one_length(given);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));

@@ -25,7 +25,7 @@ def drawn(request, monkeypatch):
     Sq, Sk = draw.randint(1, 400), draw.randint(1, 400)
     left, right = (draw.choice((0, 1, draw.randint(0, 300), 10**6)) for _ in range(2))
     diagonal = draw.choice((0, Sk - Sq, draw.randint(-300, 300)))
-    bound = window.Window(left, right, diagonal).at(walk.Sizes(Sq, Sk), *draw.choice(TILES))
+    bound = window.BoundWindow(window.Reach(left, right, diagonal), walk.Sizes(Sq, Sk), *draw.choice(TILES))
     return bound, Sq, Sk, lambda i, j: i + diagonal - left <= j <= i + diagonal + right
 
 

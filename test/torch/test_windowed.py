@@ -130,11 +130,11 @@ def test_8_bits_with_windows_and_sinks() -> None:
 def test_opcheck(device: str, sinks: bool) -> None:
     q, k, v = (x.transpose(1, 2).to(device).requires_grad_() for x in operands(9, 12))
     given = drawn(4).to(device).requires_grad_() if sinks else None
-    torch.library.opcheck(FORWARD, (q, k, v, given, 4, 1, True, None))
-    out, lse = FORWARD(q, k, v, given, 4, 1, True, 0.2)
+    torch.library.opcheck(FORWARD, (q, k, v, given, None, None, 4, 1, True, None))
+    out, lse = FORWARD(q, k, v, given, None, None, 4, 1, True, 0.2)
     kept = [x.detach() for x in (q, k, v, out, lse)]
     grads = (torch.ones_like(kept[3]), torch.ones_like(kept[4]) if sinks else None)
-    torch.library.opcheck(BACKWARD, (*grads, *kept, 4, 1, True, 0.2, sinks))
+    torch.library.opcheck(BACKWARD, (*grads, *kept, None, None, 4, 1, True, 0.2, sinks))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -201,9 +201,9 @@ def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:
     q, k, v = (x.transpose(1, 2).to(device, torch.bfloat16) for x in operands(5, 9, D=64))
     sinks = torch.zeros(4, device=device)
     for given in (
-        (q, k, v, sinks, -2, 0, True, None), (q, k, v, sinks[:3], 1, 0, True, None),
-        (q[0], k, v, None, 1, 0, True, None),
-        (q, k[:, :, :4], v, None, 1, 0, True, None),
+        (q, k, v, sinks, None, None, -2, 0, True, None), (q, k, v, sinks[:3], None, None, 1, 0, True, None),
+        (q[0], k, v, None, None, None, 1, 0, True, None),
+        (q, k[:, :, :4], v, None, None, None, 1, 0, True, None),
     ):  # fmt: skip
         with pytest.raises(RuntimeError):
             FORWARD(*given)

@@ -64,18 +64,28 @@ def _cached_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
 
 
 def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    op, (query, key, value, sinks, *settings) = windowed.namespace.attention_fwd, args
+    op, tensors = windowed.namespace.attention_fwd, 6
+    query, key, value, sinks, cu_q, *settings = args
+    if cu_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
+        return _one_by_one(op, info, in_dims, args, tensors)
     fold = _Fold(info, 0.0)
-    if sinks is not None and in_dims[_FORWARD_TENSORS] is not None:  # those of a head differ: one call for each
-        operands = [fold.front(x, dim) for x, dim in zip((query, key, value, sinks), in_dims)]
-        results = [op(*(x[i] for x in operands), *settings) for i in range(fold.size)]
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
     folded = (fold.in_(x, dim) for x, dim in zip((query, key, value), in_dims))
-    return tuple(map(fold.out, op(*folded, sinks, *settings))), (0, 0)
+    return tuple(map(fold.out, op(*folded, sinks, cu_q, *settings))), (0, 0)
+
+
+def _one_by_one(op: Callable, info, in_dims: tuple, args: tuple, tensors: int) -> tuple[tuple, tuple]:
+    """A call for each, where they are no batch of one: what heads or sequences have of their own differs."""
+    fold = _Fold(info, 0.0)
+    given = [None if x is None else fold.front(x, dim) for x, dim in zip(args[:tensors], in_dims)]
+    results = [op(*(None if x is None else x[i] for x in given), *args[tensors:]) for i in range(fold.size)]
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
 def _windowed_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    fold, tensors = _Fold(info, 0.0), 7
+    tensors, cu_q = 9, args[7]
+    if cu_q is not None:
+        return _one_by_one(windowed.namespace.attention_bwd, info, in_dims, args, tensors)
+    fold = _Fold(info, 0.0)
     folded = [None if x is None else fold.in_(x, dim) for x, dim in zip(args[:tensors], in_dims)]
     *grads, delta = windowed.namespace.attention_bwd(*folded, *args[tensors:])
     whole = delta.dim() > 1

@@ -1,6 +1,7 @@
 """A sliding window: query i sees the keys from i + diagonal - left to i + diagonal + right (Beltagy et al. 2020). left
 and right together are not negative; who has no bound on one side passes a number beyond all lengths, whose sum with
-them is still an Int32. diagonal: Sk - Sq where the last query goes with the last key, 0 where the first do.
+them is still an Int32. diagonal: Sk - Sq of a sequence to the bottom right, where the last query goes with the last
+key; else 0.
 
 Masked blocks are at both ends of a run, whole ones between.
 """
@@ -26,11 +27,24 @@ class Window(Walk):
 
     left: Int32
     right: Int32
-    diagonal: Int32
+    bottom_right: Int32  # 1 or 0
     uneven = True
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundWindow:
-        return BoundWindow(self, sizes, tile_m, tile_n)
+        return BoundWindow(self.of(sizes), sizes, tile_m, tile_n)
+
+    def of(self, sizes: Sizes) -> Reach:
+        """In one sequence."""
+        return Reach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys the queries of a sequence see."""
+
+    left: Int32
+    right: Int32
+    diagonal: Int32
 
     def keys(self, query: Int32) -> tuple[Int32, Int32]:
         """The first that a query sees, and the first behind them; of those that there are and others."""
@@ -45,7 +59,7 @@ class Window(Walk):
 class BoundWindow:
     """The blocks of one sequence: tile_m queries, tile_n keys each."""
 
-    window: Window
+    window: Reach
     sizes: Sizes
     tile_m: int
     tile_n: int
@@ -75,7 +89,7 @@ class BoundWindow:
         """KV blocks that some of these rows see; one where none sees any."""
         first, _ = self.window.keys(first_row)
         _, end = self.window.keys(first_row + rows - 1)
-        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.Sk), self.tile_n)
+        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.some_keys), self.tile_n)
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
         return WindowKeys(self, first_row, rows, begin, end)
 
@@ -185,16 +199,17 @@ class InWindow(Stage):
     sinks: cute.Tensor | None = None  # forward
 
     def at(self, place: Place) -> Stage:
+        reach = self.window.of(place.sizes)
         if place.transposed:
-            return QueriesInWindow(self.window, place)
-        return KeysInWindow(self.window, place, self.sinks)
+            return QueriesInWindow(reach, place)
+        return KeysInWindow(reach, place, self.sinks)
 
 
 @dataclass(frozen=True)
 class KeysInWindow(Stage):
     """Sets scores of one block of keys that are out of it to -inf."""
 
-    window: Window
+    window: Reach
     place: Place
     sinks: cute.Tensor | None = None
 
@@ -235,7 +250,7 @@ class Windowed(Seams):
     uneven = True
 
     def walk(self, call: object) -> Window:
-        return Window(call.limits.left, call.limits.right, call.limits.diagonal)
+        return Window(call.limits.left, call.limits.right, call.limits.bottom_right)
 
     def visible(self, call: object) -> InWindow:
         return InWindow(self.walk(call), None if self.spec.is_backward else call.sinks)

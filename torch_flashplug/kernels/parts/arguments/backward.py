@@ -11,6 +11,7 @@ from cutlass import Float32, Int32
 from .operands import (
     Drawn,
     KernelCall,
+    Lengths,
     Limits,
     Scales,
     fake_counter,
@@ -52,6 +53,7 @@ class Gradients:
     drawn: Drawn | None
     limits: Limits | None
     dlse: cute.Tensor | None  # (B, Hq, Sq), or of no rows
+    lengths: Lengths | None
 
 
 class BackwardCall(KernelCall):
@@ -98,11 +100,15 @@ class BackwardCall(KernelCall):
         dropout_p: Float32 | None,
         left: Int32 | None,
         right: Int32 | None,
-        diagonal: Int32 | None,
+        bottom_right: Int32 | None,
         dlse: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, diagonal), dlse)
-        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given), stream)
+        given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, bottom_right), dlse)
+        lengths = Lengths.of(cu_q, cu_k, lists)
+        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given, lengths), stream)

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32
 from .operands import (
     Drawn,
     KernelCall,
+    Lengths,
     Limits,
     Scales,
     fake_counter,
@@ -40,6 +41,7 @@ class Call:
     scratch8: cute.Tensor | None
     limits: Limits | None
     sinks: cute.Tensor | None
+    lengths: Lengths | None
 
 
 class ForwardCall(KernelCall):
@@ -70,10 +72,14 @@ class ForwardCall(KernelCall):
         scratch8: cute.Tensor | None,
         left: Int32 | None,
         right: Int32 | None,
-        diagonal: Int32 | None,
+        bottom_right: Int32 | None,
         sinks: cute.Tensor | None,
+        cu_q: cute.Tensor | None,
+        cu_k: cute.Tensor | None,
+        lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, diagonal), sinks)
-        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given), stream)
+        given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, bottom_right), sinks)
+        lengths = Lengths.of(cu_q, cu_k, lists)
+        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given, lengths), stream)

@@ -44,11 +44,24 @@ class Limits:
 
     left: Int32
     right: Int32
-    diagonal: Int32
+    bottom_right: Int32
 
     @staticmethod
-    def of(left: Int32 | None, right: Int32 | None, diagonal: Int32 | None) -> Limits | None:
-        return None if left is None else Limits(left, right, diagonal)
+    def of(left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None) -> Limits | None:
+        return None if left is None else Limits(left, right, bottom_right)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sequences on end (lengths.py)."""
+
+    cu_q: cute.Tensor
+    cu_k: cute.Tensor
+    lists: cute.Tensor
+
+    @staticmethod
+    def of(cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, lists: cute.Tensor | None) -> Lengths | None:
+        return None if cu_q is None else Lengths(cu_q, cu_k, lists)
 
 
 def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:
@@ -118,7 +131,11 @@ def fake_sinks() -> cute.Tensor:
 
 def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
     """What features bring to kernels of long calls. dtype: of the query."""
-    return {"mask": fake_mask(), "digest": fake_digest(), "seed": fake_vector(Int64, 8, size=1)} | fake_bias(dtype)
+    sequences = cute.sym_int()
+    lengths = {name: fake_vector(Int32, 4, size=sequences) for name in ("cu_q", "cu_k")}
+    lengths["lists"] = fake_vector(Int32, 16)
+    of_masks = {"mask": fake_mask(), "digest": fake_digest()} | fake_bias(dtype)
+    return of_masks | {"seed": fake_vector(Int64, 8, size=1)} | lengths
 
 
 class KernelCall:

@@ -1,0 +1,258 @@
+"""Sequences of different lengths on end (ragged.py): their lists of tiles, made on the device ahead of the kernel, by
+one small launch, so that nothing waits for the host, and a CUDA graph follows the lengths it is replayed with.
+
+A list is one CTA's. Its warps take 32 sequences at a time, a lane each; then a lane has a tile of theirs. Tiles are
+sorted by the blocks that they walk over, the most first: counted by classes, then placed where their class begins.
+Starts that are not monotone, or beyond what there is, are clamped: they may give wrong results, and no bad access.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32
+
+from ...spec import BACKWARD_TILE, WARP, WARPGROUP
+from .pieces import Tile
+from .ragged import ENTRY, MaybeEmpty, Ragged, TileList
+from .scratch import vector_at
+from .seams import Seams
+from .walk import Walk
+
+THREADS, CLASSES = 1024, 1024
+WARPS = THREADS // WARP
+BLOCK = BACKWARD_TILE[0]  # rows of a block of scratch, and what work is counted in
+assert CLASSES == THREADS, "a thread has a class"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A list: whose blocks, of how many rows or keys, and whether the longest come first."""
+
+    name: str  # of Ragged
+    of_keys: bool
+    size: int
+    is_sorted: bool = True
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call brings."""
+
+    cu_q: cute.Tensor  # (sequences + 1,) Int32: where rows of each begin, and end
+    cu_k: cute.Tensor
+    rows: Int32  # of all together
+    keys: Int32
+
+    @property
+    def sequences(self) -> Int32:
+        """And one more: what is behind the last, rows without keys and keys without rows, whose results are zeros."""
+        return self.cu_q.shape[0]
+
+    def own(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+        """First row of a sequence, or key, and how many; of one that there is not none."""
+        starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
+        last = self.sequences - 1
+        start = cutlass.min(cutlass.max(starts[cutlass.min(number, last)], 0), total)
+        end = cutlass.select_(number < last, starts[cutlass.min(number + 1, last)], total)
+        length = cutlass.min(cutlass.max(end, start), total) - start
+        return start, cutlass.select_(number <= last, length, 0)
+
+    def others(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+        """What those meet."""
+        start, length = self.own(number, of_keys)
+        return start, cutlass.select_(number < self.sequences - 1, length, 0)
+
+
+@dataclass(frozen=True)
+class Some:
+    """A sequence for each lane of a warp."""
+
+    start: Int32
+    length: Int32
+    other_start: Int32
+    other_length: Int32
+    scratch: Int32  # its blocks of scratch
+    tiles: Int32
+
+    @classmethod
+    def create(cls, given: Given, number: Int32, wanted: Wanted) -> Some:
+        own, other = given.own(number, wanted.of_keys), given.others(number, not wanted.of_keys)
+        rows = other[1] if wanted.of_keys else own[1]
+        return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
+
+
+def warp_sum(value: Int32) -> Int32:
+    for offset in (16, 8, 4, 2, 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
+    return value
+
+
+def sum_to(value: Int32) -> Int32:
+    """Of the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for offset in (1, 2, 4, 8, 16):
+        before = cute.arch.shuffle_sync(value, cutlass.max(lane - offset, 0))
+        value = value + cutlass.select_(lane >= offset, before, 0)
+    return value
+
+
+class TileLists:
+    """The launch."""
+
+    def __init__(self, wanted: tuple[Wanted, ...]):
+        self.wanted = wanted
+
+    @cute.jit
+    def __call__(self, given: Given, ragged: Ragged, walk: Walk, stream: cuda.CUstream):
+        self.kernel(given, ragged, walk).launch(
+            grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, given: Given, ragged: Ragged, walk: Walk):
+        smem = cutlass.memory.SmemAllocator()
+        counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
+        sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
+        number = cute.arch.block_idx()[0]
+        for i in cutlass.range_constexpr(len(self.wanted)):
+            if number == i:
+                Making(given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums).make()
+
+
+class Making:
+    """One list, by a CTA."""
+
+    def __init__(
+        self, given: Given, made: TileList, walk: Walk, wanted: Wanted, counts: cute.Tensor, sums: cute.Tensor
+    ):  # fmt: skip
+        self.given, self.made, self.walk, self.wanted, self.counts, self.sums = given, made, walk, wanted, counts, sums
+        self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
+        groups = cute.ceil_div(given.sequences, WARP)
+        self.begin, self.end = (groups * (self.warp + i) // WARPS for i in range(2))
+
+    @cute.jit
+    def make(self):
+        tiles, blocks = Int32(0), Int32(0)
+        for group in cutlass.range(self.begin, self.end, unroll=1):
+            some = Some.create(self.given, group * WARP + self.lane, self.wanted)
+            tiles, blocks = tiles + some.tiles, blocks + some.scratch
+        tiles, blocks = warp_sum(tiles), warp_sum(blocks)
+        sums = self.sums
+        if self.lane == 0:
+            sums[self.warp, 0], sums[self.warp, 1] = tiles, blocks
+        self.counts[self.thread] = 0
+        cute.arch.sync_threads()
+        total = warp_sum(self.sums[self.lane, 0])
+        before = (cutlass.select_(self.lane < self.warp, self.sums[self.lane, i], 0) for i in range(2))
+        first, scratch = map(warp_sum, before)
+        if cutlass.const_expr(self.wanted.is_sorted):
+            self.go_over(first, scratch, placing=False)
+            cute.arch.sync_threads()
+            self.begin_classes()
+        self.go_over(first, scratch, placing=True)
+        self.fill(cutlass.min(total, self.made.room()))
+
+    @cute.jit
+    def begin_classes(self):
+        """Numbers of tiles become places of the first ones, of the largest class first."""
+        mine = CLASSES - 1 - self.thread
+        found = self.counts[mine]
+        upto = sum_to(found)
+        sums = self.sums
+        if self.lane == WARP - 1:
+            sums[self.warp, 0] = upto
+        cute.arch.sync_threads()
+        before = warp_sum(cutlass.select_(self.lane < self.warp, self.sums[self.lane, 0], 0))
+        self.counts[mine] = before + upto - found
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def go_over(self, first: Int32, scratch: Int32, placing: cutlass.Constexpr[bool]):
+        """Counts tiles by their classes, or places them."""
+        for group in cutlass.range(self.begin, self.end, unroll=1):
+            number = group * WARP + self.lane
+            some = Some.create(self.given, number, self.wanted)
+            upto, blocks = sum_to(some.tiles), sum_to(some.scratch)
+            last = cute.arch.shuffle_sync(upto, WARP - 1)
+            for at in cutlass.range(0, last, WARP, unroll=1):
+                nth, owner = at + self.lane, Int32(0)
+                for step in (16, 8, 4, 2, 1):  # the first lane whose tiles end behind it
+                    ends = cute.arch.shuffle_sync(upto, owner + (step - 1))
+                    owner = cutlass.select_(ends <= nth, owner + step, owner)
+                values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
+                own, length, other, met, of_scratch = (cute.arch.shuffle_sync(value, owner) for value in values)
+                block = nth - cute.arch.shuffle_sync(upto - some.tiles, owner)
+                entry = (block, group * WARP + owner, own, length, other, met, of_scratch, cutlass.max(met, 1))
+                if nth < last:
+                    self.take(entry, first + nth, placing)
+            first, scratch = first + last, scratch + cute.arch.shuffle_sync(blocks, WARP - 1)
+
+    @cute.jit
+    def take(self, entry: tuple[Int32, ...], place: Int32, placing: cutlass.Constexpr[bool]):
+        if cutlass.const_expr(self.wanted.is_sorted):
+            count = self.counts.iterator + self.class_of(*entry[:6])
+            place = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="cta")
+        if cutlass.const_expr(placing):
+            if place < self.made.room():
+                self.store(place, entry)
+
+    def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
+        """By the blocks of the other side that a tile walks over."""
+        rows, keys = (met, length) if self.wanted.of_keys else (length, met)
+        tile = Tile(block, None, None, MaybeEmpty(rows, keys, cutlass.max(keys, 1)))
+        if self.wanted.of_keys:
+            work, total = self.walk.at(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
+        else:
+            work, total = self.walk.at(tile.sizes, self.wanted.size, BLOCK).keys(tile).count, self.given.keys
+        unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
+        return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
+
+    @cute.jit
+    def fill(self, total: Int32):
+        """Behind the last one there are tiles without rows."""
+        for place in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
+            self.store(place, (0, 0, 0, 0, 0, 0, 0, 1))
+        if self.thread == 0:
+            cute.arch.store(self.made.count.iterator, total)
+
+    def store(self, place: Int32, entry: tuple[Int32 | int, ...]) -> None:
+        values = cute.make_rmem_tensor((ENTRY,), Int32)
+        for i, value in enumerate(entry):
+            values[i] = value
+        cute.autovec_copy(values, vector_at(self.made.entries.iterator + place * ENTRY, Int32, ENTRY))
+
+
+class Lengths(Seams):
+    short = True
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """Lists that a kind of kernels asks its pieces for."""
+        keys, scratch = Wanted("keys", True, self.spec.tile_n), Wanted("scratch", False, BLOCK, is_sorted=False)
+        if not self.spec.is_backward:
+            return (Wanted("rows", False, self.spec.tile_m),)
+        return (Wanted("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+
+    def given(self, call: object) -> Given:
+        return Given(call.lengths.cu_q, call.lengths.cu_k, call.q.shape[2], call.k.shape[2])
+
+    def pieces(self, call: object) -> Ragged:
+        """Each list lies in the call's scratch behind the one before: its count, a sector, then its entries."""
+        given, start, lists = self.given(call), call.lengths.lists.iterator, {}
+        for one in self.wanted:
+            room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
+            first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
+            entries = cute.make_tensor(first, cute.make_layout((room, ENTRY), stride=(ENTRY, 1)))
+            lists[one.name] = TileList(entries, cute.make_tensor(start, cute.make_layout(1)))
+            start = start + (room + 1) * ENTRY
+        return Ragged(**lists, total_keys=given.keys)
+
+    def before(self, call: object, stream: cuda.CUstream) -> None:
+        super().before(call, stream)
+        TileLists(self.wanted)(self.given(call), self.pieces(call), self.walk(call), stream)
