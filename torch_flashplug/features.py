@@ -118,7 +118,7 @@ COMBINATIONS = (
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
-    Combination(frozenset({"window", "ragged"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
+    Combination(frozenset({"window", "ragged"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)}),
     *(
         Combination(frozenset({*beside, name}), {90: ("fwd",)})
         for name in RECIPES for beside in ((), ("causal",), ("mask",))

@@ -39,27 +39,34 @@ def by_definition(
     return (scores.softmax(-1).nan_to_num()[..., :-1] @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
-# How the arguments say it, and whether query i of Sq sees key j of Sk.
+def between(low: int, x: Tensor, high: int) -> Tensor:
+    return (low <= x) & (x <= high)
+
+
+# How the arguments say it, and whether a query sees a key that is so far behind its own; top left: behind its number.
 SAID = {
-    "window": ({"window": (3, 2)}, lambda i, j, ahead: -3 <= j - i - ahead <= 2),
-    "left": ({"window": (3, None)}, lambda i, j, ahead: j - i - ahead >= -3),
-    "right": ({"window": [-1, 2]}, lambda i, j, ahead: j - i - ahead <= 2),
-    "causal": ({"causal": True}, lambda i, j, ahead: j - i - ahead <= 0),
-    "causal_window": ({"causal": True, "window": (5, 5)}, lambda i, j, ahead: -5 <= j - i - ahead <= 0),
-    "top_left": ({"causal": "top_left", "window": (5, -1)}, lambda i, j, ahead: -5 <= j - i <= 0),
-    "own": ({"window": (0, 0)}, lambda i, j, ahead: j - i - ahead == 0),
-    "far": ({"window": (99, 99)}, lambda i, j, ahead: i + j >= 0),
-    "none": ({}, lambda i, j, ahead: i + j >= 0),
+    "window": ({"window": (3, 2)}, lambda behind, _: between(-3, behind, 2)),
+    "left": ({"window": (3, None)}, lambda behind, _: behind >= -3),
+    "right": ({"window": [-1, 2]}, lambda behind, _: behind <= 2),
+    "causal": ({"causal": True}, lambda behind, _: behind <= 0),
+    "causal_window": ({"causal": True, "window": (5, 5)}, lambda behind, _: between(-5, behind, 0)),
+    "top_left": ({"causal": "top_left", "window": (5, -1)}, lambda _, behind: between(-5, behind, 0)),
+    "own": ({"window": (0, 0)}, lambda behind, _: behind == 0),
+    "far": ({"window": (99, 99)}, lambda behind, _: between(-99, behind, 99)),
+    "none": ({}, lambda behind, _: between(-99, behind, 99)),
 }
+
+
+def seen_by(said: str, Sq: int, Sk: int, device: str = "cpu") -> Tensor:
+    behind = torch.arange(Sk, device=device) - torch.arange(Sq, device=device)[:, None]
+    return SAID[said][1](behind - (Sk - Sq), behind)
 
 
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("seq", [(12, 12), (7, 20), (20, 7), (1, 9), (9, 1)], ids=str)
 def test_what_the_arguments_say(device: str, said: str, seq: tuple[int, int]) -> None:
-    (Sq, Sk), (arguments, sees) = seq, SAID[said]
+    (Sq, Sk), (arguments, _), seen = seq, SAID[said], seen_by(said, *seq, device)
     q, k, v = (x.to(device) for x in operands(Sq, Sk))
-    i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
-    seen = sees(i, j, Sk - Sq).expand(Sq, Sk)
     sinks = drawn(4).to(device)
     right, of_keys = by_definition(q, k, v, seen)
     torch.testing.assert_close(attention(q, k, v, **arguments), right, rtol=1e-4, atol=1e-5)
@@ -86,8 +93,8 @@ def test_gradients(said: str, with_sinks: bool) -> None:
     """Of the output and of the LSE, also where rows see no key."""
     q, k, v = (x.requires_grad_() for x in operands(7, 5, dtype=torch.float64, D=4))
     given = (q, k, v, *([drawn(4, dtype=torch.float64).requires_grad_()] if with_sinks else []))
-    arguments, sees = SAID[said]
-    rows = sees(torch.arange(7)[:, None], torch.arange(5), -2).any(-1) | with_sinks  # of others the LSE is -inf
+    arguments, _ = SAID[said]
+    rows = seen_by(said, 7, 5).any(-1) | with_sinks  # of others the LSE is -inf
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         out, lse = attention(q, k, v, **arguments, sinks=sinks, return_lse=True)
@@ -171,12 +178,117 @@ def test_vmap(dims: tuple[int | None, ...]) -> None:
             torch.testing.assert_close(got[i], exact)
 
 
-def test_vmap_of_gradients() -> None:
-    q, k, v = operands(6, 8)
-    sinks, of_query = drawn(4), torch.func.grad(lambda q, sinks: with_window(q, k, v, sinks)[0].sum(), (0, 1))
-    queries = torch.stack([q, 2 * q])
-    for got, exact in zip(torch.func.vmap(of_query, (0, None))(queries, sinks), of_query(2 * q, sinks), strict=True):
-        torch.testing.assert_close(got[1], exact)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_batched_gradients(with_sinks: bool) -> None:
+    """As jacobians ask for them."""
+    leaves = [x.requires_grad_() for x in (*operands(6, 8), *([drawn(4)] if with_sinks else []))]
+    out, lse = with_window(*leaves[:3], leaves[3] if with_sinks else None)
+    grads = drawn(3, *out.shape, seed=1), drawn(3, *lse.shape, seed=2)
+    batched = torch.autograd.grad((out, lse), leaves, grads, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        one = torch.autograd.grad((out, lse), leaves, tuple(x[i] for x in grads), retain_graph=True)
+        for got, exact in zip(batched, one, strict=True):
+            torch.testing.assert_close(got[i], exact)
+
+
+# ---- sequences on end ----
+
+LENGTHS = {
+    "some": ([5, 0, 3, 9], [7, 4, 0, 2]),
+    "one": ([6], [6]),
+    "none": ([0, 0], [0, 0]),
+    "short": ([1] * 9, [2] * 9),
+}
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def by_sequence(
+    tensors: tuple[Tensor, ...], rows: list[int], keys: list[int], **arguments: object
+) -> tuple[Tensor, Tensor]:
+    """Each by itself."""
+    q, k, v = (x.split(sizes) for x, sizes in zip(tensors, (rows, keys, keys), strict=True))
+    found = [attention(*(x.unsqueeze(0) for x in one), **arguments, return_lse=True) for one in zip(q, k, v)]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("said", ["none", "causal", "top_left", "window"])
+def test_sequences_on_end(device: str, lengths: str, said: str) -> None:
+    """As each of them by itself, gradients too; what is behind the last one is zeros."""
+    (rows, keys), sinks = LENGTHS[lengths], drawn(4).to(device)
+    total = [drawn(sum(size) + 3, of, 16, seed=i).to(device) for i, (size, of) in
+             enumerate(((rows, 4), (keys, 2), (keys, 2)))]  # fmt: skip
+    arguments = {**SAID[said][0], "sinks": sinks.requires_grad_()}
+    cu = {"cu_seqlens_q": starts(rows).to(device), "cu_seqlens_k": starts(keys).to(device)}
+    given, alone = ([x.clone().requires_grad_() for x in total] for _ in range(2))
+    out, lse = attention(*given, **arguments, **cu, return_lse=True)
+    assert out.shape == (sum(rows) + 3, 4, 16) and lse.shape == (4, sum(rows) + 3) and out.is_contiguous()
+    assert (out[sum(rows) :] == 0).all()
+    right, of_each = by_sequence(tuple(x[:-3] for x in alone), rows, keys, **arguments)
+    torch.testing.assert_close(out[: sum(rows)], right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse[:, : sum(rows)], of_each, rtol=1e-4, atol=1e-5)
+    ones, some = torch.ones_like(out[: sum(rows)]), drawn(*of_each.shape).to(device)
+    leaves = (*given, sinks), (*alone, sinks)
+    if not sum(rows):
+        return
+    found = torch.autograd.grad((out[: sum(rows)], lse[:, : sum(rows)]), leaves[0], (ones, some))
+    exact = torch.autograd.grad((right, of_each), leaves[1], (ones, some))
+    for got, one in zip(found, exact, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+
+
+def test_self_attention_on_end_needs_one_array() -> None:
+    q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
+    cu = starts([4, 5])
+    one = attention(q, k, v, causal=True, cu_seqlens_q=cu, max_seqlen_q=5, max_seqlen_k=5)
+    torch.testing.assert_close(one, attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu))
+
+
+def test_opcheck_and_compile_on_end(device: str) -> None:
+    q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
+    cu = starts([4, 5]).to(device)
+    operands = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, -1, 0, True, None))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+        return attention(q * 1.0, k, v, causal=True, cu_seqlens_q=cu)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for lengths in ([4, 5], [9, 0], [1, 8]):
+        cu = starts(lengths).to(device)
+        torch.testing.assert_close(compiled(q, k, v, cu), call(q, k, v, cu))
+
+
+def test_vmap_on_end() -> None:
+    q, k, v = (torch.stack([x, 2 * x]) for x in (drawn(9, 2, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
+    cu = torch.stack([starts([4, 5]), starts([1, 8])])
+    found = torch.func.vmap(lambda q, k, v, cu: attention(q, k, v, causal=True, cu_seqlens_q=cu))(q, k, v, cu)
+    for i in range(2):
+        torch.testing.assert_close(found[i], attention(q[i], k[i], v[i], causal=True, cu_seqlens_q=cu[i]))
+
+
+def test_what_is_refused_on_end() -> None:
+    q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
+    cu = starts([4, 5])
+    for error, says, given, arguments in (
+        (ValueError, r"cu_seqlens_q is torch.int64 \(3,\) on cpu; give int32", (q, k, v), {"cu_seqlens_q": cu.long()}),
+        (ValueError, "cu_seqlens_q is NoneType", (q, k, v), {"cu_seqlens_k": cu}),
+        (ValueError, "give as many of both", (q, k, v), {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]}),
+        (ValueError, "give as many of both", (q, k, v), {"cu_seqlens_q": cu[:0]}),
+        (ValueError, "on meta; give int32", (q, k, v), {"cu_seqlens_q": cu.to("meta")}),
+        (TypeError, "q is 4-D; beside cu_seqlens", (q[None], k, v), {"cu_seqlens_q": cu}),
+        (ValueError, "do not fit", (q, k[:5], v), {"cu_seqlens_q": cu}),
+        (ValueError, "beside cu_seqlens are not built", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
+        (ValueError, r"sinks are \(3,\)", (q, k, v), {"cu_seqlens_q": cu, "sinks": torch.zeros(3)}),
+    ):
+        with pytest.raises(error, match=says):
+            attention(*given, **arguments)
+
+
+# ---- what is refused ----
 
 
 def test_what_attention_refuses() -> None:

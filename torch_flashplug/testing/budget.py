@@ -163,6 +163,21 @@ def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torc
         )
 
 
+def assert_of_sinks(
+    label: str, got: torch.Tensor, exact: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, grad_out: torch.Tensor
+) -> None:
+    """Gradients (Hq,) of sinks, -sum of share * (rowsum(dO O) - dLSE) over rows: off by what rounding O to its dtype
+    moves that sum by, whose terms are independent. shares (B, Hq, Sq): exp(sink - LSE); out: fp64's.
+    """
+    rounding = torch.finfo(grad_out.dtype).eps / 2
+    terms = shares.double().unsqueeze(-1) * grad_out.double() * out.double()
+    sums = terms.square().sum((0, 2, 3)).sqrt(), terms.abs().sum((0, 2, 3)) + exact.abs()
+    budget = 4 * rounding * sums[0] + 16 * FP32_EPS * sums[1] + 1e-6
+    error = _difference(got, exact).abs()
+    if bool((error > budget).any()):
+        raise AssertionError(f"{label}: errors {error.tolist()} > {budget.tolist()}: {got.tolist()}, {exact.tolist()}")
+
+
 def assert_dropped_alike(out: torch.Tensor, grad_out: torch.Tensor, dv: torch.Tensor, v: torch.Tensor) -> None:
     """A backward that drops what its forward did: the output is linear in the values, so <dV, V> = <O, dO>, for every
     batch and key head by itself. Each term is rounded to `v`'s dtype, and the roundings of n terms add up like sqrt(n):
