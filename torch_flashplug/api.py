@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, choices, composite, configs, env, native, problem, recipes, repair, rescues, tracing
+from . import _start, choices, composite, configs, env, integrations, native, problem, recipes, repair, rescues, tracing
 from .cached import QuantizedTensor, readable
 from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
@@ -67,6 +67,8 @@ def enable(*, precision: str | None = None) -> None:
         _log.warning("%s", native.last_error())
     if unrepaired := repair.install():
         _log.warning("%s", unrepaired)
+    for satellite in integrations.SWITCHED:
+        satellite.install()
     tracing.cache_tag.set_process_mark(_cache_mark())
 
 
@@ -80,6 +82,8 @@ def disable() -> None:
         native.uninstall(native.CUDA_SLOT)
     composite.uninstall()
     repair.uninstall()
+    for satellite in integrations.SWITCHED:
+        satellite.uninstall()
     tracing.cache_tag.set_process_mark("")
 
 

@@ -1,5 +1,6 @@
-"""What other parts of torch must be told about our ops, a module each: FLOP counting, vmap."""
+"""What other parts of torch must be told about our ops, a module each: FLOP counting, vmap, varlen_attn."""
 
-from . import flops, vmap
+from . import flops, varlen, vmap
 
 ALL = (flops, vmap)  # each has register(), called once by _start.load()
+SWITCHED = (varlen,)  # each has install() and uninstall(), called by enable() and disable()

@@ -1,0 +1,165 @@
+"""torch.nn.attention.varlen on kernels of ours, where they are asked for: numbers, gradients, graphs; and stock's own
+body where they are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+import torch_flashplug
+from torch_flashplug import attention, integrations, native
+
+SEED = 20261125
+ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
+
+
+@pytest.fixture
+def door(kernels_on: str) -> Iterator[str]:
+    integrations.varlen.install(kernels_on.upper())
+    yield kernels_on
+    integrations.varlen.uninstall()
+    integrations.varlen.install()
+
+
+@pytest.fixture
+def stock_on_cpu() -> Iterator[list[str]]:
+    """What stock's body calls, which a CPU lacks: says when, and computes nothing."""
+    asked, library = [], torch.library.Library("aten", "IMPL")
+
+    def forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:
+        asked.append("forward")
+        empty = torch.empty(0, dtype=torch.uint64)
+        return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0]), empty, empty, empty.float()
+
+    def backward(grad_out: Tensor, *operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
+        asked.append("backward")
+        return tuple(torch.zeros_like(x) for x in operands[:3])
+
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield asked
+    library._destroy()
+
+
+def starts(lengths: tuple[int, ...], device: str) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def operands(device: str, *, heads: tuple[int, int] = (4, 2), D: int = 64, dtype=torch.bfloat16) -> list[Tensor]:
+    sizes = ((sum(ROWS), heads[0]), (sum(KEYS), heads[1]), (sum(KEYS), heads[1]))
+    draws = (torch.Generator().manual_seed(SEED + i) for i in range(3))
+    return [torch.randn(*size, D, generator=draw).to(device, dtype) for size, draw in zip(sizes, draws)]
+
+
+def given(device: str) -> tuple[Tensor, Tensor, int, int]:
+    return starts(ROWS, device), starts(KEYS, device), max(ROWS), max(KEYS)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (5, 9)], ids=str)
+def test_ours_where_they_are_asked_for(door: str, window: tuple[int, int]) -> None:
+    leaves = [x.requires_grad_() for x in operands(door)]
+    cu_q, cu_k, *_ = lengths = given(door)
+    settings = {"window_size": window, "enable_gqa": True, "scale": 0.2}
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out, lse = varlen.varlen_attn(*leaves, *lengths, **settings, return_aux=varlen.AuxRequest(lse=True))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    found = torch.autograd.grad(out, leaves, do)
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and out.is_contiguous() and lse.shape == (4, sum(ROWS))
+    with torch_flashplug.sdpa_backend("math"):
+        wide = [x.detach().float().requires_grad_() for x in leaves]
+        right, of_keys = attention(
+            *wide, window=window, scale=0.2, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True
+        )
+        exact = torch.autograd.grad(right, wide, do.float())
+    torch.testing.assert_close(lse, of_keys.masked_fill(of_keys == -math.inf, math.inf), rtol=1e-4, atol=1e-4)
+    for got, one in zip((out, *found), (right, *exact), strict=True):
+        assert float((got - one).norm() / one.norm()) < 1e-2
+
+
+def test_into_a_tensor(door: str) -> None:
+    q, k, v = operands(door)
+    out = torch.full_like(q, math.nan)
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        varlen.varlen_attn_out(out, q, k, v, *given(door), enable_gqa=True, window_size=(-1, 0))
+        right = varlen.varlen_attn(q, k, v, *given(door), enable_gqa=True, window_size=(-1, 0))
+    assert torch.equal(out, right)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled(door: str) -> None:
+    leaves = [x.requires_grad_() for x in operands(door)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen.varlen_attn(q, k, v, *given(door), window_size=(-1, 0), enable_gqa=True)
+
+    with torch_flashplug.sdpa_backend("fa3"):
+        right = call(*leaves)
+        exact = torch.autograd.grad(right.float().sum(), leaves)
+        native.counters(reset=True)
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+        found = torch.autograd.grad(out.float().sum(), leaves)
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, right)
+    for got, one in zip(found, exact, strict=True):
+        assert float((got - one).norm() / one.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("backend", ["auto", "stock", "math"])
+def test_stock_otherwise(stock_on_cpu: list[str], backend: str) -> None:
+    """Auto too: nothing of it was measured yet."""
+    integrations.varlen.install("CPU")
+    q = torch.randn(9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    cu = starts((4, 5), "cpu")
+    with torch_flashplug.sdpa_backend(backend):
+        varlen.varlen_attn(q, q, q, cu, cu, 5, 5).sum().backward()
+    assert stock_on_cpu == ["forward", "backward"]
+
+
+def test_disable_leaves_no_trace(stock_on_cpu: list[str]) -> None:
+    integrations.varlen.install("CPU")
+    ops = [f"torch_attn::{name}" for name in ("_varlen_attn", "_varlen_attn_backward")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert all(has(op, "CPU") and has(op, "CUDA") for op in ops)
+    torch_flashplug.disable()
+    try:
+        assert not any(has(op, key) for op in ops for key in ("CPU", "CUDA"))
+        q = torch.randn(9, 2, 64, dtype=torch.bfloat16)
+        varlen.varlen_attn(q, q, q, *(starts((4, 5), "cpu"),) * 2, 5, 5)
+        assert stock_on_cpu == ["forward"]
+    finally:
+        torch_flashplug.enable()
+    assert has(ops[0], "CUDA")
+
+
+def test_what_forced_kernels_do_not_take(door: str) -> None:
+    q, k, v = operands(door)
+    used, table = torch.ones(4, dtype=torch.int32, device=door), torch.zeros(4, 1, dtype=torch.int32, device=door)
+    with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
+        for says, tensors, settings in (
+            ("seqused_k", (q, k, v), {"seqused_k": used}),
+            ("block_table", (q, k[None], v[None]), {"seqused_k": used, "block_table": table}),
+            ("num_splits=3", (q, k, v), {"num_splits": 3}),
+            ("torch.float32", (q.float(), k.float(), v.float()), {}),
+            (r"head dims \[60\]", (q[..., :60], k[..., :60], v[..., :60]), {}),
+        ):
+            with pytest.raises(RuntimeError, match=f"varlen_attn: kernels of ours do not take .*{says}"):
+                varlen.varlen_attn(*tensors, *given(door), enable_gqa=True, **settings)
+
+
+def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]) -> None:
+    integrations.varlen.install("CPU")
+    native.set_process_backend(torch_flashplug.sdpa_backend("fa3").mode)
+    try:
+        q = torch.randn(9, 2, 60)
+        varlen.varlen_attn(q, q, q, *(starts((4, 5), "cpu"),) * 2, 5, 5)
+    finally:
+        native.set_process_backend(0)
+    assert stock_on_cpu == ["forward"]

@@ -1,0 +1,113 @@
+"""torch.nn.attention.varlen on kernels of ours: its private ops, at a device's dispatch key, where torch has no kernel
+of its own. So nothing is overridden, a call that is not ours goes to the body that torch would have run, and
+uninstall() leaves no trace. Autograd, fakes and compilation are torch's.
+
+Calls are ours where a block of sdpa_backend, or the process, asks for "fa3" or "fa2": no speed of these was measured
+yet, and auto takes only what was. The LSE of a row without keys is inf, as stock has it; a gradient of the LSE is
+torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a second or more.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from .. import native, windowed
+from ..families import KERNEL_BACKENDS
+
+_OPS = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
+_SIXTEEN_BITS, _LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+_libraries: dict[str, torch.library.Library] = {}  # by device type
+
+
+def install(device: str = "CUDA") -> None:
+    """Ahead of torch's own import of the module, too. "CPU" serves the tests' stand-in."""
+    if device in _libraries:
+        return
+    library = _libraries[device] = torch.library.Library("torch_attn", "IMPL")
+    for name, kernel in zip(_OPS, (_forward, _forward_out, _backward), strict=True):
+        library.impl(name, kernel, device)
+
+
+def uninstall() -> None:
+    while _libraries:
+        _libraries.popitem()[1]._destroy()
+
+
+def _stocks(name: str):  # noqa: ANN202
+    """The body of one of torch's ops, whose module has been imported by whoever called it."""
+    return getattr(sys.modules["torch.nn.attention.varlen"], name)._init_fn
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, *more: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """more, of which those that are None at the end may lack: max_q, max_k, is_causal, scale, window_size, enable_gqa,
+    seqused_k, block_table, num_splits.
+    """
+    asked = _asked((query, key, value), cu_seq_k, more)
+    if asked is None:
+        return _stocks("_varlen_attn")(query, key, value, cu_seq_q, cu_seq_k, *more)
+    operands = _on_end(query, key, value)
+    out, lse = windowed.namespace.attention_fwd(*operands, None, cu_seq_q, cu_seq_k, *asked)
+    lse = lse.squeeze(0)
+    drawn = torch.zeros(3, dtype=torch.uint64, device=query.device)[1:]  # by its offset the backward knows it
+    return out.transpose(1, 2).squeeze(0), lse.masked_fill_(lse == -math.inf, math.inf), drawn
+
+
+def _forward_out(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
+    if _asked((query, key, value), more[1], more[2:]) is None:
+        return _stocks("_varlen_attn_out")(out, query, key, value, *more)
+    found, lse, _ = _forward(query, key, value, *more)
+    out.copy_(found)
+    return lse
+
+
+def _backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor,
+    cu_seq_k: Tensor, *more: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """more: max_q, max_k, is_causal, rng_state, scale, window_size."""
+    _, _, is_causal, drawn, scale, window = (*more, None, None)[:6]
+    if drawn.storage_offset() != 1:
+        return _stocks("_varlen_attn_backward")(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *more)
+    given = (*_on_end(grad_out), None, *_on_end(query, key, value, out), lse.unsqueeze(0), cu_seq_q, cu_seq_k)
+    *grads, _ = windowed.namespace.attention_bwd(*given, *_window(is_causal, window), scale, False)
+    return tuple(x.transpose(1, 2).squeeze(0) for x in grads)
+
+
+def _on_end(*tensors: Tensor) -> list[Tensor]:
+    """(T, H, D) -> (1, H, T, D)."""
+    return [x.unsqueeze(0).transpose(1, 2) for x in tensors]
+
+
+def _window(is_causal: bool, window: list[int] | None) -> windowed.Window:
+    left, right = (-1, -1) if window is None else window
+    return windowed.Window(left, 0 if is_causal else right)
+
+
+def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -> tuple | None:
+    """The window and the scale, of a call that is ours; None: it is stock's. RuntimeError where our backend is forced,
+    and has not what the call needs.
+    """
+    mode = native.effective_mode()
+    if not native.enabled() or native.backend_of(mode) not in KERNEL_BACKENDS:
+        return None
+    is_causal, scale, window, _, seqused_k, block_table, num_splits = (*more[2:], *(None,) * 7)[:7]
+    dims, dtype = {x.shape[-1] for x in operands}, operands[0].dtype
+    lacks = {
+        "seqused_k": seqused_k is not None or cu_seq_k is None,
+        "block_table": block_table is not None,
+        f"num_splits={num_splits}": num_splits not in (None, 1),
+        f"{dtype}": dtype not in _SIXTEEN_BITS,
+        f"head dims {sorted(dims)}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
+    }
+    if not any(lacks.values()):
+        return *_window(bool(is_causal), window), scale
+    if native.forced_kernels(mode) is None:
+        return None
+    said, backend = (", ".join(name for name, lacking in lacks.items() if lacking), native.backend_of(mode))
+    raise RuntimeError(f"varlen_attn: kernels of ours do not take {said}; call it outside of sdpa_backend({backend!r})")
