@@ -73,21 +73,21 @@ Window read_window(int64_t left, int64_t right, bool bottom_right) {
 
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
-  if (!is_there(call.cu_q) && !is_there(call.cu_k)) return;
-  int64_t starts = -1;
-  for (AtenTensorHandle cu : {call.cu_q, call.cu_k}) {
+  if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
+  const auto numbers = [&facts](AtenTensorHandle x) -> int64_t {
     int32_t dtype = -1;
     int64_t dims = 0;
     Shape shape;
-    const bool fits = is_there(cu) && aoti_torch_get_dtype(cu, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
-                      aoti_torch_get_dim(cu, &dims) == 0 && dims == 1 && read_shape(cu, &shape) &&
-                      (shape.stride[0] == 1 || shape.size[0] == 1) && beside(cu, facts.operand[0]) &&
-                      (starts < 0 ? shape.size[0] >= 1 : shape.size[0] == starts);
-    if (!fits)
-      throw std::runtime_error(
-          "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], contiguous, on the query's device");
-    starts = shape.size[0];
-  }
+    const bool fits = is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+                      aoti_torch_get_dim(x, &dims) == 0 && dims == 1 && read_shape(x, &shape) &&
+                      (shape.stride[0] == 1 || shape.size[0] <= 1) && beside(x, facts.operand[0]);
+    return fits ? shape.size[0] : -1;
+  };
+  const int64_t starts = numbers(call.cu_q);
+  if (starts < 1 || numbers(call.cu_k) != starts || (is_there(call.used_k) && numbers(call.used_k) != starts - 1))
+    throw std::runtime_error(
+        "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], used_k [sequences], contiguous, on the "
+        "query's device");
   const Problem& p = facts.problem;
   constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1) throw std::runtime_error("torch_flashplug: sequences on end are one batch, not " + std::to_string(p.B));
@@ -102,13 +102,14 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
+  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
+              used_k = box::to_optional_tensor(stack[op["used_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                             box::to<bool>(stack[op["bottom_right"]]));
   call.sinks = sinks.get();
-  call.cu_q = cu_q.get(), call.cu_k = cu_k.get();
+  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
   const Facts facts = read_facts(call);
   check_lengths(call, facts);
   const Problem& p = facts.problem;

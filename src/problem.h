@@ -32,7 +32,7 @@ struct Attention {
   std::optional<Window> window = {};
   AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
   // Of sequences on end, in tensors of one batch: (sequences + 1,) int32, where each begins, and ends.
-  AtenTensorHandle cu_q = nullptr, cu_k = nullptr;
+  AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): how many keys count; or null
 };
 std::optional<Window> window_of(const Attention& call);  // the same of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined

@@ -81,7 +81,7 @@ inline constexpr Schema kCachedMath(
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, int left, int right, "
+    "Tensor? cu_k, Tensor? used_k, int left, int right, "
     "bool bottom_right, float? scale) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
@@ -90,7 +90,7 @@ inline constexpr Schema kAttentionBackward(
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, int left, int right, "
+    "Tensor? cu_k, Tensor? used_k, int left, int right, "
     "bool bottom_right, float? scale) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "

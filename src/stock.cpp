@@ -146,6 +146,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
   op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
   op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
+  op[schema["used_k"]] = box::from_optional_tensor(is_there(call.used_k) ? call.used_k : nullptr);
   op[schema["left"]] = box::from(call.window->left);
   op[schema["right"]] = box::from(call.window->right);
   op[schema["bottom_right"]] = box::from(call.window->bottom_right);

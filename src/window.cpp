@@ -32,6 +32,9 @@ Owned give_lengths(const ForwardCall& call, const Problem& p, const TensorClass&
   Owned lists = empty_strided(1, &words, &one, aoti_torch_dtype_int32(), query.device_type, query.device_index);
   arguments->tensor("cu_q", call.cu_q);
   arguments->tensor("cu_k", call.cu_k);
+  constexpr int64_t none = 0;
+  const Owned used = is_there(call.used_k) ? Owned::share(call.used_k) : view(call.cu_k, 1, &none, &one);
+  arguments->tensor("used_k", used.get());
   arguments->tensor("lists", lists.get(), true);
   return lists;
 }

@@ -181,8 +181,8 @@ def trial(spec: KernelSpec, *stages: str):
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
             seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None,
             left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None,
-            cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra,
-            stream: cuda.CUstream,
+            cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_k: cute.Tensor | None, lists: cute.Tensor | None,
+            extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             scales, given = Scales(scale_log2, scale), (mask, digest, *(None,) * 6)
             self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
@@ -212,7 +212,7 @@ def trial(spec: KernelSpec, *stages: str):
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
             seed: cute.Tensor | None, dropout_p: Float32 | None, left: Int32 | None, right: Int32 | None,
             bottom_right: Int32 | None, dlse: cute.Tensor | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
-            lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
+            used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = Scales(scale_log2, scale)

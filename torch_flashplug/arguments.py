@@ -76,6 +76,7 @@ _WINDOW = (
 _LENGTHS = (
     _tensor("cu_q", 1, "int32", "(sequences + 1,), where the rows of each begin, and end; B is 1", optional=True),
     _tensor("cu_k", 1, "int32", "likewise of keys", optional=True),
+    _tensor("used_k", 1, "int32", "(sequences,), how many keys of each count; (0,): all", optional=True),
     _tensor("lists", 1, "int32", "(n,), scratch: lists of tiles (lengths.py); the op's", optional=True),
 )
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)

@@ -31,6 +31,7 @@ def attention(  # noqa: PLR0913
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     return_lse: bool = False,
@@ -52,7 +53,8 @@ def attention(  # noqa: PLR0913
     cu_seqlens_q[i + 1] are those of sequence i and see its keys alone; out is (T, Hq, Dv), lse (Hq, T). cu_seqlens_k
     is cu_seqlens_q if None. A sequence may have no rows, or no keys; rows behind the last sequence are zeros. Their
     values are not looked at on the host: starts that do not grow give wrong numbers, and no bad access. max_seqlen_q,
-    max_seqlen_k: not needed, taken for the sake of other libraries' calls.
+    max_seqlen_k: not needed, taken for the sake of other libraries' calls. seqused_k: (sequences,) int32, how many keys
+    of each count, the first ones; also beside tensors of four dims, of each batch. No gradients then.
 
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
@@ -63,11 +65,12 @@ def attention(  # noqa: PLR0913
     Raises ValueError or TypeError for what it does not take.
     """
     seen = _window(causal, window)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        given = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)):
         if k_scale is not None or v_scale is not None:
-            raise ValueError("attention: k_scale, v_scale beside cu_seqlens are not built; give k and v in 16 bits")
-        out, lse = _on_end(*given, seen, scale)
+            raise ValueError("attention: k_scale, v_scale beside lengths are not built; give k and v in 16 bits")
+        given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+        on_end = cu_seqlens_q is not None or cu_seqlens_k is not None
+        out, lse = (_on_end if on_end else _some_of_each)((q, k, v), sinks, given, seen, scale)
         return (out, lse) if return_lse else out
     _check_operands(q, k, v)
     eight = _check_dtypes(q, k, v)
@@ -87,7 +90,7 @@ def attention(  # noqa: PLR0913
         mask = _as_mask(seen, query, key)
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
     elif more or _is_for_kernels(seen, query, key, value):
-        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, None, None, *seen, scale)
+        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, None, None, None, *seen, scale)
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
@@ -121,27 +124,56 @@ def _as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
 
+# ---- sequences of different lengths ----
+
+Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
+
+
 def _on_end(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seen: Window,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sequences of different lengths: (T, Hq, Dv) and (Hq, T)."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: Window, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """(T, Hq, Dv) and (Hq, T)."""
+    for name, x in zip("qkv", operands, strict=True):
         if not isinstance(x, Tensor) or x.dim() != 3:
-            given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"attention: {name} is {given}; beside cu_seqlens give a tensor (rows, heads, head dim)")
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(cu, Tensor) or cu.dim() != 1 or cu.dtype != torch.int32 or cu.device != q.device:
-            given = f"{cu.dtype} {tuple(cu.shape)} on {cu.device}" if isinstance(cu, Tensor) else type(cu).__name__
-            raise ValueError(f"attention: {name} is {given}; give int32 (sequences + 1,) on {q.device}")
-    if cu_q.shape != cu_k.shape or not cu_q.shape[0]:
-        raise ValueError(f"attention: cu_seqlens are {tuple(cu_q.shape)} and {tuple(cu_k.shape)}; give as many of both")
-    operands = [x.unsqueeze(0) for x in (q, k, v)]
-    _check_operands(*operands)
-    operands = [x.transpose(1, 2) for x in operands]
-    cu = (cu_q.contiguous(), cu_k.contiguous())
-    out, lse = torch.ops.torch_flashplug.attention_fwd(*operands, _as_sinks(sinks, q), *cu, *seen, scale)
+            rank = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"attention: {name} is {rank}; beside cu_seqlens give a tensor (rows, heads, head dim)")
+    q, (cu_q, cu_k, used_k) = operands[0], given
+    _check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
+    _check_numbers("cu_seqlens_k", cu_k, "sequences + 1", q.device)
+    if used_k is not None:
+        _check_numbers("seqused_k", used_k, "sequences", q.device)
+    if cu_q.shape != cu_k.shape or not cu_q.shape[0] or (used_k is not None and used_k.shape[0] + 1 != cu_q.shape[0]):
+        shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
+        raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
+    batch = [x.unsqueeze(0) for x in operands]
+    _check_operands(*batch)
+    lengths = (None if x is None else x.contiguous() for x in given)
+    batch = [x.transpose(1, 2) for x in batch]
+    out, lse = torch.ops.torch_flashplug.attention_fwd(*batch, _as_sinks(sinks, q), *lengths, *seen, scale)
     return out.transpose(1, 2).squeeze(0), lse.squeeze(0)
+
+
+def _some_of_each(
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: Window, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Batches, of whose keys some count: (B, Sq, Hq, Dv) and (B, Hq, Sq)."""
+    _check_operands(*operands)
+    q, k = operands[:2]
+    _check_numbers("seqused_k", given[2], "batch", q.device)
+    if given[2].shape[0] != q.shape[0]:
+        raise ValueError(f"attention: seqused_k is {tuple(given[2].shape)}; give (batch,) = ({q.shape[0]},)")
+    starts = [torch.arange(x.shape[0] + 1, dtype=torch.int32, device=q.device) * x.shape[1] for x in (q, k)]
+    out, lse = _on_end(tuple(x.flatten(0, 1) for x in operands), sinks, (*starts, given[2]), seen, scale)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+
+def _check_numbers(name: str, x: object, size: str, device: torch.device) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype != torch.int32 or x.device != device:
+        given = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"attention: {name} is {given}; give int32 ({size},) on {device}")
+
+
+# ---- what operands may be ----
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -67,7 +67,7 @@ FEATURES = (
     Feature(
         "ragged", "ragged", "of sequences on end",
         "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
-        arguments=("cu_q", "cu_k", "lists"), part="lengths.Lengths", always=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths", always=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",

@@ -7,8 +7,9 @@ to the bottom right, else 0. A sink is a logit of a head that each of its rows' 
 brings no value (Xiao et al., arXiv 2309.17453; gpt-oss): it is part of the LSE. With p = exp(sink - LSE) its gradient
 is -p delta, summed over rows, where delta = rowsum(dO O) - dLSE.
 
-Sequences on end are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise. Rows
-and keys that are no sequence's, behind the last, see nothing and are seen by none.
+Sequences on end are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise, of
+which only the first used_k[i] count where that is given (no gradients then). Rows and keys that are no sequence's,
+behind the last, see nothing and are seen by none.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("attention_fwd", "_attention_math_fwd"):
     _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, {_WINDOW}) "
-        "-> (Tensor out, Tensor lse)",
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
+        f"Tensor? used_k, {_WINDOW}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 for _name in ("attention_bwd", "_attention_math_bwd"):
@@ -58,14 +59,26 @@ class Window(NamedTuple):
         left, right = (bound if bound >= 0 else all_keys for bound in (self.left, self.right))
         return (behind >= -left) & (behind <= right)
 
-    def seen_on_end(self, cu_q: Tensor, cu_k: Tensor, rows: int, keys: int) -> Tensor:
+    def seen_on_end(self, on_end: OnEnd, rows: int, keys: int) -> Tensor:
         """(rows, keys) bool, of sequences on end."""
+        cu_q, cu_k, used_k = on_end
         (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
-        if self.bottom_right and len(cu_q) > 1:
-            row = row + (cu_k.diff() - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
-        behind = key - row.unsqueeze(1)
-        same = (of_row.unsqueeze(1) == of_key) & (of_key < len(cu_k) - 1)
-        return same & self.inside(behind, rows + keys)
+        if len(cu_q) == 1:
+            return torch.zeros(rows, keys, dtype=torch.bool, device=cu_q.device)
+        last = len(cu_q) - 2
+        used = cu_k.diff() if used_k is None else torch.minimum(cu_k.diff(), used_k)
+        counts = (of_key <= last) & (key < used[of_key.clamp(max=last)])
+        if self.bottom_right:
+            row = row + (used - cu_q.diff())[of_row.clamp(max=last)]
+        return (of_row.unsqueeze(1) == of_key) & counts & self.inside(key - row.unsqueeze(1), rows + keys)
+
+
+class OnEnd(NamedTuple):
+    """Sequences of different lengths."""
+
+    cu_q: Tensor  # (sequences + 1,) int32
+    cu_k: Tensor
+    used_k: Tensor | None = None  # (sequences,) int32
 
 
 def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +109,8 @@ class BackwardArgs(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        return _seen(self.query, self.key, self.cu_q, self.cu_k, Window(self.left, self.right, self.bottom_right))
+        on_end = None if self.cu_q is None else OnEnd(self.cu_q, self.cu_k)
+        return _seen(self.query, self.key, on_end, Window(self.left, self.right, self.bottom_right))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,22 +133,25 @@ def _backward_fake(*args) -> tuple[Tensor, ...]:
 # ---- mathematics ----
 
 
-def _seen(query: Tensor, key: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, window: Window) -> Tensor:
+def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> Tensor:
     """(Sq, Sk) bool."""
-    if cu_q is None:
+    if on_end is None:
         return window.seen(query.shape[2], key.shape[2], query.device)
-    return window.seen_on_end(cu_q, cu_k, query.shape[2], key.shape[2])
+    return window.seen_on_end(on_end, query.shape[2], key.shape[2])
 
 
-def check_lengths(query: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
     """Of what the host knows."""
-    if cu_q is None and cu_k is None:
-        return
+    if all(x is None for x in given):
+        return None
+    cu_q, cu_k, used_k = given
+    numbers = [x for x in given if x is not None]
     torch._check(
-        all(cu is not None and cu.dim() == 1 and cu.dtype == torch.int32 for cu in (cu_q, cu_k))
-        and len(cu_q) == len(cu_k) > 0 and query.shape[0] == 1,
-        lambda: "sequences on end are one batch, with cu_q and cu_k of int32, (sequences + 1,) both",
+        cu_q is not None and cu_k is not None and all(x.dim() == 1 and x.dtype == torch.int32 for x in numbers)
+        and len(cu_q) == len(cu_k) > 0 and (used_k is None or len(used_k) == len(cu_q) - 1) and query.shape[0] == 1,
+        lambda: "sequences on end are one batch, with cu_q and cu_k (sequences + 1,), used_k (sequences,), of int32",
     )  # fmt: skip
+    return OnEnd(*given)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: Window) -> None:
@@ -160,14 +177,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 
 @never_a_frame
 def _math_forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
-    *window: int | bool | float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    *window, scale = window
-    window = Window(*window)
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
+) -> tuple[Tensor, Tensor]:
+    """more: of OnEnd, of Window, and the scale."""
+    lengths, (*bounds, scale) = more[:3], more[3:]
+    window = Window(*bounds)
     check(query, key, value, sinks, window)
-    check_lengths(query, cu_q, cu_k)
-    s = reference.scores_of(query, key, value, scale).where(_seen(query, key, cu_q, cu_k, window))
+    on_end = check_lengths(query, lengths)
+    s = reference.scores_of(query, key, value, scale).where(_seen(query, key, on_end, window))
     probabilities, lse = s.softmax()
     if sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
@@ -190,15 +207,19 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, cu_q, cu_k, *settings = inputs
+    query, key, value, sinks, cu_q, cu_k, used_k, *settings = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
-    ctx.settings = settings
+    ctx.settings, ctx.some_keys = settings, used_k is not None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, sinks, out, lse, cu_q, cu_k = ctx.saved_tensors
-    unasked = (None,) * (2 + len(ctx.settings))
+    unasked = (None,) * (3 + len(ctx.settings))
+    if ctx.some_keys:
+        raise RuntimeError(
+            "attention with seqused_k has no gradient; call it under torch.no_grad(), or give lengths that all count"
+        )
     if grad_out is None and grad_lse is None:
         return None, None, None, None, *unasked
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out

@@ -98,7 +98,7 @@ def ours(call: OnEnd, device: str, *, grads: bool = False, backend: str = "fa3",
     cu = [call.starts(side, device) for side in (0, 1)]
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
-        out, lse = OP(*leaves.values(), *cu, *call.window, None)
+        out, lse = OP(*leaves.values(), *cu, None, *call.window, None)
         found = {}
         if grads:
             wanted = torch.autograd.grad((out, lse), [*leaves.values()], (given["do"], given["dlse"]))
@@ -208,9 +208,29 @@ def test_starts_that_do_not_grow_touch_nothing_else(kernels_on: str, starts: lis
     leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
     cu = torch.tensor(starts, dtype=torch.int32, device=kernels_on)
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(*leaves, cu, cu, *call.window, None)
+        out, lse = OP(*leaves, cu, cu, None, *call.window, None)
         grads = torch.autograd.grad((out, lse), leaves, (given["do"], given["dlse"]))
     assert out.shape == given["do"].shape and [x.shape for x in grads] == [x.shape for x in leaves]
+
+
+def test_keys_that_count(kernels_on: str) -> None:
+    """As sequences of so many; what the others hold is not read."""
+    call = drawn("mixed", "causal", (64, 64), "bf16")
+    used = [7, 0, 0, 129, 0, 3]
+    cut = tuple((rows, n) for (rows, _), n in zip(call.lengths, used, strict=True))
+    counts = torch.zeros(call.tensors["k"].shape[2], dtype=torch.bool)
+    for keys, n in zip(call.parts(1), used, strict=True):
+        counts[keys.start : keys.start + n] = True
+    shorter = {name: call.tensors[name][:, :, counts] for name in ("k", "v")}
+    right = ours(replace(call, lengths=cut, tensors=call.tensors | shorter), kernels_on)
+    given = {name: x.clone().to(kernels_on) for name, x in call.tensors.items()}
+    for name in ("k", "v"):
+        given[name][:, :, ~counts] = math.nan
+    numbers = [call.starts(0, kernels_on), call.starts(1, kernels_on), torch.tensor(used).int().to(kernels_on)]
+    with torch_flashplug.sdpa_backend("fa3"):
+        out, lse = OP(given["q"], given["k"], given["v"], given["sinks"], *numbers, *call.window, None)
+    assert_bitwise_equal("out", out.cpu(), right.out)
+    assert_bitwise_equal("lse", lse.cpu(), right.lse)
 
 
 def test_calls_without_sinks_or_gradients_of_the_lse(kernels_on: str) -> None:
@@ -220,6 +240,6 @@ def test_calls_without_sinks_or_gradients_of_the_lse(kernels_on: str) -> None:
     given = {name: x.to(kernels_on) for name, x in call.tensors.items()}
     cu = [call.starts(side, kernels_on) for side in (0, 1)]
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(given["q"], given["k"], given["v"], None, *cu, *call.window, None)
+        out, lse = OP(given["q"], given["k"], given["v"], None, *cu, None, *call.window, None)
     assert_bitwise_equal("out", out.cpu(), right.out)
     assert_bitwise_equal("lse", lse.cpu(), right.lse)

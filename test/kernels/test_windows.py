@@ -96,7 +96,7 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
         leaves["sinks"] = call.sinks.to(device).requires_grad_(grads)
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
-        out, lse = OP(*inputs, leaves.get("sinks"), None, None, *call.window, None)
+        out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, None)
         if grads:
             of, given = [out, lse], [inputs.grad_out, call.grad_lse]
             if call.grad_lse is None:
@@ -224,10 +224,10 @@ def test_blocks_out_of_the_window_are_not_read(kernels_on: str) -> None:
     call = asked(0, (128, 128), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
-        clean, _ = OP(*inputs, None, None, None, 40, 0, True, None)
+        clean, _ = OP(*inputs, None, None, None, None, 40, 0, True, None)
         for x in (inputs.k, inputs.v):
             x[:, :, :128] = math.nan
-        found, _ = OP(*inputs, None, None, None, 40, 0, True, None)
+        found, _ = OP(*inputs, None, None, None, None, 40, 0, True, None)
     rows = slice(256, None)  # their own tile's blocks begin behind the first
     assert_bitwise_equal("rows whose window is behind", found[:, :, rows], clean[:, :, rows])
 
@@ -252,9 +252,9 @@ def test_scales(kernels_on: str, scale: float) -> None:
     call = asked(0, (64, 64), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(*inputs, call.sinks.to(kernels_on), None, None, *call.window, scale)
+        out, lse = OP(*inputs, call.sinks.to(kernels_on), None, None, None, *call.window, scale)
     exact = torch.ops.torch_flashplug._attention_math_fwd(
-        *(x.cpu().double() for x in inputs), call.sinks.double(), None, None, *call.window, scale
+        *(x.cpu().double() for x in inputs), call.sinks.double(), None, None, None, *call.window, scale
     )
     assert float((out.cpu().double() - exact[0]).norm() / exact[0].norm()) < 5e-3
     assert float((lse.cpu().double() - exact[1]).abs().max()) < 1e-4

@@ -84,6 +84,22 @@ def test_ours_where_they_are_asked_for(door: str, window: tuple[int, int]) -> No
         assert float((got - one).norm() / one.norm()) < 1e-2
 
 
+def test_keys_that_count(door: str) -> None:
+    """The first of each, whatever the others hold."""
+    q, k, v = operands(door)
+    used = torch.tensor([50, 0, 140, 2], dtype=torch.int32, device=door)
+    kept = torch.cat([torch.arange(a, a + n) for a, n in zip((0, 70, 79, 219), used.tolist(), strict=True)]).to(door)
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        cu = starts(tuple(used.tolist()), door)
+        right = varlen.varlen_attn(
+            q, k[kept], v[kept], starts(ROWS, door), cu, max(ROWS), 140, enable_gqa=True, window_size=(-1, 0)
+        )
+        others = torch.ones(len(k), dtype=torch.bool, device=door).index_fill_(0, kept, False)
+        k[others] = v[others] = math.nan
+        settings = {"enable_gqa": True, "window_size": (-1, 0), "seqused_k": used}
+        assert torch.equal(varlen.varlen_attn(q, k, v, *given(door), **settings), right)
+
+
 def test_into_a_tensor(door: str) -> None:
     q, k, v = operands(door)
     out = torch.full_like(q, math.nan)
@@ -144,7 +160,6 @@ def test_what_forced_kernels_do_not_take(door: str) -> None:
     used, table = torch.ones(4, dtype=torch.int32, device=door), torch.zeros(4, 1, dtype=torch.int32, device=door)
     with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
         for says, tensors, settings in (
-            ("seqused_k", (q, k, v), {"seqused_k": used}),
             ("block_table", (q, k[None], v[None]), {"seqused_k": used, "block_table": table}),
             ("num_splits=3", (q, k, v), {"num_splits": 3}),
             ("torch.float32", (q.float(), k.float(), v.float()), {}),

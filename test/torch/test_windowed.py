@@ -137,8 +137,8 @@ def test_8_bits_with_windows_and_sinks() -> None:
 def test_opcheck(device: str, sinks: bool) -> None:
     q, k, v = (x.transpose(1, 2).to(device).requires_grad_() for x in operands(9, 12))
     given = drawn(4).to(device).requires_grad_() if sinks else None
-    torch.library.opcheck(FORWARD, (q, k, v, given, None, None, 4, 1, True, None))
-    out, lse = FORWARD(q, k, v, given, None, None, 4, 1, True, 0.2)
+    torch.library.opcheck(FORWARD, (q, k, v, given, None, None, None, 4, 1, True, None))
+    out, lse = FORWARD(q, k, v, given, None, None, None, 4, 1, True, 0.2)
     kept = [x.detach() for x in (q, k, v, out, lse)]
     grads = (torch.ones_like(kept[3]), torch.ones_like(kept[4]) if sinks else None)
     torch.library.opcheck(BACKWARD, (*grads, *kept, None, None, 4, 1, True, 0.2, sinks))
@@ -247,11 +247,33 @@ def test_self_attention_on_end_needs_one_array() -> None:
     torch.testing.assert_close(one, attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu))
 
 
+def test_keys_that_count(device: str) -> None:
+    """Of sequences on end, and of batches."""
+    q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(12, 2, 16, seed=1), drawn(12, 2, 16, seed=2)))
+    cu_q, cu_k, used = starts([4, 5]), starts([5, 7]), torch.tensor([3, 6], dtype=torch.int32)
+    out, lse = attention(q, k, v, causal=True, cu_seqlens_q=cu_q.to(device), cu_seqlens_k=cu_k.to(device),
+                         seqused_k=used.to(device), return_lse=True)  # fmt: skip
+    kept = [0, 1, 2, *range(5, 11)]
+    right, of_keys = by_sequence((q, k[kept], v[kept]), [4, 5], [3, 6], causal=True)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, of_keys, rtol=1e-4, atol=1e-5)
+    q, k, v = (x.to(device) for x in operands(3, 8))
+    out, lse = attention(q, k, v, window=(4, 0), sinks=torch.zeros(4), seqused_k=used.to(device), return_lse=True)
+    assert out.shape == (2, 3, 4, 16) and lse.shape == (2, 4, 3)
+    for i, n in enumerate((3, 6)):
+        one = attention(q[i : i + 1], k[i : i + 1, :n], v[i : i + 1, :n], window=(4, 0), sinks=torch.zeros(4),
+                        return_lse=True)  # fmt: skip
+        torch.testing.assert_close(out[i : i + 1], one[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[i : i + 1], one[1], rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="with seqused_k has no gradient"):
+        attention(q.requires_grad_(), k, v, seqused_k=used.to(device)).sum().backward()
+
+
 def test_opcheck_and_compile_on_end(device: str) -> None:
     q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
     cu = starts([4, 5]).to(device)
     operands = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, -1, 0, True, None))
+    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, None, -1, 0, True, None))
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
         return attention(q * 1.0, k, v, causal=True, cu_seqlens_q=cu)
@@ -276,12 +298,15 @@ def test_what_is_refused_on_end() -> None:
     for error, says, given, arguments in (
         (ValueError, r"cu_seqlens_q is torch.int64 \(3,\) on cpu; give int32", (q, k, v), {"cu_seqlens_q": cu.long()}),
         (ValueError, "cu_seqlens_q is NoneType", (q, k, v), {"cu_seqlens_k": cu}),
-        (ValueError, "give as many of both", (q, k, v), {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]}),
-        (ValueError, "give as many of both", (q, k, v), {"cu_seqlens_q": cu[:0]}),
+        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]}),
+        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu[:0]}),
+        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu, "seqused_k": cu}),
+        (ValueError, "seqused_k is list", (q, k, v), {"cu_seqlens_q": cu, "seqused_k": [1, 2]}),
+        (ValueError, r"give \(batch,\) = \(1,\)", (q[None], k[None], v[None]), {"seqused_k": cu}),
         (ValueError, "on meta; give int32", (q, k, v), {"cu_seqlens_q": cu.to("meta")}),
         (TypeError, "q is 4-D; beside cu_seqlens", (q[None], k, v), {"cu_seqlens_q": cu}),
         (ValueError, "do not fit", (q, k[:5], v), {"cu_seqlens_q": cu}),
-        (ValueError, "beside cu_seqlens are not built", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
+        (ValueError, "beside lengths are not built", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
         (ValueError, r"sinks are \(3,\)", (q, k, v), {"cu_seqlens_q": cu, "sinks": torch.zeros(3)}),
     ):
         with pytest.raises(error, match=says):
@@ -313,9 +338,9 @@ def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:
     q, k, v = (x.transpose(1, 2).to(device, torch.bfloat16) for x in operands(5, 9, D=64))
     sinks = torch.zeros(4, device=device)
     for given in (
-        (q, k, v, sinks, None, None, -2, 0, True, None), (q, k, v, sinks[:3], None, None, 1, 0, True, None),
-        (q[0], k, v, None, None, None, 1, 0, True, None),
-        (q, k[:, :, :4], v, None, None, None, 1, 0, True, None),
+        (q, k, v, sinks, None, None, None, -2, 0, True, None), (q, k, v, sinks[:3], None, None, None, 1, 0, True, None),
+        (q[0], k, v, None, None, None, None, 1, 0, True, None),
+        (q, k[:, :, :4], v, None, None, None, None, 1, 0, True, None),
     ):  # fmt: skip
         with pytest.raises(RuntimeError):
             FORWARD(*given)

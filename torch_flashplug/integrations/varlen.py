@@ -90,8 +90,8 @@ def _window(is_causal: bool, window: list[int] | None) -> windowed.Window:
 
 
 def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -> tuple | None:
-    """The window and the scale, of a call that is ours; None: it is stock's. RuntimeError where our backend is forced,
-    and has not what the call needs.
+    """seqused_k, the window and the scale, of a call that is ours; None: it is stock's. RuntimeError where our backend
+    is forced, and has not what the call needs.
     """
     mode = native.effective_mode()
     if not native.enabled() or native.backend_of(mode) not in KERNEL_BACKENDS:
@@ -99,14 +99,14 @@ def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -
     is_causal, scale, window, _, seqused_k, block_table, num_splits = (*more[2:], *(None,) * 7)[:7]
     dims, dtype = {x.shape[-1] for x in operands}, operands[0].dtype
     lacks = {
-        "seqused_k": seqused_k is not None or cu_seq_k is None,
+        "no cu_seq_k": cu_seq_k is None,
         "block_table": block_table is not None,
         f"num_splits={num_splits}": num_splits not in (None, 1),
         f"{dtype}": dtype not in _SIXTEEN_BITS,
         f"head dims {sorted(dims)}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
     }
     if not any(lacks.values()):
-        return *_window(bool(is_causal), window), scale
+        return seqused_k, *_window(bool(is_causal), window), scale
     if native.forced_kernels(mode) is None:
         return None
     said, backend = (", ".join(name for name, lacking in lacks.items() if lacking), native.backend_of(mode))

@@ -64,7 +64,7 @@ def _cached_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
 
 
 def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    op, tensors = windowed.namespace.attention_fwd, 6
+    op, tensors = windowed.namespace.attention_fwd, 7
     query, key, value, sinks, cu_q, *settings = args
     if cu_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
         return _one_by_one(op, info, in_dims, args, tensors)

@@ -45,6 +45,7 @@ class Given:
 
     cu_q: cute.Tensor  # (sequences + 1,) Int32: where rows of each begin, and end
     cu_k: cute.Tensor
+    used_k: cute.Tensor  # (sequences,) Int32, or of none: how many keys of each count
     rows: Int32  # of all together
     keys: Int32
 
@@ -65,7 +66,16 @@ class Given:
     def others(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """What those meet."""
         start, length = self.own(number, of_keys)
+        if of_keys:
+            length = self.used(number, length)
         return start, cutlass.select_(number < self.sequences - 1, length, 0)
+
+    @cute.jit
+    def used(self, number: Int32, length: Int32) -> Int32:
+        """Of so many keys."""
+        if number < self.used_k.shape[0]:
+            length = cutlass.min(length, cutlass.max(self.used_k[number], 0))
+        return length
 
 
 @dataclass(frozen=True)
@@ -240,7 +250,7 @@ class Lengths(Seams):
         return (Wanted("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
 
     def given(self, call: object) -> Given:
-        return Given(call.lengths.cu_q, call.lengths.cu_k, call.q.shape[2], call.k.shape[2])
+        return Given(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
 
     def pieces(self, call: object) -> Ragged:
         """Each list lies in the call's scratch behind the one before: its count, a sector, then its entries."""

@@ -104,11 +104,12 @@ class BackwardCall(KernelCall):
         dlse: cute.Tensor | None,
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, bottom_right), dlse)
-        lengths = Lengths.of(cu_q, cu_k, lists)
+        lengths = Lengths.of(cu_q, cu_k, used_k, lists)
         self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given, lengths), stream)

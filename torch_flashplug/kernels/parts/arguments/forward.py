@@ -76,10 +76,11 @@ class ForwardCall(KernelCall):
         sinks: cute.Tensor | None,
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
+        used_k: cute.Tensor | None,
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, bottom_right), sinks)
-        lengths = Lengths.of(cu_q, cu_k, lists)
+        lengths = Lengths.of(cu_q, cu_k, used_k, lists)
         self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given, lengths), stream)

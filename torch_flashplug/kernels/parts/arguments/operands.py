@@ -57,11 +57,14 @@ class Lengths:
 
     cu_q: cute.Tensor
     cu_k: cute.Tensor
+    used_k: cute.Tensor
     lists: cute.Tensor
 
     @staticmethod
-    def of(cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, lists: cute.Tensor | None) -> Lengths | None:
-        return None if cu_q is None else Lengths(cu_q, cu_k, lists)
+    def of(
+        cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_k: cute.Tensor | None, lists: cute.Tensor | None
+    ) -> Lengths | None:
+        return None if cu_q is None else Lengths(cu_q, cu_k, used_k, lists)
 
 
 def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:
@@ -133,7 +136,7 @@ def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
     """What features bring to kernels of long calls. dtype: of the query."""
     sequences = cute.sym_int()
     lengths = {name: fake_vector(Int32, 4, size=sequences) for name in ("cu_q", "cu_k")}
-    lengths["lists"] = fake_vector(Int32, 16)
+    lengths |= {"used_k": fake_vector(Int32, 4), "lists": fake_vector(Int32, 16)}
     of_masks = {"mask": fake_mask(), "digest": fake_digest()} | fake_bias(dtype)
     return of_masks | {"seed": fake_vector(Int64, 8, size=1)} | lengths
 
