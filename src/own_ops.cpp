@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "attention.h"
 #include "schemas.h"
@@ -71,6 +72,12 @@ Window read_window(int64_t left, int64_t right, bool bottom_right) {
   return {left, right, bottom_right};
 }
 
+double read_softcap(double softcap) {
+  if (!(softcap >= 0.0 && softcap <= std::numeric_limits<float>::max()))
+    throw std::runtime_error("torch_flashplug: softcap is " + std::to_string(softcap) + "; give a cap, or 0 for none");
+  return softcap;
+}
+
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
@@ -108,6 +115,7 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                             box::to<bool>(stack[op["bottom_right"]]));
+  call.softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
   call.sinks = sinks.get();
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
   const Facts facts = read_facts(call);
@@ -136,6 +144,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   forward.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                                box::to<bool>(stack[op["bottom_right"]]));
+  forward.softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();

@@ -94,6 +94,7 @@ bool read_class(const Attention& call, Facts* facts) {
   p.on_cuda = on_one_device(facts->operand);
   p.needs = needs_of(call);
   p.dropout_p = call.dropout_p;
+  p.softcap = call.softcap;
   p.scale = scale_of(call.scale);
   return true;
 }

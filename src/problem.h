@@ -30,6 +30,7 @@ struct Attention {
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
   bool rotated = false;
   std::optional<Window> window = {};
+  double softcap = 0.0;              // likewise; 0: none
   AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
   // Of sequences on end, in tensors of one batch: (sequences + 1,) int32, where each begins, and ends.
   AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): how many keys count; or null
@@ -65,6 +66,7 @@ inline constexpr Feature kFeatures[] = {
     {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
     {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
     {"window", [](const Attention& call) { return window_of(call).has_value(); }},
+    {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
     {"ragged", [](const Attention& call) { return is_there(call.cu_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
     // What a mode asks for, and no tensor says.
@@ -105,7 +107,7 @@ struct Problem {
   bool bias_grad = false;      // and of it the gradient of a bias
   bool deterministic = false;  // torch.use_deterministic_algorithms
   Scale scale = Scale::kPositive;
-  double dropout_p = 0.0;
+  double dropout_p = 0.0, softcap = 0.0;
   int64_t left = 0, right = 0, bottom_right = 0;  // of a window, which ends somewhere
   int64_t sequences = 0;                          // on end; else 0
   bool operator==(const Problem&) const = default;
@@ -120,7 +122,7 @@ struct Problem {
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         left, right, bottom_right, sequences] = p;
+         softcap, left, right, bottom_right, sequences] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -132,7 +134,8 @@ void visit_facts(Problem& p, Visit&& visit) {
   of_operand({"last_stride_k", "align_k", "odd_base_k", "odd_ones_k", "broadcast_k"}, layout[1]);
   of_operand({"last_stride_v", "align_v", "odd_base_v", "odd_ones_v", "broadcast_v"}, layout[2]);
   visit("needs", needs), visit("on_cuda", on_cuda), visit("grad", grad), visit("bias_grad", bias_grad);
-  visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p);
+  visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
+      visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
 }
 

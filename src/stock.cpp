@@ -150,6 +150,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   op[schema["left"]] = box::from(call.window->left);
   op[schema["right"]] = box::from(call.window->right);
   op[schema["bottom_right"]] = box::from(call.window->bottom_right);
+  op[schema["softcap"]] = box::from(call.softcap);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   ForwardResult result;
@@ -175,6 +176,7 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   op[schema["left"]] = box::from(forward.window->left);
   op[schema["right"]] = box::from(forward.window->right);
   op[schema["bottom_right"]] = box::from(forward.window->bottom_right);
+  op[schema["softcap"]] = box::from(forward.softcap);
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op[schema["wants_delta"]] = box::from(call.wants_delta);
   op.run();

@@ -181,10 +181,10 @@ def trial(spec: KernelSpec, *stages: str):
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
             seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None,
             left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None,
-            cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_k: cute.Tensor | None, lists: cute.Tensor | None,
-            extra: Extra, stream: cuda.CUstream,
+            softcap: Float32 | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
+            used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            scales, given = Scales(scale_log2, scale), (mask, digest, *(None,) * 6)
+            scales, given = Scales(scale_log2, scale), (mask, digest, *(None,) * 7)
             self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
 
     class Decode(base):
@@ -211,12 +211,13 @@ def trial(spec: KernelSpec, *stages: str):
             scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,
             mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
             seed: cute.Tensor | None, dropout_p: Float32 | None, left: Int32 | None, right: Int32 | None,
-            bottom_right: Int32 | None, dlse: cute.Tensor | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
+            bottom_right: Int32 | None, dlse: cute.Tensor | None, softcap: Float32 | None, cu_q: cute.Tensor | None,
+            cu_k: cute.Tensor | None,
             used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = Scales(scale_log2, scale)
-            given = (mask, digest, *(None,) * 5)
+            given = (mask, digest, *(None,) * 6)
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *given, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward

@@ -73,6 +73,7 @@ _WINDOW = (
     _number("right", "int32", "and behind it", optional=True),
     _number("bottom_right", "int32", "whether its own key is Sk - Sq behind it, or the first one's 0", optional=True),
 )
+_SOFTCAP = _number("softcap", "fp32", "cap of the scores, behind their scale", optional=True)
 _LENGTHS = (
     _tensor("cu_q", 1, "int32", "(sequences + 1,), where the rows of each begin, and end; B is 1", optional=True),
     _tensor("cu_k", 1, "int32", "likewise of keys", optional=True),
@@ -89,7 +90,7 @@ _CACHE = (
 )
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS, *_LENGTHS)
+FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS, _SOFTCAP, *_LENGTHS)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,
@@ -123,6 +124,7 @@ BACKWARD = (
     *_FEATURES,
     *_WINDOW,
     _OF_LSE,
+    _SOFTCAP,
     *_LENGTHS,
 )
 DBIAS = (

@@ -4,6 +4,8 @@ where they are long or differentiated; what is left of a window of few rows is a
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +27,7 @@ def attention(  # noqa: PLR0913
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -44,6 +47,7 @@ def attention(  # noqa: PLR0913
     -1: all on that side. Its own key is that of causal; without causal, as to the bottom right. causal sets right to 0.
     A row that sees no key is 0, its LSE -inf. scale: 1 / sqrt(D) if None.
 
+    softcap: scores, scaled, become softcap * tanh(score / softcap) (arXiv 2408.00118); 0.0: they do not.
     sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
     its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss). return_lse: (out, lse) with lse (B, Hq, Sq), in
     fp32, the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
@@ -59,18 +63,21 @@ def attention(  # noqa: PLR0913
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
     may be 1; None is 1, which int8 does not take. Few query rows (up to 64 for each KV head) are a kernel's that reads
-    the 8 bits; more, and such with sinks or return_lse, have K and V made 16 bits first (bf16, also for a query in
-    fp16). No gradients. Rotated and shifted keys: QuantizedTensor.
+    the 8 bits; more, and such with softcap, sinks or return_lse, have K and V made 16 bits first (bf16, also for a
+    query in fp16). No gradients. Rotated and shifted keys: QuantizedTensor.
 
     Raises ValueError or TypeError for what it does not take.
     """
     seen = _window(causal, window)
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
+        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
+    softcap = float(softcap)
     if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)):
         if k_scale is not None or v_scale is not None:
             raise ValueError("attention: k_scale, v_scale beside lengths are not built; give k and v in 16 bits")
         given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
         on_end = cu_seqlens_q is not None or cu_seqlens_k is not None
-        out, lse = (_on_end if on_end else _some_of_each)((q, k, v), sinks, given, seen, scale)
+        out, lse = (_on_end if on_end else _some_of_each)((q, k, v), sinks, given, (*seen, softcap, scale))
         return (out, lse) if return_lse else out
     _check_operands(q, k, v)
     eight = _check_dtypes(q, k, v)
@@ -82,7 +89,7 @@ def attention(  # noqa: PLR0913
     elif k_scale is not None or v_scale is not None:
         raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
     key, value = key[:, :, keys], value[:, :, keys]
-    more = sinks is not None or return_lse
+    more = sinks is not None or return_lse or softcap != 0.0
     if eight and more:
         key, value = (dequantised(x, s, torch.bfloat16) for x, s in zip((key, value), scales, strict=True))
         query, eight = query.to(torch.bfloat16), False
@@ -90,7 +97,8 @@ def attention(  # noqa: PLR0913
         mask = _as_mask(seen, query, key)
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
     elif more or _is_for_kernels(seen, query, key, value):
-        out, lse = torch.ops.torch_flashplug.attention_fwd(query, key, value, sinks, None, None, None, *seen, scale)
+        given = (query, key, value, sinks, None, None, None)
+        out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
@@ -127,10 +135,11 @@ def _as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
 # ---- sequences of different lengths ----
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
+# seen: of Window, then softcap and scale
 
 
 def _on_end(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: Window, scale: float | None
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple
 ) -> tuple[Tensor, Tensor]:
     """(T, Hq, Dv) and (Hq, T)."""
     for name, x in zip("qkv", operands, strict=True):
@@ -149,12 +158,12 @@ def _on_end(
     _check_operands(*batch)
     lengths = (None if x is None else x.contiguous() for x in given)
     batch = [x.transpose(1, 2) for x in batch]
-    out, lse = torch.ops.torch_flashplug.attention_fwd(*batch, _as_sinks(sinks, q), *lengths, *seen, scale)
+    out, lse = torch.ops.torch_flashplug.attention_fwd(*batch, _as_sinks(sinks, q), *lengths, *seen)
     return out.transpose(1, 2).squeeze(0), lse.squeeze(0)
 
 
 def _some_of_each(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: Window, scale: float | None
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple
 ) -> tuple[Tensor, Tensor]:
     """Batches, of whose keys some count: (B, Sq, Hq, Dv) and (B, Hq, Sq)."""
     _check_operands(*operands)
@@ -163,7 +172,7 @@ def _some_of_each(
     if given[2].shape[0] != q.shape[0]:
         raise ValueError(f"attention: seqused_k is {tuple(given[2].shape)}; give (batch,) = ({q.shape[0]},)")
     starts = [torch.arange(x.shape[0] + 1, dtype=torch.int32, device=q.device) * x.shape[1] for x in (q, k)]
-    out, lse = _on_end(tuple(x.flatten(0, 1) for x in operands), sinks, (*starts, given[2]), seen, scale)
+    out, lse = _on_end(tuple(x.flatten(0, 1) for x in operands), sinks, (*starts, given[2]), seen)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 

@@ -24,6 +24,7 @@ BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
 ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
 WINDOW, RAGGED = ("window",), ("window+ragged",)
+SOFTCAP = ("window+softcap", "window+softcap+ragged")
 QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
 FAST = IN_8BIT + IN_E4M3
@@ -167,14 +168,14 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
     # Windows: a tile walks over few blocks, narrow ones hide less of them. Costs are those of the kernels beside.
     KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1700, last_tile=THIRDS),
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 128, 128, 2, 1350),
+    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1350),
     KernelRow("fwd", 90, 64, 64, WINDOW, 128, 64, 4, 800),
     KernelRow("fwd", 90, 64, 64, RAGGED, 64, 128, 2, 900),  # short sequences
-    KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED, 128, 128, 2, 1750),
+    KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1750),
     KernelRow("fwd", 90, 128, 128, RAGGED, 64, 128, 2, 1300),
     KernelRow("fwd", 90, 128, 128, WINDOW, 128, 64, 4, 1000),
     KernelRow("fwd", 90, 192, 128, WINDOW + RAGGED, 128, 112, 2, 1800),
-    KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED, 128, 80, 2, 1900),
+    KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
     # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
@@ -196,8 +197,10 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, MASK_FAST, 128, 128, 2),
     KernelRow("fwd", 90, 256, 256, MASK_QK8, 128, 64, 2),
     KernelRow("fwd", 90, 256, 256, MASK_FAST, 128, 128, 2),
-    KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + RAGGED + MASK + BIASES + ALL_DROPPED, 64, 128, 4),
-    KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + RAGGED + MASK + BIAS + DROPPED, 64, 128, 2),
+    KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, MASK + BIASES + ALL_DROPPED, 64, 128, 4),
+    KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 2),
+    KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),
     KernelRow("detbwd", 90, 128, 128, BOTH + WINDOW + MASK + DROPPED, 64, 128, 2),
     KernelRow("decode", 90, 64, 64, FULL + BIASES, 64, 64, 4, 300),
@@ -208,11 +211,14 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 128, FULL + MASK + BIASES, 64, 64, 4, 1500),
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
-    KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + RAGGED + MASK + BIASES + ALL_DROPPED, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + RAGGED + MASK + BIASES + ALL_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 64, 64, MASK + BIASES + ALL_DROPPED, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 128, 128, MASK + BIASES + ALL_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + RAGGED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
-    KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
+    KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),
     KernelRow("dbias", 90, 64, 64, BIASES_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 64, 64, BIAS32, 128, 64, 4),
@@ -241,15 +247,15 @@ KERNEL_ROWS = (
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
     KernelRow("fwd", 80, 64, 64, CAUSAL, 128, 64, 1, 889),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 96, 1, 690),
-    KernelRow("fwd", 80, 64, 64, WINDOW + RAGGED + MASK + BIAS32 + DROPPED + MASK_DROPPED, 64, 128, 1, 890),
+    KernelRow("fwd", 80, 64, 64, WINDOW + RAGGED + SOFTCAP + MASK + BIAS32 + DROPPED + MASK_DROPPED, 64, 128, 1, 890),
     KernelRow("fwd", 80, 64, 64, BIAS + BIAS_DROPPED, 64, 64, 1, 500),
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    KernelRow("fwd", 80, 128, 128, BOTH + WINDOW + RAGGED + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, BOTH + WINDOW + RAGGED + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 1670),
+    KernelRow("fwd", 80, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 1670),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),

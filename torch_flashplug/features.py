@@ -65,6 +65,10 @@ FEATURES = (
         arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed", always=True,
     ),
     Feature(
+        "softcap", "softcap", "with a softcap", "softcap={softcap}, these kernels have none; use the math backend",
+        arguments=("softcap",), part="softcap.Softcapped", always=True,
+    ),
+    Feature(
         "ragged", "ragged", "of sequences on end",
         "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
         arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths", always=True,
@@ -118,7 +122,10 @@ COMBINATIONS = (
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
-    Combination(frozenset({"window", "ragged"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)}),
+    *(
+        Combination(frozenset({"window", *beside}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
+        for beside in (("ragged",), ("softcap",), ("softcap", "ragged"))
+    ),
     *(
         Combination(frozenset({*beside, name}), {90: ("fwd",)})
         for name in RECIPES for beside in ((), ("causal",), ("mask",))

@@ -31,6 +31,10 @@ class Scores(NamedTuple):
         """seen: bool, broadcasts to the scores."""
         return self._replace(scores=self.scores.masked_fill(~seen, -math.inf))
 
+    def capped(self, softcap: float) -> Scores:
+        """Bent to be less than a cap; 0: none."""
+        return self._replace(scores=softcap * torch.tanh(self.scores / softcap)) if softcap else self
+
     def softmax(self) -> tuple[Tensor, Tensor]:
         """Probabilities, of a row that sees no key 0, and LSE (B, Hq, Sq)."""
         lse = torch.logsumexp(self.scores, dim=-1)
@@ -65,6 +69,7 @@ class Known(NamedTuple):
     lse: Tensor  # (B, Hq, Sq)
     factors: Tensor | None = None  # of probabilities: dropout's
     grad_lse: Tensor | None = None  # (B, Hq, Sq)
+    softcap: float = 0.0
 
 
 class Gradients(NamedTuple):
@@ -79,7 +84,7 @@ class Gradients(NamedTuple):
 
 def gradients(s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known) -> Gradients:
     """dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO (FlashAttention, arXiv 2205.14135,
-    appendix B); the LSE's gradient adds P dLSE to dS.
+    appendix B); the LSE's gradient adds P dLSE to dS, and a softcap multiplies it by 1 - (score / cap)^2.
     """
     grad_out, kept = known.grad_out.to(s.value.dtype), 1.0 if known.factors is None else known.factors
     probabilities = s.probabilities(known.lse)
@@ -87,6 +92,8 @@ def gradients(s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known
     if known.grad_lse is not None:
         delta = delta - known.grad_lse
     grad_scores = probabilities * ((grad_out @ s.value.transpose(-2, -1)) * kept - delta.unsqueeze(-1))
+    if known.softcap:
+        grad_scores = grad_scores * (1.0 - (s.scores.nan_to_num(neginf=0.0) / known.softcap).square())
     dq = grad_scores @ s.key * s.scale
     dk = _sum_groups(grad_scores.transpose(-2, -1) @ s.query, key)
     dv = _sum_groups((probabilities * kept).transpose(-2, -1) @ grad_out, value)

@@ -2,6 +2,7 @@
 end, with sinks and an LSE that has gradients. Schema, fake, autograd, and their mathematics on any device
 (_attention_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp.
 
+Scores are softcap * tanh(score / softcap) where that is not 0 (Gemma 2, arXiv 2408.00118), ahead of what hides some.
 Query i sees the keys from i + diagonal - left to i + diagonal + right; a bound of -1 is none. The diagonal is Sk - Sq
 to the bottom right, else 0. A sink is a logit of a head that each of its rows' sums has beside those of keys, and that
 brings no value (Xiao et al., arXiv 2309.17453; gpt-oss): it is part of the LSE. With p = exp(sink - LSE) its gradient
@@ -23,7 +24,7 @@ from torch import Tensor
 from . import native, reference
 from .ops import empty_in_layout_of, never_a_frame
 
-_WINDOW = "int left, int right, bool bottom_right, float? scale"
+_WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
@@ -104,6 +105,7 @@ class BackwardArgs(NamedTuple):
     left: int
     right: int
     bottom_right: bool
+    softcap: float  # 0: none
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
 
@@ -180,11 +182,12 @@ def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
     """more: of OnEnd, of Window, and the scale."""
-    lengths, (*bounds, scale) = more[:3], more[3:]
+    lengths, (*bounds, softcap, scale) = more[:3], more[3:]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
     on_end = check_lengths(query, lengths)
-    s = reference.scores_of(query, key, value, scale).where(_seen(query, key, on_end, window))
+    torch._check(0.0 <= softcap < math.inf, lambda: f"softcap is {softcap}; give a cap, or 0 for none")
+    s = reference.scores_of(query, key, value, scale).capped(softcap).where(_seen(query, key, on_end, window))
     probabilities, lse = s.softmax()
     if sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
@@ -197,8 +200,8 @@ def _math_forward(
 @never_a_frame
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
-    s = reference.scores_of(*a.operands, a.scale).where(a.seen)
-    known = reference.Known(a.grad_out, a.out, a.lse, grad_lse=a.grad_lse)
+    s = reference.scores_of(*a.operands, a.scale).capped(a.softcap).where(a.seen)
+    known = reference.Known(a.grad_out, a.out, a.lse, grad_lse=a.grad_lse, softcap=a.softcap)
     found = reference.gradients(s, *a.operands, known)
     return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 

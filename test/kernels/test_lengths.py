@@ -24,7 +24,7 @@ from torch_flashplug.windowed import Window
 
 SEED, HEADS, KV_HEADS, BEHIND = 20261125, 4, 2, 5  # rows and keys behind the last sequence
 OP = torch.ops.torch_flashplug.attention_fwd
-SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features == {"window", "ragged"}]
+SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if {"window", "ragged"} <= spec.features]
 BACKENDS = {90: "fa3", 80: "fa2"}
 # Rows and keys of each: none of either, one, more rows than keys, several tiles, many short ones.
 LENGTHS = {
@@ -51,7 +51,7 @@ class OnEnd:
     lengths: tuple[tuple[int, int], ...]
     window: Window
     tensors: dict[str, Tensor]  # q, k, v, do, sinks, dlse
-    clean: bool = True  # whether what nobody sees are numbers
+    softcap: float = 0.0
 
     def parts(self, side: int) -> list[slice]:
         ends = [0, *accumulate(one[side] for one in self.lengths)]
@@ -72,7 +72,7 @@ def drawn(lengths: str, window: str, dims: tuple[int, int], dtype: str, *, poiso
         name: torch.randn(*size, generator=draw).to(kind).transpose(0, 1).unsqueeze(0) for name, size in sizes.items()
     }
     tensors |= {"sinks": torch.randn(HEADS, generator=draw), "dlse": torch.randn(1, HEADS, T, generator=draw)}
-    call = OnEnd(of, WINDOWS[window], tensors, not poison)
+    call = OnEnd(of, WINDOWS[window], tensors)
     tensors["do"][:, :, T - BEHIND :] = 0.0
     tensors["dlse"][..., T - BEHIND :] = 0.0
     if poison:
@@ -98,7 +98,7 @@ def ours(call: OnEnd, device: str, *, grads: bool = False, backend: str = "fa3",
     cu = [call.starts(side, device) for side in (0, 1)]
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
-        out, lse = OP(*leaves.values(), *cu, None, *call.window, None)
+        out, lse = OP(*leaves.values(), *cu, None, *call.window, call.softcap, None)
         found = {}
         if grads:
             wanted = torch.autograd.grad((out, lse), [*leaves.values()], (given["do"], given["dlse"]))
@@ -119,7 +119,10 @@ def math_of(call: OnEnd, dtype: torch.dtype) -> Found:
             continue
         one = q[:, :, rows], *(x[:, :, keys].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         seen = call.window.seen(one[0].shape[2], one[1].shape[2], torch.device("cpu"))
-        scores = (one[0] @ one[1].mT * q.shape[3] ** -0.5).masked_fill(~seen, -math.inf)
+        scores = one[0] @ one[1].mT * q.shape[3] ** -0.5
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        scores = scores.masked_fill(~seen, -math.inf)
         scores = torch.cat((scores, sinks.view(1, HEADS, 1, 1).expand(*scores.shape[:3], 1)), -1)
         weights, lse[:, :, rows] = scores.softmax(-1)[..., :-1], scores.logsumexp(-1)
         out[:, :, rows] = weights @ one[2]
@@ -166,6 +169,8 @@ def test_every_kernel(kernels_on: str, spec: KernelSpec, only: Callable[[KernelS
     windows = [*WINDOWS]
     for lengths, window in (("mixed", windows[place % 5]), ("odd", windows[(place + 2) % 5])):
         call = drawn(lengths, window, (spec.d, spec.dv), spec.dtype, poison=True)
+        if "softcap" in spec.features:
+            call = replace(call, softcap=2.0)
         found = ours(call, kernels_on, grads=spec.is_backward, backend=BACKENDS[spec.arch])
         check(call, found, f"{spec.name()} {lengths} {window}")
 
@@ -208,7 +213,7 @@ def test_starts_that_do_not_grow_touch_nothing_else(kernels_on: str, starts: lis
     leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
     cu = torch.tensor(starts, dtype=torch.int32, device=kernels_on)
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(*leaves, cu, cu, None, *call.window, None)
+        out, lse = OP(*leaves, cu, cu, None, *call.window, call.softcap, None)
         grads = torch.autograd.grad((out, lse), leaves, (given["do"], given["dlse"]))
     assert out.shape == given["do"].shape and [x.shape for x in grads] == [x.shape for x in leaves]
 
@@ -228,7 +233,7 @@ def test_keys_that_count(kernels_on: str) -> None:
         given[name][:, :, ~counts] = math.nan
     numbers = [call.starts(0, kernels_on), call.starts(1, kernels_on), torch.tensor(used).int().to(kernels_on)]
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(given["q"], given["k"], given["v"], given["sinks"], *numbers, *call.window, None)
+        out, lse = OP(given["q"], given["k"], given["v"], given["sinks"], *numbers, *call.window, call.softcap, None)
     assert_bitwise_equal("out", out.cpu(), right.out)
     assert_bitwise_equal("lse", lse.cpu(), right.lse)
 
@@ -240,6 +245,6 @@ def test_calls_without_sinks_or_gradients_of_the_lse(kernels_on: str) -> None:
     given = {name: x.to(kernels_on) for name, x in call.tensors.items()}
     cu = [call.starts(side, kernels_on) for side in (0, 1)]
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(given["q"], given["k"], given["v"], None, *cu, None, *call.window, None)
+        out, lse = OP(given["q"], given["k"], given["v"], None, *cu, None, *call.window, call.softcap, None)
     assert_bitwise_equal("out", out.cpu(), right.out)
     assert_bitwise_equal("lse", lse.cpu(), right.lse)

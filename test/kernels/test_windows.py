@@ -31,7 +31,8 @@ from torch_flashplug.windowed import Window
 SEED = 20261125
 HEADS = (1, 4, 2)  # B, Hq, Hkv
 OP = torch.ops.torch_flashplug.attention_fwd
-SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features == {"window"}]
+KINDS = ({"window"}, {"window", "softcap"})
+SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features in KINDS]
 FORWARDS = [spec for spec in SPECS if not spec.is_backward]
 BACKWARDS = [spec for spec in SPECS if spec.is_backward]
 BACKENDS = {90: "fa3", 80: "fa2"}
@@ -67,6 +68,7 @@ class Asked:
     window: Window
     sinks: Tensor | None = None  # (Hq,)
     grad_lse: Tensor | None = None  # (B, Hq, Sq)
+    softcap: float = 0.0
 
     @property
     def seen(self) -> Tensor:
@@ -79,6 +81,11 @@ def asked(nth: int, dims: tuple[int, int], dtype: str, *, sinks: bool = True, dl
     case = new_case(f"{window} {seq} {dims}", HEADS, seq, dims, dtype=dtype)
     found = torch.randn(case.Hq, generator=draw) * 2, torch.randn(case.B, case.Hq, case.Sq, generator=draw)
     return Asked(case, window, found[0] if sinks else None, found[1] if dlse else None)
+
+
+def with_cap(spec: KernelSpec, call: Asked) -> Asked:
+    """A low one, where a kernel has one."""
+    return replace(call, softcap=2.0) if "softcap" in spec.features else call
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
         leaves["sinks"] = call.sinks.to(device).requires_grad_(grads)
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
-        out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, None)
+        out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, call.softcap, None)
         if grads:
             of, given = [out, lse], [inputs.grad_out, call.grad_lse]
             if call.grad_lse is None:
@@ -115,6 +122,8 @@ def math_of(call: Asked, dtype: torch.dtype) -> Found:
     group, blind = call.case.Hq // call.case.Hkv, ~call.seen.any(-1)
     k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
     scores = leaves["q"] @ k.mT * call.case.D**-0.5
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     scores = scores.masked_fill(~call.seen, -math.inf)
     if call.sinks is None:
         scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
@@ -168,7 +177,7 @@ def test_every_forward(kernels_on: str, spec: KernelSpec, only: Callable[[Kernel
     """Two windows each, others for each kernel."""
     only(spec)
     for nth in (FORWARDS.index(spec) % 8, 8 + FORWARDS.index(spec) % 7):
-        call = asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0)
+        call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0))
         check(call, ours(call, kernels_on, backend=BACKENDS[spec.arch]))
 
 
@@ -176,7 +185,7 @@ def test_every_forward(kernels_on: str, spec: KernelSpec, only: Callable[[Kernel
 def test_every_backward(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
     only(spec)
     for nth in (BACKWARDS.index(spec) % 8, 8 + BACKWARDS.index(spec) % 7):
-        call = asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0)
+        call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0))
         check(call, ours(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))
 
 
@@ -219,15 +228,23 @@ def test_a_sink_far_above_or_below(kernels_on: str) -> None:
     assert (found.out[:, 2] == 0).all() and found.out.isfinite().all()
 
 
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0, 1e6])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_softcaps(kernels_on: str, d: int, softcap: float) -> None:
+    """Also one that all scores reach, and one that none knows of."""
+    call = replace(asked(4, (d, d), WHOLE[d // 64 % 2]), softcap=softcap)
+    check(call, ours(call, kernels_on, grads=True))
+
+
 def test_blocks_out_of_the_window_are_not_read(kernels_on: str) -> None:
     """NaN there stays there."""
     call = asked(0, (128, 128), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
-        clean, _ = OP(*inputs, None, None, None, None, 40, 0, True, None)
+        clean, _ = OP(*inputs, None, None, None, None, 40, 0, True, 0.0, None)
         for x in (inputs.k, inputs.v):
             x[:, :, :128] = math.nan
-        found, _ = OP(*inputs, None, None, None, None, 40, 0, True, None)
+        found, _ = OP(*inputs, None, None, None, None, 40, 0, True, 0.0, None)
     rows = slice(256, None)  # their own tile's blocks begin behind the first
     assert_bitwise_equal("rows whose window is behind", found[:, :, rows], clean[:, :, rows])
 
@@ -252,9 +269,9 @@ def test_scales(kernels_on: str, scale: float) -> None:
     call = asked(0, (64, 64), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
-        out, lse = OP(*inputs, call.sinks.to(kernels_on), None, None, None, *call.window, scale)
+        out, lse = OP(*inputs, call.sinks.to(kernels_on), None, None, None, *call.window, 0.0, scale)
     exact = torch.ops.torch_flashplug._attention_math_fwd(
-        *(x.cpu().double() for x in inputs), call.sinks.double(), None, None, None, *call.window, scale
+        *(x.cpu().double() for x in inputs), call.sinks.double(), None, None, None, *call.window, 0.0, scale
     )
     assert float((out.cpu().double() - exact[0]).norm() / exact[0].norm()) < 5e-3
     assert float((lse.cpu().double() - exact[1]).abs().max()) < 1e-4

@@ -29,11 +29,15 @@ def operands(Sq: int, Sk: int, *, heads: tuple[int, int] = (4, 2), D: int = 16, 
 
 
 def by_definition(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None, scale: float | None = None,
+    softcap: float = math.inf,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
+    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap < math.inf:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
     beside = torch.full_like(scores[..., :1], -math.inf) if sinks is None else sinks.view(-1, 1, 1)
     scores = torch.cat((scores, beside.expand_as(scores[..., :1])), -1)
     return (scores.softmax(-1).nan_to_num()[..., :-1] @ v).transpose(1, 2), scores.logsumexp(-1)
@@ -79,6 +83,21 @@ def test_what_the_arguments_say(device: str, said: str, seq: tuple[int, int]) ->
     torch.testing.assert_close(lse, of_all, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.3, 5.0])
+def test_softcaps(device: str, softcap: float) -> None:
+    """Of scaled scores, ahead of what hides some; sinks are not capped."""
+    q, k, v = (x.to(device) for x in operands(7, 20))
+    sinks = (drawn(4) * 9).to(device)
+    seen = seen_by("causal_window", 7, 20, device)
+    right, of_all = by_definition(q, k, v, seen, sinks, 2.0, softcap)
+    settings = {"causal": True, "window": (5, 0), "softcap": softcap, "scale": 2.0}
+    out, lse = attention(q, k, v, **settings, sinks=sinks, return_lse=True)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, of_all, rtol=1e-4, atol=1e-5)
+    right, _ = by_definition(q, k, v, seen, None, 2.0, softcap)
+    torch.testing.assert_close(attention(q, k, v, **settings), right, rtol=1e-4, atol=1e-5)
+
+
 def test_layouts_and_dtypes() -> None:
     """As the query's, rows before heads; the LSE is fp32."""
     q, k, v = operands(5, 9, dtype=torch.float16)
@@ -88,8 +107,9 @@ def test_layouts_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize("said", ["window", "causal", "top_left"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_gradients(said: str, with_sinks: bool) -> None:
+def test_gradients(said: str, with_sinks: bool, softcap: float) -> None:
     """Of the output and of the LSE, also where rows see no key."""
     q, k, v = (x.requires_grad_() for x in operands(7, 5, dtype=torch.float64, D=4))
     given = (q, k, v, *([drawn(4, dtype=torch.float64).requires_grad_()] if with_sinks else []))
@@ -97,7 +117,7 @@ def test_gradients(said: str, with_sinks: bool) -> None:
     rows = seen_by(said, 7, 5).any(-1) | with_sinks  # of others the LSE is -inf
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, **arguments, sinks=sinks, return_lse=True)
+        out, lse = attention(q, k, v, **arguments, sinks=sinks, softcap=softcap, return_lse=True)
         return out, lse[:, :, rows]
 
     assert torch.autograd.gradcheck(call, given)
@@ -137,11 +157,11 @@ def test_8_bits_with_windows_and_sinks() -> None:
 def test_opcheck(device: str, sinks: bool) -> None:
     q, k, v = (x.transpose(1, 2).to(device).requires_grad_() for x in operands(9, 12))
     given = drawn(4).to(device).requires_grad_() if sinks else None
-    torch.library.opcheck(FORWARD, (q, k, v, given, None, None, None, 4, 1, True, None))
-    out, lse = FORWARD(q, k, v, given, None, None, None, 4, 1, True, 0.2)
+    torch.library.opcheck(FORWARD, (q, k, v, given, None, None, None, 4, 1, True, 0.0, None))
+    out, lse = FORWARD(q, k, v, given, None, None, None, 4, 1, True, 0.0, 0.2)
     kept = [x.detach() for x in (q, k, v, out, lse)]
     grads = (torch.ones_like(kept[3]), torch.ones_like(kept[4]) if sinks else None)
-    torch.library.opcheck(BACKWARD, (*grads, *kept, None, None, 4, 1, True, 0.2, sinks))
+    torch.library.opcheck(BACKWARD, (*grads, *kept, None, None, 4, 1, True, 0.0, 0.2, sinks))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -273,7 +293,7 @@ def test_opcheck_and_compile_on_end(device: str) -> None:
     q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
     cu = starts([4, 5]).to(device)
     operands = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, None, -1, 0, True, None))
+    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, None, -1, 0, True, 0.0, None))
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
         return attention(q * 1.0, k, v, causal=True, cu_seqlens_q=cu)
@@ -326,6 +346,9 @@ def test_what_attention_refuses() -> None:
         (ValueError, "each -1, None or a number", {"window": (True, 0)}),
         (ValueError, r"sinks are \(3,\); give a real tensor \(Hq,\) = \(4,\)", {"sinks": torch.zeros(3)}),
         (ValueError, "sinks are float", {"sinks": 1.0}),
+        (ValueError, "softcap=-1.0; give a cap", {"softcap": -1.0}),
+        (ValueError, "softcap=None; give a cap", {"softcap": None}),
+        (ValueError, "softcap=inf; give a cap", {"softcap": math.inf}),
         (ValueError, "sinks are", {"sinks": torch.zeros(4, dtype=torch.complex64)}),
     ):
         with pytest.raises(error, match=says):
@@ -338,12 +361,15 @@ def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:
     q, k, v = (x.transpose(1, 2).to(device, torch.bfloat16) for x in operands(5, 9, D=64))
     sinks = torch.zeros(4, device=device)
     for given in (
-        (q, k, v, sinks, None, None, None, -2, 0, True, None), (q, k, v, sinks[:3], None, None, None, 1, 0, True, None),
-        (q[0], k, v, None, None, None, None, 1, 0, True, None),
-        (q, k[:, :, :4], v, None, None, None, None, 1, 0, True, None),
-    ):  # fmt: skip
+        (q, k, v, sinks, None, None, None, -2, 0, True, 0.0),
+        (q, k, v, sinks, None, None, None, 2, 0, True, -1.0),
+        (q, k, v, sinks[:3], None, None, None, 1, 0, True, 0.0),
+        (q[0], k, v, None, None, None, None, 1, 0, True, 0.0),
+        (q, k[:, :, :4], v, None, None, None, None, 1, 0, True, 0.0),
+        (q, k, v, None, starts([5, 5]), None, None, 1, 0, True, 0.0),
+    ):
         with pytest.raises(RuntimeError):
-            FORWARD(*given)
+            FORWARD(*given, None)
 
 
 def test_no_keys_and_no_rows() -> None:

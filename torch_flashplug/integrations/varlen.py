@@ -75,7 +75,7 @@ def _backward(
     if drawn.storage_offset() != 1:
         return _stocks("_varlen_attn_backward")(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *more)
     given = (*_on_end(grad_out), None, *_on_end(query, key, value, out), lse.unsqueeze(0), cu_seq_q, cu_seq_k)
-    *grads, _ = windowed.namespace.attention_bwd(*given, *_window(is_causal, window), scale, False)
+    *grads, _ = windowed.namespace.attention_bwd(*given, *_window(is_causal, window), 0.0, scale, False)
     return tuple(x.transpose(1, 2).squeeze(0) for x in grads)
 
 
@@ -90,7 +90,7 @@ def _window(is_causal: bool, window: list[int] | None) -> windowed.Window:
 
 
 def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -> tuple | None:
-    """seqused_k, the window and the scale, of a call that is ours; None: it is stock's. RuntimeError where our backend
+    """The op's other arguments, of a call that is ours; None: it is stock's. RuntimeError where our backend
     is forced, and has not what the call needs.
     """
     mode = native.effective_mode()
@@ -106,7 +106,7 @@ def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -
         f"head dims {sorted(dims)}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
     }
     if not any(lacks.values()):
-        return seqused_k, *_window(bool(is_causal), window), scale
+        return seqused_k, *_window(bool(is_causal), window), 0.0, scale
     if native.forced_kernels(mode) is None:
         return None
     said, backend = (", ".join(name for name, lacking in lacks.items() if lacking), native.backend_of(mode))

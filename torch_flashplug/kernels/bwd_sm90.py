@@ -28,6 +28,7 @@ from .parts.arguments.backward import BackwardCall, Gradients
 from .parts.arguments.operands import Scales
 from .parts.backward_rows import (
     WARPGROUPS,
+    Bent,
     FinishBackward,
     GivenRows,
     PrepareBackward,
@@ -595,7 +596,8 @@ class BackwardSm90(BackwardCall):
         delta = row_values(my.delta, slot)
         warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
         here.chain.derive(my.dP.values, masked)
-        differentiate(my.S.values, my.dP.values, delta, my.dP.values)
+        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
+        differentiate(my.S.values, my.dP.values, delta, my.dP.values, bent=bent)
         my.dS.take(my.dP.acc)
         here.chain.ahead(here.next_block, masked)
         my.crossing.put(done)
@@ -626,7 +628,8 @@ class BackwardSm90(BackwardCall):
         my.dV.add(slot)
         warpgroup.wait_group(1)  # dP
         here.chain.derive(my.dP.values, masked)
-        differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values)
+        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
+        differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, bent=bent)
         warpgroup.wait_group(0)
         my.dS.take(my.dP.acc)
         here.chain.ahead(here.next_block, masked)

@@ -26,7 +26,7 @@ from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, REGISTER_SPLIT, 
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales
-from .parts.backward_rows import differentiate, exponentiate, load_rows, row_values
+from .parts.backward_rows import Bent, differentiate, exponentiate, load_rows, row_values
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Launch, Pieces
 from .parts.scores.chain import Chain, Form, Place
@@ -100,6 +100,7 @@ class Half:
     values: cute.Tensor  # the same registers, in the order of the scores
     kept: fragments.OperandA | None  # P for dV where not all of it is kept: P crosses with signs that say which
     facts: cute.Tensor  # LSE * log2(e), or delta, of a step's queries: (TILE_M, stage)
+    lse: cute.Tensor  # the former
     dV: sm90.SlotProduct  # += P^T dO: this warpgroup's half of the columns
     dK: sm90.SlotProduct  # += dS^T Q
     store: Callable  # the weights to shared memory
@@ -109,6 +110,11 @@ class Half:
     def ring(self) -> sm90.Ring:
         """Of the steps' operand of whole rows: Q with LSE, or dO with delta."""
         return self.rings.do if self.wg else self.rings.q
+
+    def lse_of(self, done: Int32) -> cute.Tensor:
+        """To either warpgroup."""
+        self.rings.q.wait(done)
+        return row_values(self.lse, self.rings.q.slot(done))
 
     @cute.jit
     def issue_next_scores(self, done: Int32, end: Int32):
@@ -352,7 +358,7 @@ class KeyGradientsSm90:
         def load(values):
             cute.copy(from_smem, from_smem.partition_S(crossing[None, None, P]), from_smem.retile(values))
 
-        return Half(wg, rings, scores, weights, values, kept, facts, dV, dK, store, load)
+        return Half(wg, rings, scores, weights, values, kept, facts, shared.lse, dV, dK, store, load)
 
     @cute.jit
     def consume(
@@ -387,7 +393,7 @@ class KeyGradientsSm90:
                             self.weigh(my, done, here, mine.nth(j), section, scale_log2)
                             here.ahead(mine.next(j, section), section.masked)
                         else:
-                            self.differentiate(my, done)
+                            self.differentiate(my, done, here)
                         my.hand_over(done)
                         my.add_up(done, end)
                         done += 1
@@ -412,7 +418,7 @@ class KeyGradientsSm90:
         my.weights.take(my.scores.acc, here.signed(section.masked))
 
     @cute.jit
-    def differentiate(self, my: Half, done: Int32):
+    def differentiate(self, my: Half, done: Int32, here: Chain):
         """Second warpgroup: dS = P * (dP - delta); the scale comes with dK."""
         delta = row_values(my.facts, my.rings.do.slot(done))
         my.rings.crossing[P].wait(done)
@@ -420,7 +426,8 @@ class KeyGradientsSm90:
         weights, dP = fragments.rows_and_columns(my.values), my.scores.values
         if cutlass.const_expr(my.kept is not None):
             my.kept.keep(my.weights)
-        differentiate(weights, dP, delta, dP, self.element.raised, signed=my.kept is not None)
+        bent = Bent.of(here, lambda: my.lse_of(done))
+        differentiate(weights, dP, delta, dP, self.element.raised, my.kept is not None, bent)
         my.weights.take(my.scores.acc)
 
     @cute.jit

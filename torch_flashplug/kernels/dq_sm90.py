@@ -20,7 +20,7 @@ from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WAR
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales
-from .parts.backward_rows import Rows, by_query, differentiate, exponentiate, rows_of_thread
+from .parts.backward_rows import Bent, Rows, by_query, differentiate, exponentiate, rows_of_thread
 from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place
@@ -294,7 +294,7 @@ class QueryGradientSm90:
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)
         here.derive(my.dP.values, masked)
-        differentiate(S, dP, two.delta, S)
+        differentiate(S, dP, two.delta, S, bent=Bent.of(here, lambda: two.lse_log2))
         my.dS.take(my.S.acc)
 
     @cute.jit

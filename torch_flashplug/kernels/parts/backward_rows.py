@@ -5,6 +5,7 @@ Both work on blocks of TILE_M query rows of one head, as the main kernel steps o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -17,7 +18,7 @@ from ...spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
 from . import fragments, sm90
 from .element import Element
 from .pieces import Pieces, Tile
-from .scores.chain import Kept
+from .scores.chain import Chain, Kept
 from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
 from .walk import Sizes
 
@@ -250,17 +251,34 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
             scores[key, query] = cute.math.exp2(score, fastmath=True)
 
 
+@dataclass(frozen=True)
+class Bent:
+    """What undoes it in gradients."""
+
+    slope: Callable  # Chain.slope
+    lse_log2: cute.Tensor | tuple[Float32, ...]  # of each query
+
+    @classmethod
+    def of(cls, chain: Chain, lse_log2: Callable) -> Bent | None:
+        """lse_log2: gives it, where it is asked for."""
+        slope = chain.slope()
+        return None if slope is None else cls(slope, lse_log2())
+
+
 @cute.jit
 def differentiate(
     P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
-    signed: cutlass.Constexpr[bool] = False,
+    signed: cutlass.Constexpr[bool] = False, bent: Bent | None = None,
 ):  # fmt: skip
     """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
     dK. raised: P is larger by that power of two. signed: P that was not kept is negative (Chain.signed), its dP is 0.
+    bent: of scores that a stage has bent.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
             weight = P[key, query].to(Float32) * 2.0**-raised
+            if cutlass.const_expr(bent is not None):
+                weight = weight * bent.slope(weight, bent.lse_log2[query])
             if cutlass.const_expr(signed):
                 kept = cute.arch.fmax(weight, Float32(0.0))
                 dS[key, query] = kept * dP[key, query] - abs(weight) * delta[query]

@@ -53,6 +53,7 @@ class Gradients:
     drawn: Drawn | None
     limits: Limits | None
     dlse: cute.Tensor | None  # (B, Hq, Sq), or of no rows
+    softcap: Float32 | None
     lengths: Lengths | None
 
 
@@ -102,6 +103,7 @@ class BackwardCall(KernelCall):
         right: Int32 | None,
         bottom_right: Int32 | None,
         dlse: cute.Tensor | None,
+        softcap: Float32 | None,
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,
@@ -112,4 +114,4 @@ class BackwardCall(KernelCall):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, bottom_right), dlse)
         lengths = Lengths.of(cu_q, cu_k, used_k, lists)
-        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given, lengths), stream)
+        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given, softcap, lengths), stream)

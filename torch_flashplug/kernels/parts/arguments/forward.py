@@ -41,6 +41,7 @@ class Call:
     scratch8: cute.Tensor | None
     limits: Limits | None
     sinks: cute.Tensor | None
+    softcap: Float32 | None
     lengths: Lengths | None
 
 
@@ -74,6 +75,7 @@ class ForwardCall(KernelCall):
         right: Int32 | None,
         bottom_right: Int32 | None,
         sinks: cute.Tensor | None,
+        softcap: Float32 | None,
         cu_q: cute.Tensor | None,
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,
@@ -83,4 +85,4 @@ class ForwardCall(KernelCall):
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, bottom_right), sinks)
         lengths = Lengths.of(cu_q, cu_k, used_k, lists)
-        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given, lengths), stream)
+        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given, softcap, lengths), stream)

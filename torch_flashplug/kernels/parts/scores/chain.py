@@ -19,6 +19,7 @@ argument and names no stage. It asks, in this order:
     here.hides(masked)              whether scores may be -inf now
     here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
     here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
+    here.slope()                    backward: None, or (P, LSE * log2 e) -> what dS of a score is multiplied with
     here.extra_logit()              forward, behind the last block: None, or what a row's sum has beside its keys
     here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
     here.ahead(block, masked)       once a step, behind make_ready: what the next block needs is on its way
@@ -150,6 +151,10 @@ class Stage:
         """Whether P of a score goes to the next product; asked of stages that have a kept_share."""
         raise NotImplementedError
 
+    def slope(self) -> Callable | None:
+        """Of stages that bend scores, everywhere."""
+        return None
+
     def extra_logit(self) -> Float32 | None:
         """In natural units."""
         return None
@@ -251,6 +256,11 @@ class Chain:
             return chosen
 
         return choose
+
+    def slope(self) -> Callable | None:
+        found = [slope for stage in self.stages if (slope := stage.slope()) is not None]
+        assert len(found) < 2, "two stages bend scores: multiply their slopes here"
+        return found[0] if found else None
 
     def extra_logit(self) -> Float32 | None:
         found = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
