@@ -1,4 +1,5 @@
-"""Masked attention of grouped heads for Hugging Face transformers, without copies of K and V; and a cache in INT8.
+"""For Hugging Face transformers: masked attention of grouped heads, without copies of K and V; a cache in INT8; and
+flash attention, with what "sdpa" has no words for.
 
 Where a call has a mask transformers repeats K and V for every query head (new versions pack the heads of one query
 instead): a cache is read once, then written and read G times. F.scaled_dot_product_attention takes grouped heads as
@@ -7,20 +8,28 @@ they are.
     torch_flashplug.integrations.transformers.register()
     model.set_attn_implementation("sdpa_grouped")  # or from_pretrained(..., attn_implementation="sdpa_grouped")
     model.generate(..., past_key_values=Int8Cache(model.config))
+
+    torch_flashplug.integrations.transformers.install()
+    model.set_attn_implementation("flashplug")  # lengths, windows, softcaps, sinks; gpt-oss: "fplug"
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
+from .. import flash_attn
 from .int8_cache import Int8Cache
 
-__all__ = ["Int8Cache", "attend", "register", "unregister"]
+__all__ = ["Int8Cache", "attend", "install", "register", "uninstall", "unregister"]
 
 NAME = "sdpa_grouped"  # of attn_implementation; names with "flash" in them go elsewhere
 DEVICES = {"cuda"}  # elsewhere transformers' own way is the best
@@ -67,3 +76,47 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mor
     grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
     taken = mask is not None and mask.dtype == torch.bool and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
     return grouped and taken and query.device.type in DEVICES and all(more.get(name) is None for name in _PLAIN)
+
+
+# ---- what "sdpa" has no words for: lengths, windows, softcaps, sinks ----
+
+# Of attn_implementation. Names with "flash" in them are flash_attn's functions to transformers: it then goes by lists
+# of such names that some models have (gpt-oss), and gives them one of those instead. The other name is for these.
+FLASH, OTHER = "flashplug", "fplug"
+
+
+def install() -> None:
+    """Makes attn_implementation="flashplug" known, and "fplug" for models that list which flash implementations they
+    take: transformers' flash attention (padding taken out, packed sequences, windows, softcaps, sinks) on flash_attn's
+    functions of ours (flash_attn.py). Undone by uninstall().
+    """
+    for name in (FLASH, OTHER):
+        AttentionInterface.register(name, flash_attention_forward)
+        AttentionMaskInterface.register(name, flash_attention_mask)
+    if not hasattr(flash_utils._lazy_imports, "flashplug_wraps"):
+        flash_utils._lazy_imports = _loading_ours(flash_utils._lazy_imports)
+
+
+def uninstall() -> None:
+    """As before. Models that still have such a name raise transformers' own error: give them "sdpa" first."""
+    for name in (FLASH, OTHER):
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+    flash_utils._lazy_imports = getattr(flash_utils._lazy_imports, "flashplug_wraps", flash_utils._lazy_imports)
+    if flash_utils._loaded_implementation in (FLASH, OTHER):  # its functions are kept until another one is asked for
+        flash_utils._loaded_implementation = None
+
+
+def _loading_ours(theirs: Callable) -> Callable:
+    """What loads the functions of an implementation by its name. transformers passes an argument by what the signature
+    of the one for lengths has.
+    """
+
+    def lazy_imports(implementation: str | None, *more: object, **settings: object) -> tuple:
+        if implementation not in (FLASH, OTHER):
+            return theirs(implementation, *more, **settings)
+        ours = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, None)
+        return *ours, flash_utils._pad_input, flash_utils._unpad_input
+
+    lazy_imports.flashplug_wraps = theirs
+    return lazy_imports

@@ -1,0 +1,175 @@
+"""The functions of flash_attn by their names, and transformers on them: unmodified models whose attention "sdpa" has no
+words for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import CUDA
+from torch import Tensor
+
+from torch_flashplug import attention
+from torch_flashplug.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+
+def drawn(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def operands(Sq: int = 7, Sk: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    return drawn(2, Sq, 4, 16), drawn(2, Sk, 2, 16, seed=1), drawn(2, Sk, 2, 16, seed=2)
+
+
+def test_the_functions_are_attention() -> None:
+    q, k, v = operands()
+    sinks = drawn(4)
+    out, lse = flash_attn_func(q, k, v, causal=True, window_size=(3, 3), softcap=2.0, s_aux=sinks, softmax_scale=0.5,
+                               deterministic=True, return_attn_probs=True)  # fmt: skip
+    right = attention(q, k, v, causal=True, window=(3, 0), softcap=2.0, sinks=sinks, scale=0.5, return_lse=True)
+    assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
+    cu_q, cu_k = (torch.tensor([0, a, b], dtype=torch.int32) for a, b in ((4, 7), (2, 9)))
+    out = flash_attn_varlen_func(q[0], k[0], v[0], cu_q, cu_k, 4, 7, causal=True)
+    assert torch.equal(out, attention(q[0], k[0], v[0], causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
+
+
+@pytest.mark.parametrize("lengths", [5, torch.tensor([5, 0], dtype=torch.int32)], ids=str)
+def test_a_cache_is_appended_to(lengths: int | Tensor) -> None:
+    q, k, v = operands(2, 2)
+    caches = drawn(2, 12, 2, 16, seed=3), drawn(2, 12, 2, 16, seed=4)
+    before = [cache.clone() for cache in caches]
+    out, lse = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
+    for i, n in enumerate((5, 5) if isinstance(lengths, int) else lengths.tolist()):
+        for cache, old, new in zip(caches, before, (k, v), strict=True):
+            assert torch.equal(cache[i, n : n + 2], new[i])
+            assert torch.equal(cache[i, :n], old[i, :n]) and torch.equal(cache[i, n + 2 :], old[i, n + 2 :])
+        one = [x[i : i + 1, : n + 2] for x in caches]
+        right = attention(q[i : i + 1], *one, causal=True, return_lse=True)
+        torch.testing.assert_close(out[i : i + 1], right[0])
+        torch.testing.assert_close(lse[i : i + 1], right[1])
+
+
+def test_what_they_refuse() -> None:
+    q, k, v = operands()
+    for error, says, call in (
+        (NotImplementedError, "dropout_p is not built", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
+        (NotImplementedError, "alibi_slopes is not built", lambda: flash_attn_func(q, k, v, alibi_slopes=drawn(4))),
+        (NotImplementedError, "attention_chunk is not", lambda: flash_attn_func(q, k, v, attention_chunk=4)),
+        (NotImplementedError, "block_table is", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
+        (TypeError, "no argument is named 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
+        (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
+        (ValueError, "give v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+    flash_attn_func(q, k, v, dropout_p=0.0, num_splits=3, pack_gqa=True, attention_chunk=0, alibi_slopes=None)
+
+
+# ---- transformers ----
+
+transformers = pytest.importorskip("transformers")
+
+from torch_flashplug.integrations import transformers as integration  # noqa: E402
+
+SIZES = {
+    **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "head_dim": 16},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 4},
+    "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "Gemma3": {"sliding_window": 4},
+    "GptOss": {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    integration.install()
+    yield request.param
+    integration.uninstall()
+
+
+def pair(family: str, device: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The same weights, on ours and eager."""
+    config_of = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    kind, made = getattr(transformers, f"{family}ForCausalLM"), []
+    for implementation in (integration.OTHER if family == "GptOss" else integration.FLASH, "eager"):
+        torch.manual_seed(5)
+        config = config_of(**SIZES, **FAMILIES[family], attn_implementation=implementation)
+        made.append(kind(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).train(False))
+    made[1].load_state_dict(made[0].state_dict())
+    if family == "GptOss":
+        for model in made:
+            for layer in model.model.layers:
+                torch.nn.init.normal_(layer.self_attn.sinks, generator=torch.Generator(device).manual_seed(1))
+    return tuple(made)
+
+
+def tokens(device: str, rows: int = 2, length: int = 13) -> Tensor:
+    return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def close(got: Tensor, right: Tensor) -> None:
+    near = 1e-5 if got.device.type == "cpu" else 2e-2  # fp32, bf16
+    assert float((got.float() - right.float()).norm() / right.float().norm()) < near
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_right_against_eager(device: str, family: str) -> None:
+    """Whole, padded on the left, and trained."""
+    ours, eager = pair(family, device)
+    mask = torch.ones(2, 13, dtype=torch.long, device=device)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        close(ours(tokens(device)).logits, eager(tokens(device)).logits)
+        out, right = (model(tokens(device), attention_mask=mask).logits for model in (ours, eager))
+        close(out[0], right[0])
+        close(out[1, 5:], right[1, 5:])
+    losses = [model(tokens(device), labels=tokens(device)).loss for model in (ours, eager)]
+    for loss in losses:
+        loss.backward()
+    named = dict(eager.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if "self_attn" in name:
+            assert parameter.grad is not None, name
+            close(parameter.grad, named[name].grad)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generated_tokens_are_eagers(device: str, family: str) -> None:
+    ours, eager = pair(family, device)
+    settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    mask = torch.ones(2, 13, dtype=torch.long, device=device)
+    mask[1, :5] = 0
+    found, right = (model.generate(tokens(device), attention_mask=mask, **settings) for model in (ours, eager))
+    assert device != "cpu" or torch.equal(found, right)
+
+
+def test_packed_sequences_do_not_see_each_other(device: str) -> None:
+    ours, eager = pair("Mistral", device)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    rows = tokens(device, 1, 13)[0].tolist()
+    batch = collate([{"input_ids": rows[:5]}, {"input_ids": rows[5:]}])
+    batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items() if name != "labels"}
+    with torch.no_grad():
+        packed = ours(**batch, use_cache=False).logits[0]
+        for part in (slice(0, 5), slice(5, 13)):
+            close(packed[part], eager(tokens(device, 1, 13)[:, part]).logits[0])
+
+
+def test_uninstall_leaves_no_trace() -> None:
+    from transformers import AttentionInterface
+    from transformers import modeling_flash_attention_utils as utils
+
+    before = utils._lazy_imports
+    integration.install()
+    integration.install()
+    assert utils._lazy_imports is not before and integration.FLASH in AttentionInterface._global_mapping
+    integration.uninstall()
+    integration.uninstall()
+    assert utils._lazy_imports is before and integration.FLASH not in AttentionInterface._global_mapping

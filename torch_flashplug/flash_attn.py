@@ -1,0 +1,127 @@
+"""The functions of the flash_attn package by their names and arguments (those of FlashAttention-3), for programs that
+call it: `from torch_flashplug.flash_attn import flash_attn_func`. They are attention() with other words. Versions of
+flash_attn differ in the order of arguments, so that all that is no tensor has to be named.
+
+What these kernels do not have raises NotImplementedError and says what to do; what only tunes FlashAttention's own
+kernels (pack_gqa, sm_margin, num_splits, deterministic) has no effect: gradients are in order where
+torch.use_deterministic_algorithms is on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import attention
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_func(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) and, with return_attn_probs, the
+    LSE (B, Hq, Sq), fp32, natural. causal is to the bottom right; window_size (left, right) in keys, -1: no bound;
+    s_aux: sinks (Hq,). more: _refuse().
+    """
+    _refuse(more | {"dropout_p": dropout_p})
+    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    return attention(q, k, v, **settings, return_lse=return_attn_probs)
+
+
+def flash_attn_varlen_func(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **more: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same of sequences of different lengths on end: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), cu_seqlens
+    (sequences + 1,) int32; returns (T, Hq, Dv) and the LSE (Hq, T). seqused_k (sequences,) int32: how many keys of each
+    count. max_seqlen_q and max_seqlen_k are not needed.
+    """
+    _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
+    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
+
+
+def flash_attn_with_kvcache(  # noqa: PLR0913
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    **more: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B, Sq, Hq, D) on caches (B, S, Hkv, D) and (B, S, Hkv, Dv), of whose rows the first cache_seqlens (B,) int32,
+    or a number, count. k (B, Snew, Hkv, D) and v: written into the caches behind those, in place, and counted. Returns
+    (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
+    """
+    _refuse(more | {"dropout_p": dropout_p})
+    B, S = k_cache.shape[:2]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k is not None:
+        if v is None or cache_seqlens is None:
+            raise ValueError("flash_attn_with_kvcache: k is given; give v and cache_seqlens, behind which they go")
+        rows = cache_seqlens.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
+        batches = torch.arange(B, device=q.device).unsqueeze(1)
+        k_cache[batches, rows], v_cache[batches, rows] = k, v
+        cache_seqlens = cache_seqlens + k.shape[1]
+    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    with torch.no_grad():
+        return attention(q, k_cache, v_cache, **settings, seqused_k=cache_seqlens, return_lse=return_softmax_lse)
+
+
+_NO_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"}
+_OFF = (None, 0, False)
+
+
+def _refuse(more: dict[str, object]) -> None:
+    """TypeError for what flash_attn's functions do not have either, NotImplementedError for what these do not do."""
+    known = {"dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"}
+    known |= {"block_table", "page_table", "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin"}
+    known |= {"rotary_interleaved", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"}
+    for name, value in more.items():
+        if name not in known | _NO_EFFECT:
+            raise TypeError(f"no argument is named {name!r}")
+        if name in known - {"rotary_interleaved", "max_seqlen_q"} and not any(value is off for off in _OFF):
+            if not isinstance(value, Tensor) and value == 0:
+                continue
+            raise NotImplementedError(f"{name} is not built; leave it out, or call the flash_attn package")
