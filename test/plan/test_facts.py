@@ -316,11 +316,21 @@ ONE_FACT = {
     "broadcast_q": (_MIXED, 1),
     "dropout_p": (_LONG, 2),
 }
+# Of calls that auto does not take, forced.
+_WINDOW = {"window": 1, "left": 128, "right": 0, "bottom_right": 1}
+_IN_A_WINDOW = call((1, 8, 8), (4096, 4096), (128, 128), **_WINDOW)
+ONE_FACT_OF_FORCED = {
+    **{bound: (_IN_A_WINDOW, 8192) for bound in ("left", "right")},
+    "bottom_right": (call((1, 8, 8), (128, 8192), (128, 128), **_WINDOW | {"left": 8192}), -1),
+    "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
+}
+FA3 = BACKENDS.index("fa3")
 
 
 def test_no_fact_is_left_out() -> None:
-    """But for broadcast keys and values, which no rule asks for."""
-    assert set(native.problem_facts()) - set(ONE_FACT) == {"broadcast_k", "broadcast_v"}
+    """But for broadcast keys and values, which no rule asks for, and a cap, which kernels alone do."""
+    known = set(ONE_FACT) | set(ONE_FACT_OF_FORCED)
+    assert set(native.problem_facts()) - known == {"broadcast_k", "broadcast_v", "softcap"}
 
 
 @pytest.mark.parametrize("fact", native.problem_facts())
@@ -332,15 +342,16 @@ def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
     assert not native.is_remembered(plain | {fact: 0 if plain[fact] else 1}, DEVICES["h100"])
 
 
-@pytest.mark.parametrize("field", ONE_FACT)
+@pytest.mark.parametrize("field", [*ONE_FACT, *ONE_FACT_OF_FORCED])
 def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
-    plain, step = ONE_FACT[field]
-    plain = {**native.problem_facts(), **plain}
+    plain, step = (ONE_FACT | ONE_FACT_OF_FORCED)[field]
+    plain, mode = {**native.problem_facts(), **plain}, FA3 if field in ONE_FACT_OF_FORCED else 0
     other = plain | {field: int(plain[field]) + step}
-    made = [native.plan_text(problem, DEVICES["h100"]) for problem in (plain, other)]
+    made = [native.plan_text(problem, DEVICES["h100"], mode) for problem in (plain, other)]
     assert made[0] != made[1]
-    assert [native.plan_text(problem, DEVICES["h100"], remembered=True) for problem in (plain, other) * 2] == made * 2
+    found = [native.plan_text(problem, DEVICES["h100"], mode, remembered=True) for problem in (plain, other) * 2]
+    assert found == made * 2
 
 
 MEMBER_TYPES = {

@@ -211,128 +211,6 @@ def test_batched_gradients(with_sinks: bool) -> None:
             torch.testing.assert_close(got[i], exact)
 
 
-# ---- sequences on end ----
-
-LENGTHS = {
-    "some": ([5, 0, 3, 9], [7, 4, 0, 2]),
-    "one": ([6], [6]),
-    "none": ([0, 0], [0, 0]),
-    "short": ([1] * 9, [2] * 9),
-}
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def by_sequence(
-    tensors: tuple[Tensor, ...], rows: list[int], keys: list[int], **arguments: object
-) -> tuple[Tensor, Tensor]:
-    """Each by itself."""
-    q, k, v = (x.split(sizes) for x, sizes in zip(tensors, (rows, keys, keys), strict=True))
-    found = [attention(*(x.unsqueeze(0) for x in one), **arguments, return_lse=True) for one in zip(q, k, v)]
-    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("said", ["none", "causal", "top_left", "window"])
-def test_sequences_on_end(device: str, lengths: str, said: str) -> None:
-    """As each of them by itself, gradients too; what is behind the last one is zeros."""
-    (rows, keys), sinks = LENGTHS[lengths], drawn(4).to(device)
-    total = [drawn(sum(size) + 3, of, 16, seed=i).to(device) for i, (size, of) in
-             enumerate(((rows, 4), (keys, 2), (keys, 2)))]  # fmt: skip
-    arguments = {**SAID[said][0], "sinks": sinks.requires_grad_()}
-    cu = {"cu_seqlens_q": starts(rows).to(device), "cu_seqlens_k": starts(keys).to(device)}
-    given, alone = ([x.clone().requires_grad_() for x in total] for _ in range(2))
-    out, lse = attention(*given, **arguments, **cu, return_lse=True)
-    assert out.shape == (sum(rows) + 3, 4, 16) and lse.shape == (4, sum(rows) + 3) and out.is_contiguous()
-    assert (out[sum(rows) :] == 0).all()
-    right, of_each = by_sequence(tuple(x[:-3] for x in alone), rows, keys, **arguments)
-    torch.testing.assert_close(out[: sum(rows)], right, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse[:, : sum(rows)], of_each, rtol=1e-4, atol=1e-5)
-    ones, some = torch.ones_like(out[: sum(rows)]), drawn(*of_each.shape).to(device)
-    leaves = (*given, sinks), (*alone, sinks)
-    if not sum(rows):
-        return
-    found = torch.autograd.grad((out[: sum(rows)], lse[:, : sum(rows)]), leaves[0], (ones, some))
-    exact = torch.autograd.grad((right, of_each), leaves[1], (ones, some))
-    for got, one in zip(found, exact, strict=True):
-        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
-
-
-def test_self_attention_on_end_needs_one_array() -> None:
-    q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
-    cu = starts([4, 5])
-    one = attention(q, k, v, causal=True, cu_seqlens_q=cu, max_seqlen_q=5, max_seqlen_k=5)
-    torch.testing.assert_close(one, attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu))
-
-
-def test_keys_that_count(device: str) -> None:
-    """Of sequences on end, and of batches."""
-    q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(12, 2, 16, seed=1), drawn(12, 2, 16, seed=2)))
-    cu_q, cu_k, used = starts([4, 5]), starts([5, 7]), torch.tensor([3, 6], dtype=torch.int32)
-    out, lse = attention(q, k, v, causal=True, cu_seqlens_q=cu_q.to(device), cu_seqlens_k=cu_k.to(device),
-                         seqused_k=used.to(device), return_lse=True)  # fmt: skip
-    kept = [0, 1, 2, *range(5, 11)]
-    right, of_keys = by_sequence((q, k[kept], v[kept]), [4, 5], [3, 6], causal=True)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, of_keys, rtol=1e-4, atol=1e-5)
-    q, k, v = (x.to(device) for x in operands(3, 8))
-    out, lse = attention(q, k, v, window=(4, 0), sinks=torch.zeros(4), seqused_k=used.to(device), return_lse=True)
-    assert out.shape == (2, 3, 4, 16) and lse.shape == (2, 4, 3)
-    for i, n in enumerate((3, 6)):
-        one = attention(q[i : i + 1], k[i : i + 1, :n], v[i : i + 1, :n], window=(4, 0), sinks=torch.zeros(4),
-                        return_lse=True)  # fmt: skip
-        torch.testing.assert_close(out[i : i + 1], one[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lse[i : i + 1], one[1], rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match="with seqused_k has no gradient"):
-        attention(q.requires_grad_(), k, v, seqused_k=used.to(device)).sum().backward()
-
-
-def test_opcheck_and_compile_on_end(device: str) -> None:
-    q, k, v = (x.to(device) for x in (drawn(9, 4, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
-    cu = starts([4, 5]).to(device)
-    operands = [x.transpose(0, 1).unsqueeze(0).requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(FORWARD, (*operands, None, cu, cu, None, -1, 0, True, 0.0, None))
-
-    def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
-        return attention(q * 1.0, k, v, causal=True, cu_seqlens_q=cu)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for lengths in ([4, 5], [9, 0], [1, 8]):
-        cu = starts(lengths).to(device)
-        torch.testing.assert_close(compiled(q, k, v, cu), call(q, k, v, cu))
-
-
-def test_vmap_on_end() -> None:
-    q, k, v = (torch.stack([x, 2 * x]) for x in (drawn(9, 2, 16), drawn(9, 2, 16, seed=1), drawn(9, 2, 16, seed=2)))
-    cu = torch.stack([starts([4, 5]), starts([1, 8])])
-    found = torch.func.vmap(lambda q, k, v, cu: attention(q, k, v, causal=True, cu_seqlens_q=cu))(q, k, v, cu)
-    for i in range(2):
-        torch.testing.assert_close(found[i], attention(q[i], k[i], v[i], causal=True, cu_seqlens_q=cu[i]))
-
-
-def test_what_is_refused_on_end() -> None:
-    q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
-    cu = starts([4, 5])
-    for error, says, given, arguments in (
-        (ValueError, r"cu_seqlens_q is torch.int64 \(3,\) on cpu; give int32", (q, k, v), {"cu_seqlens_q": cu.long()}),
-        (ValueError, "cu_seqlens_q is NoneType", (q, k, v), {"cu_seqlens_k": cu}),
-        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu, "cu_seqlens_k": cu[:2]}),
-        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu[:0]}),
-        (ValueError, "of as many sequences", (q, k, v), {"cu_seqlens_q": cu, "seqused_k": cu}),
-        (ValueError, "seqused_k is list", (q, k, v), {"cu_seqlens_q": cu, "seqused_k": [1, 2]}),
-        (ValueError, r"give \(batch,\) = \(1,\)", (q[None], k[None], v[None]), {"seqused_k": cu}),
-        (ValueError, "on meta; give int32", (q, k, v), {"cu_seqlens_q": cu.to("meta")}),
-        (TypeError, "q is 4-D; beside cu_seqlens", (q[None], k, v), {"cu_seqlens_q": cu}),
-        (ValueError, "do not fit", (q, k[:5], v), {"cu_seqlens_q": cu}),
-        (ValueError, "beside lengths are not built", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
-        (ValueError, r"sinks are \(3,\)", (q, k, v), {"cu_seqlens_q": cu, "sinks": torch.zeros(3)}),
-    ):
-        with pytest.raises(error, match=says):
-            attention(*given, **arguments)
-
-
 # ---- what is refused ----
 
 
@@ -366,7 +244,7 @@ def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:
         (q, k, v, sinks[:3], None, None, None, 1, 0, True, 0.0),
         (q[0], k, v, None, None, None, None, 1, 0, True, 0.0),
         (q, k[:, :, :4], v, None, None, None, None, 1, 0, True, 0.0),
-        (q, k, v, None, starts([5, 5]), None, None, 1, 0, True, 0.0),
+        (q, k, v, None, torch.tensor([0, 5, 5], dtype=torch.int32), None, None, 1, 0, True, 0.0),
     ):
         with pytest.raises(RuntimeError):
             FORWARD(*given, None)
