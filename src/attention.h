@@ -91,7 +91,10 @@ void register_own_ops(torch::stable::detail::StableLibrary* library);
 // To a kernel that takes them. lse: whose address a tensor without elements has. The result has to live until the
 // kernel is launched.
 Owned give_sinks(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
-Owned give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments);
+struct Lengths {
+  Owned lists, used_k;
+};
+Lengths give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments);
 Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
 
 // The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).

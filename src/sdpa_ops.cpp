@@ -112,7 +112,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.integer("rotated", call.rotated);
   }
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
-  const Owned lists = give_lengths(call, p, query, &arguments);
+  const Lengths lengths = give_lengths(call, p, query, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);

@@ -23,20 +23,21 @@ Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const P
   return given;
 }
 
-// Lists of tiles, as many as a kernel may want: room for blocks of the least size, one more for each sequence, and one
-// for what is none's; a sector each, and one for its number (kernels/parts/lengths.py).
-Owned give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments) {
+// Lists of tiles, as many as a kernel may want: room for blocks of the least size, one more for each sequence, and for
+// what is none's on either side; a sector each, and one for its number (kernels/parts/lengths.py).
+Lengths give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments) {
   if (!arguments->takes("lists")) return {};
   constexpr int64_t most_lists = 3, sector = 8, least = 64, one = 1;
-  const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 1, words = most_lists * sector * (room + 1);
-  Owned lists = empty_strided(1, &words, &one, aoti_torch_dtype_int32(), query.device_type, query.device_index);
+  const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 2, words = most_lists * sector * (room + 1);
+  Lengths given;
+  given.lists = empty_strided(1, &words, &one, aoti_torch_dtype_int32(), query.device_type, query.device_index);
   arguments->tensor("cu_q", call.cu_q);
   arguments->tensor("cu_k", call.cu_k);
   constexpr int64_t none = 0;
-  const Owned used = is_there(call.used_k) ? Owned::share(call.used_k) : view(call.cu_k, 1, &none, &one);
-  arguments->tensor("used_k", used.get());
-  arguments->tensor("lists", lists.get(), true);
-  return lists;
+  given.used_k = is_there(call.used_k) ? Owned::share(call.used_k) : view(call.cu_k, 1, &none, &one);
+  arguments->tensor("used_k", given.used_k.get());
+  arguments->tensor("lists", given.lists.get(), true);
+  return given;
 }
 
 }  // namespace flashplug

@@ -4,8 +4,6 @@ where they are long or differentiated; what is left of a window of few rows is a
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +13,7 @@ from .cached import FORMATS, IN_WORDS, dequantised
 from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from .windowed import Window
 
+_LARGEST = torch.finfo(torch.float32).max
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
@@ -69,12 +68,13 @@ def attention(  # noqa: PLR0913
     Raises ValueError or TypeError for what it does not take.
     """
     seen = _window(causal, window)
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
     softcap = float(softcap)
     if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)):
-        if k_scale is not None or v_scale is not None:
-            raise ValueError("attention: k_scale, v_scale beside lengths are not built; give k and v in 16 bits")
+        in_8_bits = any(isinstance(x, Tensor) and x.dtype in FORMATS for x in (q, k, v))
+        if in_8_bits or k_scale is not None or v_scale is not None:
+            raise ValueError("attention: k and v in 8 bits beside lengths are not built; give them in 16 bits")
         given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
         on_end = cu_seqlens_q is not None or cu_seqlens_k is not None
         out, lse = (_on_end if on_end else _some_of_each)((q, k, v), sinks, given, (*seen, softcap, scale))
@@ -91,20 +91,22 @@ def attention(  # noqa: PLR0913
     key, value = key[:, :, keys], value[:, :, keys]
     more = sinks is not None or return_lse or softcap != 0.0
     if eight and more:
-        key, value = (dequantised(x, s, torch.bfloat16) for x, s in zip((key, value), scales, strict=True))
-        query, eight = query.to(torch.bfloat16), False
+        dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype  # fp16 has no room for what scales make of them
+        key, value = (dequantised(x, s, dtype) for x, s in zip((key, value), scales, strict=True))
+        query, eight = query.to(dtype), False
     if eight:
         mask = _as_mask(seen, query, key)
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
     elif more or _is_for_kernels(seen, query, key, value):
-        given = (query, key, value, sinks, None, None, None)
+        given = (*_autocast(query, key, value), sinks, None, None, None)
         out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
         settings = {"is_causal": top_left, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
         out = F.scaled_dot_product_attention(query, key, value, mask, **settings)
-    out = out.transpose(1, 2).to(q.dtype)
+    out = out.transpose(1, 2)
+    out = out.to(q.dtype) if scales else out
     return (out, lse) if return_lse else out
 
 
@@ -154,7 +156,8 @@ def _on_end(
     if cu_q.shape != cu_k.shape or not cu_q.shape[0] or (used_k is not None and used_k.shape[0] + 1 != cu_q.shape[0]):
         shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
-    batch = [x.unsqueeze(0) for x in operands]
+    _check_same(*operands)
+    batch = [x.unsqueeze(0) for x in _autocast(*operands)]
     _check_operands(*batch)
     lengths = (None if x is None else x.contiguous() for x in given)
     batch = [x.transpose(1, 2) for x in batch]
@@ -171,9 +174,23 @@ def _some_of_each(
     _check_numbers("seqused_k", given[2], "batch", q.device)
     if given[2].shape[0] != q.shape[0]:
         raise ValueError(f"attention: seqused_k is {tuple(given[2].shape)}; give (batch,) = ({q.shape[0]},)")
-    starts = [torch.arange(x.shape[0] + 1, dtype=torch.int32, device=q.device) * x.shape[1] for x in (q, k)]
-    out, lse = _on_end(tuple(x.flatten(0, 1) for x in operands), sinks, (*starts, given[2]), seen)
+    (rows, step_q), *of_keys = map(_rows_on_end, operands)
+    if of_keys[0][1] != of_keys[1][1]:
+        of_keys = [(x.flatten(0, 1), k.shape[1]) for x in operands[1:]]
+    steps, used = (step_q, of_keys[0][1]), given[2].clamp(max=k.shape[1])
+    starts = [torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * step for step in steps]
+    starts[1][-1:].clamp_(max=of_keys[0][0].shape[0])
+    out, lse = _on_end((rows, *(x for x, _ in of_keys)), sinks, (*starts, used), seen)
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+
+def _rows_on_end(x: Tensor) -> tuple[Tensor, int]:
+    """(B, S, H, D) as (T, H, D) without a copy where batches are whole numbers of rows apart, and how many."""
+    (B, S, *more), (of_batch, of_row, *strides) = x.shape, x.stride()
+    apart, rest = divmod(of_batch, of_row) if of_row > 0 else (0, 1)
+    if B < 2 or rest or apart <= S or torch.is_grad_enabled() and x.requires_grad:
+        return x.flatten(0, 1), S
+    return x.as_strided(((B - 1) * apart + S, *more), (of_row, *strides)), apart
 
 
 def _check_numbers(name: str, x: object, size: str, device: torch.device) -> None:
@@ -188,6 +205,7 @@ def _check_numbers(name: str, x: object, size: str, device: torch.device) -> Non
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether k and v have 8 bits."""
     if k.dtype not in FORMATS and v.dtype not in FORMATS:
+        _check_same(q, k, v)
         return False
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
         given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
@@ -195,6 +213,23 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if forward_ad._current_level >= 0:
         raise RuntimeError("attention: k and v in 8 bits have no derivative, forward mode's neither; give 16 bits")
     return True
+
+
+def _check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """But for what autocast makes the same."""
+    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+        raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
+    if not all(x.dtype.is_floating_point for x in (q, k, v)):
+        raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
+
+
+def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """As F.scaled_dot_product_attention has them there."""
+    kind = operands[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)
 
 
 # ---- which keys a query sees ----

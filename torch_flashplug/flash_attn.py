@@ -102,7 +102,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
             raise ValueError("flash_attn_with_kvcache: k is given; give v and cache_seqlens, behind which they go")
         rows = cache_seqlens.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
         batches = torch.arange(B, device=q.device).unsqueeze(1)
-        k_cache[batches, rows], v_cache[batches, rows] = k, v
+        with torch.no_grad():
+            k_cache[batches, rows], v_cache[batches, rows] = k, v
         cache_seqlens = cache_seqlens + k.shape[1]
     settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
     with torch.no_grad():

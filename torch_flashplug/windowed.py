@@ -10,7 +10,7 @@ is -p delta, summed over rows, where delta = rowsum(dO O) - dLSE.
 
 Sequences on end are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise, of
 which only the first used_k[i] count where that is given (no gradients then). Rows and keys that are no sequence's,
-behind the last, see nothing and are seen by none.
+ahead of the first or behind the last, see nothing and are seen by none.
 """
 
 from __future__ import annotations
@@ -62,16 +62,14 @@ class Window(NamedTuple):
 
     def seen_on_end(self, on_end: OnEnd, rows: int, keys: int) -> Tensor:
         """(rows, keys) bool, of sequences on end."""
-        cu_q, cu_k, used_k = on_end
+        cu_q, cu_k, _ = on_end
         (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
         if len(cu_q) == 1:
             return torch.zeros(rows, keys, dtype=torch.bool, device=cu_q.device)
-        last = len(cu_q) - 2
-        used = cu_k.diff() if used_k is None else torch.minimum(cu_k.diff(), used_k)
-        counts = (of_key <= last) & (key < used[of_key.clamp(max=last)])
         if self.bottom_right:
-            row = row + (used - cu_q.diff())[of_row.clamp(max=last)]
-        return (of_row.unsqueeze(1) == of_key) & counts & self.inside(key - row.unsqueeze(1), rows + keys)
+            row = row + (on_end.used - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
+        same = (of_row.unsqueeze(1) == of_key) & on_end.keys_that_count(keys)
+        return same & self.inside(key - row.unsqueeze(1), rows + keys)
 
 
 class OnEnd(NamedTuple):
@@ -81,13 +79,26 @@ class OnEnd(NamedTuple):
     cu_k: Tensor
     used_k: Tensor | None = None  # (sequences,) int32
 
+    @property
+    def used(self) -> Tensor:
+        return self.cu_k.diff() if self.used_k is None else torch.minimum(self.cu_k.diff(), self.used_k)
+
+    def rows_that_count(self, rows: int) -> Tensor:
+        """(rows,) bool: those of some sequence."""
+        return _places(self.cu_q, rows)[0] < len(self.cu_q) - 1
+
+    def keys_that_count(self, keys: int) -> Tensor:
+        sequence, key = _places(self.cu_k, keys)
+        used = torch.cat((self.used, self.used.new_zeros(1)))  # of those of none
+        return (sequence < len(self.cu_k) - 1) & (key < used[sequence])
+
 
 def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Of each row the number of its sequence, of those behind the last one as many as there are; and its number there.
-    """
-    number = torch.arange(size, device=cu.device)
-    sequence = torch.searchsorted(cu[1:].long().contiguous(), number, right=True)
-    return sequence, number - cu.long()[sequence]
+    """Of each row the number of its sequence, of those of none as many as there are; and its number there."""
+    number, starts = torch.arange(size, device=cu.device), cu.long()
+    sequence = torch.searchsorted(starts[1:].contiguous(), number, right=True)
+    sequence = torch.where(number < starts[0], len(cu) - 1, sequence)
+    return sequence, number - starts[sequence]
 
 
 class BackwardArgs(NamedTuple):
@@ -142,6 +153,15 @@ def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> T
     return window.seen_on_end(on_end, query.shape[2], key.shape[2])
 
 
+def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    """Zeros in the place of what is no sequence's: it may be NaN, and products would spread that."""
+    if on_end is None:
+        return rows, *keys
+    mine = on_end.rows_that_count(rows.shape[2]).unsqueeze(-1)
+    met = on_end.keys_that_count(keys[0].shape[2]).unsqueeze(-1)
+    return rows.where(mine, 0.0), *(x.where(met, 0.0) for x in keys)
+
+
 def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
     """Of what the host knows."""
     if all(x is None for x in given):
@@ -186,6 +206,7 @@ def _math_forward(
     window = Window(*bounds)
     check(query, key, value, sinks, window)
     on_end = check_lengths(query, lengths)
+    query, key, value = _that_count(on_end, query, key, value)
     torch._check(0.0 <= softcap < math.inf, lambda: f"softcap is {softcap}; give a cap, or 0 for none")
     s = reference.scores_of(query, key, value, scale).capped(softcap).where(_seen(query, key, on_end, window))
     probabilities, lse = s.softmax()
@@ -200,9 +221,12 @@ def _math_forward(
 @never_a_frame
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
-    s = reference.scores_of(*a.operands, a.scale).capped(a.softcap).where(a.seen)
-    known = reference.Known(a.grad_out, a.out, a.lse, grad_lse=a.grad_lse, softcap=a.softcap)
-    found = reference.gradients(s, *a.operands, known)
+    on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
+    operands = _that_count(on_end, *a.operands)
+    s = reference.scores_of(*operands, a.scale).capped(a.softcap).where(a.seen)
+    grad_out, *_ = _that_count(on_end, a.grad_out, *operands[1:])
+    known = reference.Known(grad_out, a.out, a.lse, grad_lse=a.grad_lse, softcap=a.softcap)
+    found = reference.gradients(s, *operands, known)
     return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
 

@@ -205,14 +205,17 @@ def test_gradients_in_order_give_the_same_bits(kernels_on: str) -> None:
         assert_bitwise_equal(name, second.grads[name], first.grads[name])
 
 
-@pytest.mark.parametrize("starts", [[0, 900, 20], [-5, 10, 10], [0, 2**31 - 1, 7], [50, 40, 30], [0, 0, 0]], ids=str)
-def test_starts_that_do_not_grow_touch_nothing_else(kernels_on: str, starts: list[int]) -> None:
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize(
+    "starts", [[0, 900, 20], [-5, 10, 10], [0, 2**31 - 1, 7], [50, 40, 30], [0, 0, 0], [0, 261] * 4], ids=str
+)
+def test_starts_that_do_not_grow_touch_nothing_else(kernels_on: str, starts: list[int], order: bool) -> None:
     """Numbers may be wrong; the interpreter, or compute-sanitizer, sees each access."""
     call = drawn("equal", "causal", (64, 64), "bf16")
     given = {name: x.to(kernels_on) for name, x in call.tensors.items()}
     leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
     cu = torch.tensor(starts, dtype=torch.int32, device=kernels_on)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend("fa3"), in_order(order):
         out, lse = OP(*leaves, cu, cu, None, *call.window, call.softcap, None)
         grads = torch.autograd.grad((out, lse), leaves, (given["do"], given["dlse"]))
     assert out.shape == given["do"].shape and [x.shape for x in grads] == [x.shape for x in leaves]

@@ -56,7 +56,7 @@ def starts(lengths: list[int]) -> Tensor:
 def drawn(seed: int) -> Drawn:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     softcap, D = draw.choice((0.0, 0.0, 5.0, 30.0)), draw.choice((8, 40, 64, 80, 128, 192, 256))
-    Dv, Hkv = D if softcap or draw.random() < 0.8 else draw.choice((64, 128)), draw.choice((1, 2))
+    Dv, Hkv = D if draw.random() < 0.8 else draw.choice((64, 128)), draw.choice((1, 2))
     Hq, B, used = Hkv * draw.choice((1, 2, 3)), draw.choice((1, 2)), None
     lengths: tuple[Tensor | None, ...] = (None, None, None)
     if draw.random() < 0.5:

@@ -70,6 +70,36 @@ def test_sequences_on_end(device: str, lengths: str, said: str) -> None:
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_none_of_a_sequence_may_be_anything(device: str) -> None:
+    """Ahead of the first, behind the last, keys that do not count: not numbers even; zeros come out."""
+    q, k, v = (x.to(device) for x in (drawn(12, 4, 16), drawn(12, 2, 16, seed=1), drawn(12, 2, 16, seed=2)))
+    cu, used = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 6, 10], [3, 4]))
+    right, _ = by_sequence(tuple(x[2:10] for x in (q, k[:, :], v)), [4, 4], [4, 4])
+    none = torch.tensor([0, 1, 10, 11], device=device)
+    q[none], k[none], v[none] = torch.nan, torch.inf, torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, cu_seqlens_q=cu, return_lse=True)
+    torch.testing.assert_close(out[2:10], right, rtol=1e-4, atol=1e-5)
+    assert (out[none] == 0).all() and (lse[:, none] == -torch.inf).all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert grad.isfinite().all() and (grad[none] == 0).all()
+    with torch.no_grad():
+        right = attention(*leaves, cu_seqlens_q=cu, seqused_k=used)
+        v[5] = k[5] = torch.nan  # the fourth of four
+        assert torch.equal(attention(*leaves, cu_seqlens_q=cu, seqused_k=used), right)
+
+
+def test_a_cache_is_read_where_it_lies(device: str) -> None:
+    """Heads before rows, or a part of longer ones: no copies, and no rows of others."""
+    q, used = drawn(2, 3, 4, 16).to(device), torch.tensor([5, 9], dtype=torch.int32, device=device)
+    whole = drawn(2, 2, 12, 16, seed=1).to(device), drawn(2, 2, 12, 16, seed=2).to(device)
+    for caches in ([x.transpose(1, 2) for x in whole], [x.transpose(1, 2)[:, :9] for x in whole]):
+        found = attention(q, *caches, causal=True, seqused_k=used)
+        for i, n in enumerate((5, 9)):
+            one = attention(q[i : i + 1], *(x[i : i + 1, :n] for x in caches), causal=True)
+            torch.testing.assert_close(found[i : i + 1], one, rtol=1e-4, atol=1e-5)
+
+
 def test_self_attention_on_end_needs_one_array() -> None:
     q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
     cu = starts([4, 5])

@@ -231,8 +231,22 @@ def test_what_attention_refuses() -> None:
     ):
         with pytest.raises(error, match=says):
             attention(q, k, v, **arguments)
-    with pytest.raises(RuntimeError, match="one floating-point dtype"):
-        attention(q, k, v.double(), window=(1, 1), return_lse=True)
+    for given in ((q, k, v.double()), (q.int(), k.int(), v.int())):
+        for arguments in ({}, {"window": (1, 1), "return_lse": True}):
+            with pytest.raises(ValueError, match="give one dtype|give floating-point"):
+                attention(*given, **arguments)
+
+
+def test_autocast(device: str) -> None:
+    """As F.scaled_dot_product_attention is, whatever road."""
+    q, k, v = (x.to(device) for x in operands(9, 9))
+    right = attention(q, k, v)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        used = torch.full((2,), 9, dtype=torch.int32, device=device)
+        for arguments in ({}, {"sinks": torch.full((4,), -math.inf)}, {"seqused_k": used}):
+            out = attention(q, k, v.bfloat16(), **arguments)
+            assert out.dtype == torch.bfloat16
+            torch.testing.assert_close(out.float(), right, rtol=5e-2, atol=2e-2)
 
 
 def test_the_ops_refuse_what_has_no_meaning(device: str) -> None:

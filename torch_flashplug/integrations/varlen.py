@@ -19,7 +19,7 @@ from .. import native, windowed
 from ..families import KERNEL_BACKENDS
 
 _OPS = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
-_SIXTEEN_BITS, _LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+_SIXTEEN_BITS, _LARGEST_DIM, _WITH_GRADIENTS = (torch.bfloat16, torch.float16), 256, 90
 _libraries: dict[str, torch.library.Library] = {}  # by device type
 
 
@@ -55,7 +55,7 @@ def _forward(
     out, lse = windowed.namespace.attention_fwd(*operands, None, cu_seq_q, cu_seq_k, *asked)
     lse = lse.squeeze(0)
     drawn = torch.zeros(3, dtype=torch.uint64, device=query.device)[1:]  # by its offset the backward knows it
-    return out.transpose(1, 2).squeeze(0), lse.masked_fill_(lse == -math.inf, math.inf), drawn
+    return _as_faked(out, query), lse.masked_fill_(lse == -math.inf, math.inf), drawn
 
 
 def _forward_out(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
@@ -76,12 +76,21 @@ def _backward(
         return _stocks("_varlen_attn_backward")(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, *more)
     given = (*_on_end(grad_out), None, *_on_end(query, key, value, out), lse.unsqueeze(0), cu_seq_q, cu_seq_k)
     *grads, _ = windowed.namespace.attention_bwd(*given, *_window(is_causal, window), 0.0, scale, False)
-    return tuple(x.transpose(1, 2).squeeze(0) for x in grads)
+    return tuple(map(_as_faked, grads, (query, key, value)))
 
 
 def _on_end(*tensors: Tensor) -> list[Tensor]:
     """(T, H, D) -> (1, H, T, D)."""
     return [x.unsqueeze(0).transpose(1, 2) for x in tensors]
+
+
+def _as_faked(x: Tensor, operand: Tensor) -> Tensor:
+    """(1, H, T, D) -> (T, H, D), laid out as torch's fakes say: like the operand."""
+    x = x.transpose(1, 2).squeeze(0)
+    if operand.is_contiguous() and x.is_contiguous():
+        return x
+    like = torch.empty_like(operand)
+    return x if x.stride() == like.stride() else like.copy_(x)
 
 
 def _window(is_causal: bool, window: list[int] | None) -> windowed.Window:
@@ -105,9 +114,12 @@ def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -
         f"{dtype}": dtype not in _SIXTEEN_BITS,
         f"head dims {sorted(dims)}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
     }
-    if not any(lacks.values()):
+    # Elsewhere kernels of lengths have no backward: mathematics would follow, where stock has one.
+    forced = native.forced_kernels(mode) is not None
+    served = forced or native.device_facts(operands[0].device.index or 0)["cc"] == _WITH_GRADIENTS
+    if served and not any(lacks.values()):
         return seqused_k, *_window(bool(is_causal), window), 0.0, scale
-    if native.forced_kernels(mode) is None:
+    if not forced:
         return None
     said, backend = (", ".join(name for name, lacking in lacks.items() if lacking), native.backend_of(mode))
     raise RuntimeError(f"varlen_attn: kernels of ours do not take {said}; call it outside of sdpa_backend({backend!r})")

@@ -51,15 +51,22 @@ class Given:
 
     @property
     def sequences(self) -> Int32:
-        """And one more: what is behind the last, rows without keys and keys without rows, whose results are zeros."""
-        return self.cu_q.shape[0]
+        """And two more: what is ahead of the first and behind the last, rows without keys and keys without rows, whose
+        results are zeros.
+        """
+        return self.cu_q.shape[0] + 1
+
+    @property
+    def blocks_of_scratch(self) -> Int32:
+        return self.rows // BLOCK + self.sequences
 
     def own(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """First row of a sequence, or key, and how many; of one that there is not none."""
         starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
         last = self.sequences - 1
-        start = cutlass.min(cutlass.max(starts[cutlass.min(number, last)], 0), total)
-        end = cutlass.select_(number < last, starts[cutlass.min(number + 1, last)], total)
+        start = cutlass.select_(number > 0, starts[cutlass.min(cutlass.max(number - 1, 0), last - 1)], 0)
+        end = cutlass.select_(number < last, starts[cutlass.min(number, last - 1)], total)
+        start = cutlass.min(cutlass.max(start, 0), total)
         length = cutlass.min(cutlass.max(end, start), total) - start
         return start, cutlass.select_(number <= last, length, 0)
 
@@ -67,13 +74,13 @@ class Given:
         """What those meet."""
         start, length = self.own(number, of_keys)
         if of_keys:
-            length = self.used(number, length)
-        return start, cutlass.select_(number < self.sequences - 1, length, 0)
+            length = self.used(number - 1, length)
+        return start, cutlass.select_((number > 0) & (number < self.sequences - 1), length, 0)
 
     @cute.jit
     def used(self, number: Int32, length: Int32) -> Int32:
-        """Of so many keys."""
-        if number < self.used_k.shape[0]:
+        """Of so many keys of a sequence of the call."""
+        if (number >= 0) & (number < self.used_k.shape[0]):
             length = cutlass.min(length, cutlass.max(self.used_k[number], 0))
         return length
 
@@ -166,7 +173,7 @@ class Making:
             cute.arch.sync_threads()
             self.begin_classes()
         self.go_over(first, scratch, placing=True)
-        self.fill(cutlass.min(total, self.made.room()))
+        self.fill(cutlass.min(cutlass.max(total, 0), self.made.room()))
 
     @cute.jit
     def begin_classes(self):
@@ -198,6 +205,14 @@ class Making:
                 values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
                 own, length, other, met, of_scratch = (cute.arch.shuffle_sync(value, owner) for value in values)
                 block = nth - cute.arch.shuffle_sync(upto - some.tiles, owner)
+                # Of starts that do not grow there may be more blocks than room: those have no rows.
+                queries = met if self.wanted.of_keys else length
+                there = of_scratch + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
+                there = there & (of_scratch >= 0)
+                if cutlass.const_expr(self.wanted.of_keys):
+                    met = cutlass.select_(there, met, 0)
+                else:
+                    length = cutlass.select_(there, length, 0)
                 entry = (block, group * WARP + owner, own, length, other, met, of_scratch, cutlass.max(met, 1))
                 if nth < last:
                     self.take(entry, first + nth, placing)
@@ -209,7 +224,7 @@ class Making:
             count = self.counts.iterator + self.class_of(*entry[:6])
             place = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="cta")
         if cutlass.const_expr(placing):
-            if place < self.made.room():
+            if (place >= 0) & (place < self.made.room()):
                 self.store(place, entry)
 
     def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
