@@ -14,7 +14,7 @@ from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from .windowed import Window
 
 _LARGEST = torch.finfo(torch.float32).max
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
 
@@ -97,6 +97,8 @@ def attention(  # noqa: PLR0913
     if eight:
         mask = _as_mask(seen, query, key)
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
+    elif more and softcap == 0.0 and _are_few_rows(query, key, value):
+        out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
     elif more or _is_for_kernels(seen, query, key, value):
         given = (*_autocast(query, key, value), sinks, None, None, None)
         out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
@@ -284,12 +286,35 @@ def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> 
     rows are better off with the mask: their keys are split.
     """
     Sq, Sk = query.shape[2], key.shape[2]
-    if not query.is_cuda or not query.dtype == key.dtype == value.dtype or query.dtype not in SIXTEEN_BITS:
+    hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
+    if not hides or _is_top_left(seen, Sq, Sk) or not _have_kernels(query, key, value):
         return False
-    if not (_hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)) or _is_top_left(seen, Sq, Sk):
-        return False
+    return not _are_few_rows(query, key, value)
+
+
+def _have_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    dims = (query.shape[3], value.shape[3])
+    taken = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
+    return taken and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in dims)
+
+
+def _are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether kernels of decode, which split the keys, take them: forward alone."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return differentiated or Sq * (query.shape[1] // key.shape[1]) > FEW_ROWS
+    few = key.shape[1] > 0 and query.shape[2] * (query.shape[1] // key.shape[1]) <= FEW_ROWS
+    return few and not differentiated and _have_kernels(query, key, value)
+
+
+def _beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE of an op that has no sinks: they take their share of each row's sum from what comes out."""
+    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(query, key, value, mask, 0.0, 0, scale, 0)
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.unsqueeze(-1))
+    share = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0)
+    return (out * share.unsqueeze(-1)).to(out.dtype), total
 
 
 # ---- 8 bits ----

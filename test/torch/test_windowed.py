@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import attention, native
+from torch_flashplug.attention import _beside_sinks
 from torch_flashplug.windowed import Window
 
 SEED = 20261125
@@ -141,6 +142,25 @@ def test_a_few_rows_read_their_windows_keys_alone() -> None:
     torch.testing.assert_close(attention(q, k, v, causal=True, window=(7, 0)), right)
     out, _ = attention(q, k, v, causal=True, window=(7, 0), sinks=torch.zeros(4), return_lse=True)
     assert out.isfinite().all()
+
+
+def test_sinks_beside_an_op_that_has_none() -> None:
+    """Decode's road on a GPU: as the op that has them, rows without keys too."""
+    q, k, v = (x.transpose(1, 2) for x in operands(6, 3))
+    seen = Window(-1, 0).seen(6, 3, torch.device("cpu"))
+    for sinks in (None, drawn(4), torch.full((4,), -math.inf)):
+        right = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
+        for got, one in zip(_beside_sinks(q, k, v, sinks, seen, 0.3), right, strict=True):
+            torch.testing.assert_close(got, one)
+
+
+def test_few_rows_on_a_gpu_are_decodes(kernels_on: str) -> None:
+    q, k, v = (x.to(kernels_on, torch.bfloat16) for x in operands(2, 300, D=64))
+    sinks = drawn(4).to(kernels_on)
+    right = attention(*(x.float() for x in (q, k, v)), causal=True, window=(200, 0), sinks=sinks, return_lse=True)
+    out, lse = attention(q, k, v, causal=True, window=(200, 0), sinks=sinks, return_lse=True)
+    torch.testing.assert_close(out.float(), right[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, right[1], rtol=1e-3, atol=1e-3)
 
 
 def test_8_bits_with_windows_and_sinks() -> None:
