@@ -122,7 +122,7 @@ def test_operands_are_those_of_torch(spec: KernelSpec) -> None:
         room = torch.full((1 << 20,), POISON, dtype=torch.int32)
         scratch = room[-room.data_ptr() % 128 // 4 :]
         counter = torch.zeros(1, dtype=torch.int32)
-        function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, scratch, ctypes.c_void_p(None))
+        function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, scratch, *[None] * 9, ctypes.c_void_p(None))
         want, all_found = operands(name, spec, q, k, v), made(spec, scratch, q, k, v)
         for part, found in all_found.items():
             right = getattr(want, part)
