@@ -49,7 +49,7 @@ def attention(  # noqa: PLR0913
     softcap: scores, scaled, become softcap * tanh(score / softcap) (arXiv 2408.00118); 0.0: they do not.
     sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
     its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss). return_lse: (out, lse) with lse (B, Hq, Sq), in
-    fp32, the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
+    fp32 (fp64 of fp64), the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
 
     cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: sequences of different lengths on end, as in
     torch.nn.attention.varlen. Then q is (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), rows cu_seqlens_q[i] to
@@ -90,6 +90,8 @@ def attention(  # noqa: PLR0913
         raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
     key, value = key[:, :, keys], value[:, :, keys]
     more = sinks is not None or return_lse or softcap != 0.0
+    if more:
+        _refuse_forward_mode()
     if eight and more:
         dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype  # fp16 has no room for what scales make of them
         key, value = (dequantised(x, s, dtype) for x, s in zip((key, value), scales, strict=True))
@@ -99,7 +101,7 @@ def attention(  # noqa: PLR0913
         out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
     elif more and softcap == 0.0 and _are_few_rows(query, key, value):
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
-    elif more or _is_for_kernels(seen, query, key, value):
+    elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
         given = (*_autocast(query, key, value), sinks, None, None, None)
         out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
     else:
@@ -159,6 +161,7 @@ def _on_end(
         shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
     _check_same(*operands)
+    _refuse_forward_mode()
     batch = [x.unsqueeze(0) for x in _autocast(*operands)]
     _check_operands(*batch)
     lengths = (None if x is None else x.contiguous() for x in given)
@@ -176,10 +179,10 @@ def _some_of_each(
     _check_numbers("seqused_k", given[2], "batch", q.device)
     if given[2].shape[0] != q.shape[0]:
         raise ValueError(f"attention: seqused_k is {tuple(given[2].shape)}; give (batch,) = ({q.shape[0]},)")
-    (rows, step_q), *of_keys = map(_rows_on_end, operands)
-    if of_keys[0][1] != of_keys[1][1]:
+    of_keys = [_rows_on_end(x) for x in operands[1:]]
+    if of_keys[0][1] != of_keys[1][1] or not _have_kernels(*(x.transpose(1, 2) for x in operands)):
         of_keys = [(x.flatten(0, 1), k.shape[1]) for x in operands[1:]]
-    steps, used = (step_q, of_keys[0][1]), given[2].clamp(max=k.shape[1])
+    rows, steps, used = q.flatten(0, 1), (q.shape[1], of_keys[0][1]), given[2].clamp(max=k.shape[1])
     starts = [torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * step for step in steps]
     starts[1][-1:].clamp_(max=of_keys[0][0].shape[0])
     out, lse = _on_end((rows, *(x for x, _ in of_keys)), sinks, (*starts, used), seen)
@@ -189,8 +192,10 @@ def _some_of_each(
 def _rows_on_end(x: Tensor) -> tuple[Tensor, int]:
     """(B, S, H, D) as (T, H, D) without a copy where batches are whole numbers of rows apart, and how many."""
     (B, S, *more), (of_batch, of_row, *strides) = x.shape, x.stride()
-    apart, rest = divmod(of_batch, of_row) if of_row > 0 else (0, 1)
-    if B < 2 or rest or apart <= S or torch.is_grad_enabled() and x.requires_grad:
+    if B < 2 or S < 1 or of_row < 1 or of_batch % of_row or (torch.is_grad_enabled() and x.requires_grad):
+        return x.flatten(0, 1), S
+    apart = of_batch // of_row
+    if apart <= S:
         return x.flatten(0, 1), S
     return x.as_strided(((B - 1) * apart + S, *more), (of_row, *strides)), apart
 
@@ -217,18 +222,29 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return True
 
 
+def _refuse_forward_mode() -> None:
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "attention: softcap, sinks, return_lse and lengths have no forward-mode derivative; use reverse mode"
+        )
+
+
 def _check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
     """But for what autocast makes the same."""
-    if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype and not _is_autocast(q):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
     if not all(x.dtype.is_floating_point for x in (q, k, v)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
 
 
+def _is_autocast(x: Tensor) -> bool:
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
 def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
     """As F.scaled_dot_product_attention has them there."""
     kind = operands[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _is_autocast(operands[0]):
         return operands
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)
@@ -248,7 +264,7 @@ def _window(causal: bool | str, window: tuple[int | None, int | None] | None) ->
 
 
 def _is_bound(bound: object) -> bool:
-    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and bound >= -1)
+    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
 
 
 def _some_keys(seen: Window, Sq: int, Sk: int) -> slice:

@@ -90,16 +90,24 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     **more: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, Sq, Hq, D) on caches (B, S, Hkv, D) and (B, S, Hkv, Dv), of whose rows the first cache_seqlens (B,) int32,
-    or a number, count. k (B, Snew, Hkv, D) and v: written into the caches behind those, in place, and counted. Returns
+    or a number, count. k (B, Snew, Hkv, D) and v: written into the caches behind those, in place, and counted; there
+    must be room for them (torch's own error of an index). Returns
     (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
     """
     _refuse(more | {"dropout_p": dropout_p})
     B, S = k_cache.shape[:2]
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if k is not None:
-        if v is None or cache_seqlens is None:
-            raise ValueError("flash_attn_with_kvcache: k is given; give v and cache_seqlens, behind which they go")
+    if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
+        given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
+        raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {given}; give int32 (batch,) = ({B},) or a number")
+    if k is not None or v is not None:
+        if k is None or v is None or cache_seqlens is None:
+            raise ValueError("flash_attn_with_kvcache: give k, v and cache_seqlens, behind which they go, or neither")
+        sizes = tuple((B, k.shape[1], *cache.shape[2:]) for cache in (k_cache, v_cache))
+        if (k.shape, v.shape) != sizes or k.shape[1] > S:
+            given = f"k {tuple(k.shape)} and v {tuple(v.shape)}"
+            raise ValueError(f"flash_attn_with_kvcache: {given} do not fit the caches; give {sizes[0]} and {sizes[1]}")
         rows = cache_seqlens.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
         batches = torch.arange(B, device=q.device).unsqueeze(1)
         with torch.no_grad():

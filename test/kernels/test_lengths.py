@@ -22,7 +22,8 @@ from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_wit
 from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
 from torch_flashplug.windowed import Window
 
-SEED, HEADS, KV_HEADS, BEHIND = 20261125, 4, 2, 5  # rows and keys behind the last sequence
+SEED, HEADS, KV_HEADS = 20261125, 4, 2
+AHEAD, BEHIND = 70, 5  # rows and keys that are no sequence's
 OP = torch.ops.torch_flashplug.attention_fwd
 SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if {"window", "ragged"} <= spec.features]
 BACKENDS = {90: "fa3", 80: "fa2"}
@@ -52,20 +53,23 @@ class OnEnd:
     window: Window
     tensors: dict[str, Tensor]  # q, k, v, do, sinks, dlse
     softcap: float = 0.0
+    ahead: int = AHEAD
+
+    def ends(self, side: int) -> list[int]:
+        return [*accumulate((one[side] for one in self.lengths), initial=self.ahead)]
 
     def parts(self, side: int) -> list[slice]:
-        ends = [0, *accumulate(one[side] for one in self.lengths)]
+        ends = self.ends(side)
         return [slice(a, b) for a, b in zip(ends, ends[1:])]
 
     def starts(self, side: int, device: str) -> Tensor:
-        numbers = [0, *accumulate(one[side] for one in self.lengths)]
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
+        return torch.tensor(self.ends(side), dtype=torch.int32, device=device)
 
 
 def drawn(lengths: str, window: str, dims: tuple[int, int], dtype: str, *, poison: bool = False) -> OnEnd:
-    """poison: rows and keys of sequences that have nothing of the other, and behind the last, are NaN."""
+    """poison: rows and keys of sequences that have nothing of the other, and of none, are NaN."""
     of, draw = LENGTHS[lengths], torch.Generator().manual_seed(SEED + dims[0])
-    T, Tk = (sum(one[side] for one in of) + BEHIND for side in (0, 1))
+    T, Tk = (AHEAD + sum(one[side] for one in of) + BEHIND for side in (0, 1))
     (D, Dv), kind = dims, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
     sizes = {"q": (T, HEADS, D), "k": (Tk, KV_HEADS, D), "v": (Tk, KV_HEADS, Dv), "do": (T, HEADS, Dv)}
     tensors = {
@@ -80,8 +84,9 @@ def drawn(lengths: str, window: str, dims: tuple[int, int], dtype: str, *, poiso
             if rows.start == rows.stop or keys.start == keys.stop:
                 tensors["q"][:, :, rows] = math.nan
                 tensors["k"][:, :, keys] = tensors["v"][:, :, keys] = math.nan
-        tensors["q"][:, :, T - BEHIND :] = math.nan
-        tensors["k"][:, :, Tk - BEHIND :] = tensors["v"][:, :, Tk - BEHIND :] = math.inf
+        for none in (slice(AHEAD), slice(-BEHIND, None)):
+            tensors["q"][:, :, none] = math.nan
+            tensors["k"][:, :, none] = tensors["v"][:, :, none] = math.inf
     return call
 
 
@@ -193,7 +198,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(kernels_on: str) -> None:
     cut = {"q": rows, "do": rows, "k": keys, "v": keys}
     tensors = {name: x[:, :, cut[name]] if name in cut else x for name, x in call.tensors.items()}
     tensors["dlse"] = tensors["dlse"][..., rows]
-    alone = ours(replace(call, lengths=call.lengths[:1], tensors=tensors), kernels_on)
+    alone = ours(replace(call, lengths=call.lengths[:1], tensors=tensors, ahead=0), kernels_on)
     assert_bitwise_equal("out", whole.out[:, :, rows], alone.out)
     assert_bitwise_equal("lse", whole.lse[..., rows], alone.lse)
 
@@ -227,6 +232,7 @@ def test_keys_that_count(kernels_on: str) -> None:
     used = [7, 0, 0, 129, 0, 3]
     cut = tuple((rows, n) for (rows, _), n in zip(call.lengths, used, strict=True))
     counts = torch.zeros(call.tensors["k"].shape[2], dtype=torch.bool)
+    counts[:AHEAD] = True
     for keys, n in zip(call.parts(1), used, strict=True):
         counts[keys.start : keys.start + n] = True
     shorter = {name: call.tensors[name][:, :, counts] for name in ("k", "v")}

@@ -38,6 +38,7 @@ def test_the_functions_are_attention() -> None:
 @pytest.mark.parametrize("lengths", [5, torch.tensor([5, 0], dtype=torch.int32)], ids=str)
 def test_a_cache_is_appended_to(lengths: int | Tensor) -> None:
     q, k, v = operands(2, 2)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection's heads lie
     caches = drawn(2, 12, 2, 16, seed=3), drawn(2, 12, 2, 16, seed=4)
     before = [cache.clone() for cache in caches]
     out, lse = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
@@ -60,7 +61,11 @@ def test_what_they_refuse() -> None:
         (NotImplementedError, "block_table is", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
         (TypeError, "no argument is named 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
         (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
-        (ValueError, "give v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
+        (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
+        (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, v=v, cache_seqlens=1)),
+        (ValueError, "do not fit the caches", lambda: flash_attn_with_kvcache(q, k, v, k[:1], v, cache_seqlens=1)),
+        (ValueError, r"give int32 \(batch,\) = \(2,\)",
+         lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([1, 2]))),
     ):
         with pytest.raises(error, match=says):
             call()

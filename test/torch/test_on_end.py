@@ -100,6 +100,23 @@ def test_a_cache_is_read_where_it_lies(device: str) -> None:
             torch.testing.assert_close(found[i : i + 1], one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_batches_of_which_some_keys_count_in_graphs() -> None:
+    """Of sizes that change, and of none."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, used: Tensor) -> Tensor:
+        return attention(q * 1.0, k, v, causal=True, seqused_k=used)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for Sq, S in ((3, 9), (2, 12), (4, 5)):
+        q, k, v = (drawn(2, size, 2, 16, seed=i) for i, size in enumerate((Sq, S, S)))
+        used = torch.tensor([2, S], dtype=torch.int32)
+        torch.testing.assert_close(compiled(q, k, v, used), call(q, k, v, used))
+    for Sq, S in ((3, 0), (0, 3)):
+        q, k, v = (drawn(2, size, 2, 16) for size in (Sq, S, S))
+        assert (call(q, k, v, torch.zeros(2, dtype=torch.int32)) == 0).all()
+
+
 def test_self_attention_on_end_needs_one_array() -> None:
     q, k, v = (drawn(9, 2, 16, seed=i) for i in range(3))
     cu = starts([4, 5])

@@ -126,6 +126,17 @@ def test_gradients(said: str, with_sinks: bool, softcap: float) -> None:
     assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), given))  # nobody asked for the output's
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"softcap": 1.0}, {"sinks": torch.zeros(4)}, {"window": (3, 0), "return_lse": True},
+                  {"seqused_k": torch.tensor([3, 4], dtype=torch.int32)}], ids=lambda given: next(iter(given))
+)  # fmt: skip
+def test_no_forward_mode(arguments: dict[str, object]) -> None:
+    """An error, not a derivative of zero."""
+    q, k, v = operands(5, 5)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, k, v, **arguments), (q,), (torch.ones_like(q),))
+
+
 def test_no_second_derivative() -> None:
     q, k, v = (x.requires_grad_() for x in operands(5, 5))
     out, _ = attention(q, k, v, causal=True, return_lse=True)

@@ -99,7 +99,7 @@ class Some:
     @classmethod
     def create(cls, given: Given, number: Int32, wanted: Wanted) -> Some:
         own, other = given.own(number, wanted.of_keys), given.others(number, not wanted.of_keys)
-        rows = other[1] if wanted.of_keys else own[1]
+        rows = given.own(number, of_keys=False)[1]  # also of those that meet nothing
         return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
 
 
