@@ -78,6 +78,15 @@ double read_softcap(double softcap) {
   return softcap;
 }
 
+// What both ops say beside tensors.
+template <const Schema& op>
+void read_settings(StableIValue* stack, ForwardCall* call) {
+  call->scale = box::to_optional_double(stack[op["scale"]]);
+  call->window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
+                             box::to<bool>(stack[op["bottom_right"]]));
+  call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+}
+
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
@@ -112,10 +121,7 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
               used_k = box::to_optional_tensor(stack[op["used_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
-  call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
-                            box::to<bool>(stack[op["bottom_right"]]));
-  call.softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+  read_settings<kAttentionForward>(stack, &call);
   call.sinks = sinks.get();
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
   const Facts facts = read_facts(call);
@@ -143,10 +149,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
               lse = box::to_tensor(stack[op["lse"]]);
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, effective_mode()};
-  forward.scale = box::to_optional_double(stack[op["scale"]]);
-  forward.window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
-                               box::to<bool>(stack[op["bottom_right"]]));
-  forward.softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+  read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();

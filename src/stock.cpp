@@ -136,6 +136,19 @@ Owned cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
+// What both ops of windowed.py are told beside operands and results.
+template <const Schema& schema>
+void put_settings(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
+  op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
+  op[schema["left"]] = box::from(call.window->left);
+  op[schema["right"]] = box::from(call.window->right);
+  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
+  op[schema["softcap"]] = box::from(call.softcap);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+}
+
 ForwardResult attention_math(const ForwardCall& call) {
   count(Path::kMathForward);
   constexpr const Schema& schema = kAttentionMathForward;
@@ -144,14 +157,8 @@ ForwardResult attention_math(const ForwardCall& call) {
   op[schema["key"]] = box::from_borrowed(call.k);
   op[schema["value"]] = box::from_borrowed(call.v);
   op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
-  op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
-  op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
   op[schema["used_k"]] = box::from_optional_tensor(is_there(call.used_k) ? call.used_k : nullptr);
-  op[schema["left"]] = box::from(call.window->left);
-  op[schema["right"]] = box::from(call.window->right);
-  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
-  op[schema["softcap"]] = box::from(call.softcap);
-  op[schema["scale"]] = box::from_optional_double(call.scale);
+  put_settings<kAttentionMathForward>(call, &op);
   op.run();
   ForwardResult result;
   result.out = op.result(schema.result("out"));
@@ -171,13 +178,7 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   op[schema["value"]] = box::from_borrowed(forward.v);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
-  op[schema["cu_q"]] = box::from_optional_tensor(is_there(forward.cu_q) ? forward.cu_q : nullptr);
-  op[schema["cu_k"]] = box::from_optional_tensor(is_there(forward.cu_k) ? forward.cu_k : nullptr);
-  op[schema["left"]] = box::from(forward.window->left);
-  op[schema["right"]] = box::from(forward.window->right);
-  op[schema["bottom_right"]] = box::from(forward.window->bottom_right);
-  op[schema["softcap"]] = box::from(forward.softcap);
-  op[schema["scale"]] = box::from_optional_double(forward.scale);
+  put_settings<kAttentionMathBackward>(forward, &op);
   op[schema["wants_delta"]] = box::from(call.wants_delta);
   op.run();
   BackwardResult result;

@@ -10,7 +10,7 @@ import faulthandler
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import on_cpu
 import pytest
@@ -18,8 +18,9 @@ import standin
 import torch
 from torch._functorch import config as functorch_config
 
-from torch_flashplug import native
+from torch_flashplug import _start, configs, native
 from torch_flashplug.elements import WHOLE
+from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import case_named
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
@@ -119,6 +120,18 @@ def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of the tensors that our kernels take: a GPU's, or the CPU's where they are interpreted."""
     with on_cpu.kernels() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
+
+
+@pytest.fixture
+def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
+    """Pushes the rows of that kernel, and of others that are not of its kind."""
+
+    def push(spec: KernelSpec) -> None:
+        rivals = {"bwd", "detbwd", "partbwd"} if spec.is_backward else {"fwd"}
+        _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
+
+    yield push
+    _start.push_tables()
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
 
 
-def seen(Sq: int, Sk: int, device: torch.device, ahead: int = 0) -> Tensor:
-    """A causal mask (Sq, Sk): the first query sees `ahead` keys beside its own."""
-    return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril(ahead)
+def seen(Sq: int, Sk: int, device: torch.device) -> Tensor:
+    """A causal mask (Sq, Sk), to the top left."""
+    return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril()
 
 
 def attend(

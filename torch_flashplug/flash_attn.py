@@ -37,7 +37,7 @@ def flash_attn_func(  # noqa: PLR0913
     s_aux: sinks (Hq,). more: _refuse().
     """
     _refuse(more | {"dropout_p": dropout_p})
-    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
 
 
@@ -67,7 +67,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     count. max_seqlen_q and max_seqlen_k are not needed.
     """
     _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
-    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
 
@@ -91,8 +91,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, Sq, Hq, D) on caches (B, S, Hkv, D) and (B, S, Hkv, Dv), of whose rows the first cache_seqlens (B,) int32,
     or a number, count. k (B, Snew, Hkv, D) and v: written into the caches behind those, in place, and counted; there
-    must be room for them (torch's own error of an index). Returns
-    (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
+    must be room for them (else torch's error of an index). Returns (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No
+    gradients.
     """
     _refuse(more | {"dropout_p": dropout_p})
     B, S = k_cache.shape[:2]
@@ -113,24 +113,31 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         with torch.no_grad():
             k_cache[batches, rows], v_cache[batches, rows] = k, v
         cache_seqlens = cache_seqlens + k.shape[1]
-    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
     with torch.no_grad():
         return attention(q, k_cache, v_cache, **settings, seqused_k=cache_seqlens, return_lse=return_softmax_lse)
 
 
-_NO_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"}
-_OFF = (None, 0, False)
+def _settings(
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, s_aux: Tensor | None
+) -> dict[str, object]:
+    """In attention()'s words."""
+    return {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+
+
+_NO_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
+_NOT_BUILT = {
+    *("dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"),
+    *("block_table", "page_table", "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
+    *("cu_seqlens_q", "cu_seqlens_k_new"),
+}
 
 
 def _refuse(more: dict[str, object]) -> None:
     """TypeError for what flash_attn's functions do not have either, NotImplementedError for what these do not do."""
-    known = {"dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"}
-    known |= {"block_table", "page_table", "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin"}
-    known |= {"rotary_interleaved", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"}
     for name, value in more.items():
-        if name not in known | _NO_EFFECT:
+        if name not in _NOT_BUILT | _NO_EFFECT:
             raise TypeError(f"no argument is named {name!r}")
-        if name in known - {"rotary_interleaved", "max_seqlen_q"} and not any(value is off for off in _OFF):
-            if not isinstance(value, Tensor) and value == 0:
-                continue
+        is_off = value is None or (not isinstance(value, Tensor) and value == 0)
+        if name in _NOT_BUILT and not is_off:
             raise NotImplementedError(f"{name} is not built; leave it out, or call the flash_attn package")

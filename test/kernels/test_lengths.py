@@ -5,21 +5,21 @@ beside it; and the lists of tiles that are made for them on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
 import torch
+from beside_fp64 import check_gradients
 from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, configs, native
+from torch_flashplug import configs, native
 from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_within_budget
-from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
 from torch_flashplug.windowed import Window
 
 SEED, HEADS, KV_HEADS = 20261125, 4, 2
@@ -144,32 +144,13 @@ def check(call: OnEnd, found: Found, label: str) -> None:
     assert_within_budget(f"{label} out", found.out, exact.out, low.out, seed=SEED)
     assert_lse(label, found.lse, exact.lse, single.lse, seed=SEED)
     clean = [call.tensors[name].nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v", "do")]
-    cancelled = cancelled_sums(*clean, None)
-    for name, got in found.grads.items():
-        if name == "dsinks":
-            shares = torch.exp(call.tensors["sinks"].double().view(-1, 1) - exact.lse)
-            assert_of_sinks(label, got, exact.grads[name], shares, exact.out, call.tensors["do"])
-            continue
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{label} {name}", got, exact.grads[name], low.grads[name], **budget)
-
-
-@pytest.fixture
-def only() -> Iterator[Callable[[KernelSpec], None]]:
-    """Pushes the rows of that kernel, and of others that are not of its kind."""
-
-    def push(spec: KernelSpec) -> None:
-        rivals = {"bwd", "detbwd", "partbwd"} if spec.is_backward else {"fwd"}
-        _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
-
-    yield push
-    _start.push_tables()
+    check_gradients(label, found.grads, exact, low.grads, clean, call.tensors["sinks"])
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_every_kernel(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
+def test_every_kernel(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]) -> None:
     """Beside NaN and inf that are nobody's."""
-    only(spec)
+    kernel_alone(spec)
     place = SPECS.index(spec)
     windows = [*WINDOWS]
     for lengths, window in (("mixed", windows[place % 5]), ("odd", windows[(place + 2) % 5])):

@@ -5,16 +5,17 @@ against fp64, of any lengths and alignments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from beside_fp64 import check_gradients
 from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, configs, native
+from torch_flashplug import configs, native
 from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
@@ -25,7 +26,6 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
 from torch_flashplug.windowed import Window
 
 SEED = 20261125
@@ -150,40 +150,22 @@ def check(call: Asked, found: Found) -> None:
     assert_within_budget(f"{call.case.name} out", found.out.cpu(), exact.out, low.out, seed=SEED)
     assert_lse(call.case.name, found.lse.cpu(), exact.lse, single.lse, seed=SEED)
     inputs = make_inputs(call.case, "cpu", SEED)
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, None)
-    for name, got in found.grads.items():
-        if name == "dsinks":
-            shares = torch.exp(call.sinks.double().view(-1, 1) - exact.lse)
-            assert_of_sinks(call.case.name, got.cpu(), exact.grads[name], shares, exact.out, inputs.grad_out)
-            continue
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{call.case.name} {name}", got.cpu(), exact.grads[name], low.grads[name], **budget)
-
-
-@pytest.fixture
-def only() -> Iterator[Callable[[KernelSpec], None]]:
-    """Pushes the rows of that kernel, and of others that are not of its kind."""
-
-    def push(spec: KernelSpec) -> None:
-        rivals = {"bwd", "detbwd", "partbwd"} if spec.is_backward else {"fwd"}
-        _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
-
-    yield push
-    _start.push_tables()
+    operands = (*inputs, inputs.grad_out)
+    check_gradients(call.case.name, found.grads, exact, low.grads, operands, call.sinks)
 
 
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
-def test_every_forward(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
+def test_every_forward(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]) -> None:
     """Two windows each, others for each kernel."""
-    only(spec)
+    kernel_alone(spec)
     for nth in (FORWARDS.index(spec) % 8, 8 + FORWARDS.index(spec) % 7):
         call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0))
         check(call, ours(call, kernels_on, backend=BACKENDS[spec.arch]))
 
 
 @pytest.mark.parametrize("spec", BACKWARDS, ids=KernelSpec.name)
-def test_every_backward(kernels_on: str, spec: KernelSpec, only: Callable[[KernelSpec], None]) -> None:
-    only(spec)
+def test_every_backward(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]) -> None:
+    kernel_alone(spec)
     for nth in (BACKWARDS.index(spec) % 8, 8 + BACKWARDS.index(spec) % 7):
         call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0))
         check(call, ours(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))

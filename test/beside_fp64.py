@@ -1,0 +1,35 @@
+"""Gradients of calls with sinks, within their budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_flashplug.testing import assert_within_budget
+from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
+
+
+class Exact(Protocol):
+    """Of a call, in fp64."""
+
+    out: Tensor
+    lse: Tensor
+    grads: Mapping[str, Tensor]
+
+
+def check_gradients(
+    label: str, found: Mapping[str, Tensor], exact: Exact, low: Mapping[str, Tensor], operands: Sequence[Tensor],
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """found, low: ours and plain torch's by name (dq, dk, dv, dsinks); operands: q, k, v and dO."""
+    cancelled = cancelled_sums(*operands, None)
+    for name, got in found.items():
+        if name == "dsinks":
+            shares = torch.exp(sinks.double().view(-1, 1) - exact.lse)
+            assert_of_sinks(label, got.cpu(), exact.grads[name], shares, exact.out, operands[-1])
+            continue
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{label} {name}", got.cpu(), exact.grads[name], low[name], **budget)
