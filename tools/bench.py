@@ -14,6 +14,10 @@ picture.
     --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, beside FA3's FP8 and caches
     --suite maskdecode       few query rows against caches that a bool mask hides parts of
     --suite cache8           one query row against caches in 8 bits, beside our own decode of 16
+    --suite ragged           sequences of different lengths on end, forward, then both, beside torch's varlen and FA3's
+    --suite window           sliding windows by size and length, forward, then both
+    --suite softcap          capped scores, forward, then both
+    --suite sinks            sinks with and without a window, forward, then both
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -46,6 +50,7 @@ import providers as who
 import report
 import torch
 import torch.nn.functional as F
+import windows
 import workloads
 from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from records import GRADIENT_FLOP
@@ -261,6 +266,10 @@ SUITES = {
     "accuracy": accuracy.suite_accuracy,
     "maskdecode": masked_decode.suite_maskdecode,
     "cache8": cached_decode.suite_cache8,
+    "ragged": windows.suite_ragged,
+    "window": windows.suite_window,
+    "softcap": windows.suite_softcap,
+    "sinks": windows.suite_sinks,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -280,6 +289,7 @@ WANTED = {
     "eightbit": {"ours_fa3", "fa3"},
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
+    **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }
 
 

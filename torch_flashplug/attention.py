@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import problem
 from .cached import FORMATS, IN_WORDS, dequantised
 from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from .windowed import Window
@@ -102,7 +103,7 @@ def attention(  # noqa: PLR0913
     elif more and softcap == 0.0 and _are_few_rows(query, key, value):
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
     elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
-        given = (*_autocast(query, key, value), sinks, None, None, None)
+        given = (*problem.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
         out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
@@ -162,7 +163,7 @@ def _on_end(
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
     _check_same(*operands)
     _refuse_forward_mode()
-    batch = [x.unsqueeze(0) for x in _autocast(*operands)]
+    batch = [x.unsqueeze(0) for x in problem.under_autocast(operands[0].device.type, *operands)]
     _check_operands(*batch)
     lengths = (None if x is None else x.contiguous() for x in given)
     batch = [x.transpose(1, 2) for x in batch]
@@ -231,23 +232,10 @@ def _refuse_forward_mode() -> None:
 
 def _check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
     """But for what autocast makes the same."""
-    if not q.dtype == k.dtype == v.dtype and not _is_autocast(q):
+    if not q.dtype == k.dtype == v.dtype and not problem.is_autocast(q.device.type):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
     if not all(x.dtype.is_floating_point for x in (q, k, v)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
-
-
-def _is_autocast(x: Tensor) -> bool:
-    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-
-
-def _autocast(*operands: Tensor) -> tuple[Tensor, ...]:
-    """As F.scaled_dot_product_attention has them there."""
-    kind = operands[0].device.type
-    if not _is_autocast(operands[0]):
-        return operands
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)
 
 
 # ---- which keys a query sees ----

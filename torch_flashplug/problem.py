@@ -24,6 +24,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
 _RIGHT_CHOICE = ops.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}  # to trace
 _MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
@@ -102,9 +103,13 @@ def math_takes_empty(attn_mask: Tensor | None, is_causal: bool) -> bool:
     return torch.backends.cuda.math_sdp_enabled() and not (is_causal and attn_mask is not None)
 
 
+def is_autocast(device_type: str) -> bool:
+    return device_type in _HAVE_AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
 def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What attention gets of its operands and a mask where autocast is on: floats but fp64 in its dtype."""
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    if not is_autocast(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     wide = [tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in tensors]

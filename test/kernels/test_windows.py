@@ -20,6 +20,7 @@ from torch_flashplug.elements import WHOLE
 from torch_flashplug.spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
+    Inputs,
     assert_bitwise_equal,
     assert_lse,
     assert_within_budget,
@@ -115,9 +116,14 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
     return Found(out.detach(), lse.detach(), found if grads else {})
 
 
-def math_of(call: Asked, dtype: torch.dtype) -> Found:
+def drawn(call: Asked, device: torch.device) -> Inputs:
+    """What `ours` drew there, on the CPU: devices draw other numbers from one seed."""
+    inputs = make_inputs(call.case, device, SEED)
+    return Inputs(*(x.cpu() for x in (*inputs, inputs.grad_out)))
+
+
+def math_of(call: Asked, inputs: Inputs, dtype: torch.dtype) -> Found:
     """By definition, on the CPU, every step rounded to `dtype`."""
-    inputs = make_inputs(call.case, "cpu", SEED)
     leaves = {name: getattr(inputs, name).to(dtype).requires_grad_() for name in "qkv"}
     group, blind = call.case.Hq // call.case.Hkv, ~call.seen.any(-1)
     k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
@@ -146,12 +152,11 @@ def math_of(call: Asked, dtype: torch.dtype) -> Found:
 
 
 def check(call: Asked, found: Found) -> None:
-    exact, low, single = (math_of(call, dtype) for dtype in (torch.float64, call.case.torch_dtype, torch.float32))
+    inputs, dtypes = drawn(call, found.out.device), (torch.float64, call.case.torch_dtype, torch.float32)
+    exact, low, single = (math_of(call, inputs, dtype) for dtype in dtypes)
     assert_within_budget(f"{call.case.name} out", found.out.cpu(), exact.out, low.out, seed=SEED)
     assert_lse(call.case.name, found.lse.cpu(), exact.lse, single.lse, seed=SEED)
-    inputs = make_inputs(call.case, "cpu", SEED)
-    operands = (*inputs, inputs.grad_out)
-    check_gradients(call.case.name, found.grads, exact, low.grads, operands, call.sinks)
+    check_gradients(call.case.name, found.grads, exact, low.grads, (*inputs, inputs.grad_out), call.sinks)
 
 
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)

@@ -27,7 +27,7 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("problem", "integrations", "flash_attn", "attention", "tracing", "windowed", "ops", "cached", "up_calls"),
+    *("integrations", "flash_attn", "attention", "problem", "tracing", "windowed", "ops", "cached", "up_calls"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
     *("configs", "blocks", "spec"),

@@ -17,6 +17,9 @@ from torch_flashplug import attention, integrations, native
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
+TAKES = varlen.varlen_attn.__kwdefaults__  # torch 2.11's fewer than later ones'
+GROUPED = {"enable_gqa": True} if "enable_gqa" in TAKES else {}
+SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen_attn has no such argument here")
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def given(device: str) -> tuple[Tensor, Tensor, int, int]:
 def test_ours_where_they_are_asked_for(door: str, window: tuple[int, int]) -> None:
     leaves = [x.requires_grad_() for x in operands(door)]
     cu_q, cu_k, *_ = lengths = given(door)
-    settings = {"window_size": window, "enable_gqa": True, "scale": 0.2}
+    settings = {"window_size": window, "scale": 0.2, **GROUPED}
     native.counters(reset=True)
     with torch_flashplug.sdpa_backend("fa3"):
         out, lse = varlen.varlen_attn(*leaves, *lengths, **settings, return_aux=varlen.AuxRequest(lse=True))
@@ -84,6 +87,7 @@ def test_ours_where_they_are_asked_for(door: str, window: tuple[int, int]) -> No
         assert float((got - one).norm() / one.norm()) < 1e-2
 
 
+@SINCE_2_13
 def test_keys_that_count(door: str) -> None:
     """The first of each, whatever the others hold."""
     q, k, v = operands(door)
@@ -92,20 +96,21 @@ def test_keys_that_count(door: str) -> None:
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         cu = starts(tuple(used.tolist()), door)
         right = varlen.varlen_attn(
-            q, k[kept], v[kept], starts(ROWS, door), cu, max(ROWS), 140, enable_gqa=True, window_size=(-1, 0)
+            q, k[kept], v[kept], starts(ROWS, door), cu, max(ROWS), 140, **GROUPED, window_size=(-1, 0)
         )
         others = torch.ones(len(k), dtype=torch.bool, device=door).index_fill_(0, kept, False)
         k[others] = v[others] = math.nan
-        settings = {"enable_gqa": True, "window_size": (-1, 0), "seqused_k": used}
+        settings = {"window_size": (-1, 0), "seqused_k": used, **GROUPED}
         assert torch.equal(varlen.varlen_attn(q, k, v, *given(door), **settings), right)
 
 
+@SINCE_2_13
 def test_into_a_tensor(door: str) -> None:
     q, k, v = operands(door)
     out = torch.full_like(q, math.nan)
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
-        varlen.varlen_attn_out(out, q, k, v, *given(door), enable_gqa=True, window_size=(-1, 0))
-        right = varlen.varlen_attn(q, k, v, *given(door), enable_gqa=True, window_size=(-1, 0))
+        varlen.varlen_attn_out(out, q, k, v, *given(door), **GROUPED, window_size=(-1, 0))
+        right = varlen.varlen_attn(q, k, v, *given(door), **GROUPED, window_size=(-1, 0))
     assert torch.equal(out, right)
 
 
@@ -114,7 +119,7 @@ def test_compiled(door: str) -> None:
     leaves = [x.requires_grad_() for x in operands(door)]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return varlen.varlen_attn(q, k, v, *given(door), window_size=(-1, 0), enable_gqa=True)
+        return varlen.varlen_attn(q, k, v, *given(door), window_size=(-1, 0), **GROUPED)
 
     with torch_flashplug.sdpa_backend("fa3"):
         right = call(*leaves)
@@ -158,15 +163,18 @@ def test_disable_leaves_no_trace(stock_on_cpu: list[str]) -> None:
 def test_what_forced_kernels_do_not_take(door: str) -> None:
     q, k, v = operands(door)
     used, table = torch.ones(4, dtype=torch.int32, device=door), torch.zeros(4, 1, dtype=torch.int32, device=door)
+    later = (
+        ("block_table", (q, k[None], v[None]), {"seqused_k": used, "block_table": table}),
+        ("num_splits=3", (q, k, v), {"num_splits": 3}),
+    )
     with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
         for says, tensors, settings in (
-            ("block_table", (q, k[None], v[None]), {"seqused_k": used, "block_table": table}),
-            ("num_splits=3", (q, k, v), {"num_splits": 3}),
+            *(later if "seqused_k" in TAKES else ()),
             ("torch.float32", (q.float(), k.float(), v.float()), {}),
             (r"head dims \[60\]", (q[..., :60], k[..., :60], v[..., :60]), {}),
         ):
             with pytest.raises(RuntimeError, match=f"varlen_attn: kernels of ours do not take .*{says}"):
-                varlen.varlen_attn(*tensors, *given(door), enable_gqa=True, **settings)
+                varlen.varlen_attn(*tensors, *given(door), **GROUPED, **settings)
 
 
 def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]) -> None:

@@ -1,0 +1,301 @@
+"""Suites ragged, window, softcap and sinks: torch_flashplug.attention, causal, beside what else takes such calls, and
+beside ours without what the suite is about (`ours_plain`). Device time of replayed CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import providers as who
+import torch
+from harness import Bench, graphed, refusal, row_of
+from records import GRADIENT_FLOP
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import create_block_mask
+
+from torch_flashplug import attention, sdpa_backend
+from torch_flashplug.testing import Candidate, Timing, time_interleaved
+
+TOKENS, WIDTH = 16384, 2048  # of a call: rows, and heads x head dim
+SEED = 20261126
+LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
+ROUND_MS, GRAPH_MS, GRAPH_CALLS = 10.0, 2.0, 10
+ROWS_CHECKED = 64  # the last of the first and of the longest sequence
+CAP = 50.0  # Gemma 2's
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Causal self attention of sequences: bf16, a batch where their lengths are equal and not on_end."""
+
+    name: str
+    lengths: tuple[int, ...]
+    d: int
+    heads: tuple[int, int]
+    left: int = -1  # keys behind its own that a query sees; -1: all
+    softcap: float = 0.0
+    sinks: bool = False
+    on_end: bool = False
+    what: str = "fwd"
+
+    @property
+    def scores(self) -> int:
+        """Visible ones of a head."""
+        seen = [(s, s if self.left < 0 else min(s, self.left + 1)) for s in self.lengths]
+        return sum(w * (w + 1) // 2 + (s - w) * w for s, w in seen)
+
+    @property
+    def flop(self) -> float:
+        return 4.0 * self.scores * self.heads[0] * self.d * GRADIENT_FLOP.get(self.what, 1.0)
+
+    def facts(self) -> dict[str, object]:
+        longest = max(self.lengths)
+        mask = "causal" if self.left < 0 else f"window_{self.left}"
+        shape = [len(self.lengths), *self.heads, longest, longest, self.d, self.d]
+        return {"shape": shape, "d": self.d, "s": longest, "mask": mask, "dtype": "bf16", "flop": self.flop}
+
+
+def _zipf(total: int) -> tuple[int, ...]:
+    """Lengths of sequences as texts have them, few long ones and many short ones, in some order."""
+    shares = [1.0 / rank for rank in range(1, 33)]
+    lengths = [max(1, int(total * share / sum(shares))) for share in shares]
+    lengths[0] += total - sum(lengths)
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(SEED)).tolist()
+    return tuple(lengths[i] for i in order)
+
+
+def _heads(d: int) -> tuple[int, int]:
+    return WIDTH // d, WIDTH // d
+
+
+def ragged() -> Iterator[Call]:
+    """Equal lengths, which a batch has too; lengths of texts; thousands of short sequences."""
+    for what in ("fwd", "train"):
+        for d in (64, 128, 256):
+            heads = _heads(d)
+            for s in (512, 2048, 8192, 16384):
+                yield Call(f"{what}_equal_d{d}_s{s}", (s,) * (TOKENS // s), d, heads, on_end=True, what=what)
+            yield Call(f"{what}_zipf_d{d}", _zipf(TOKENS), d, heads, on_end=True, what=what)
+            for number, s in ((1024, 16), (4096, 4)):
+                yield Call(f"{what}_short_d{d}_{number}x{s}", (s,) * number, d, heads, on_end=True, what=what)
+        yield Call(f"{what}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), on_end=True, what=what)
+
+
+def window() -> Iterator[Call]:
+    for what in ("fwd", "train"):
+        for d, lengths in ((64, (8192,)), (128, (8192, 16384, 32768)), (256, (8192,))):
+            for s in lengths:
+                for left in (128, 1024, 4096):
+                    batch = (s,) * max(1, TOKENS // s)
+                    yield Call(f"{what}_window{left}_d{d}_s{s}", batch, d, _heads(d), left - 1, what=what)
+
+
+def softcap() -> Iterator[Call]:
+    for what in ("fwd", "train"):
+        for d in (64, 128, 256):
+            for s in (2048, 8192):
+                name = f"{what}_softcap_d{d}_s{s}"
+                yield Call(name, (s,) * (TOKENS // s), d, _heads(d), softcap=CAP, what=what)
+
+
+def sinks() -> Iterator[Call]:
+    """Of gpt-oss: 64 heads of 64 over 8, every other layer in a window of 128; and of other head dims."""
+    for what in ("fwd", "train"):
+        for d, heads in ((64, (64, 8)), (128, _heads(128))):
+            for left in (-1, 127):
+                for s in (2048, 8192):
+                    seen = "causal" if left < 0 else f"window{left + 1}"
+                    name = f"{what}_sinks_{seen}_d{d}_s{s}"
+                    yield Call(name, (s,) * (TOKENS // s), d, heads, left, sinks=True, what=what)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """(T, H, D), and of batches their views."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    cu: Tensor
+    of_heads: Tensor  # sinks
+
+    def batch(self, call: Call) -> list[Tensor]:
+        return [x.unflatten(0, (len(call.lengths), -1)) for x in (self.q, self.k, self.v)]
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+
+def _operands(call: Call, device: str) -> Operands:
+    generator, total = torch.Generator(device).manual_seed(SEED), sum(call.lengths)
+    Hq, Hkv = call.heads
+    drawn = [
+        torch.randn(total, heads, call.d, device=device, generator=generator).bfloat16()
+        for heads in (Hq, Hkv, Hkv, Hq)
+    ]  # fmt: skip
+    leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
+    cu = torch.tensor((0, *call.lengths), device=device).cumsum(0).int()
+    of_heads = torch.randn(Hq, device=device, generator=generator).requires_grad_(call.what == "train")
+    return Operands(*leaves, drawn[3], cu, of_heads)
+
+
+# ---- who takes part: each makes of a call and its operands a function that gives (T, Hq, D) ----
+
+Attend = Callable[[], Tensor]
+
+
+def _ours(call: Call, x: Operands) -> Attend:
+    seen = {"causal": True, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
+    seen["sinks"] = x.of_heads if call.sinks else None
+    if call.on_end:
+        return lambda: attention(*x.leaves, **seen, cu_seqlens_q=x.cu)
+    return lambda: attention(*x.batch(call), **seen).flatten(0, 1)
+
+
+def _plain(call: Call, x: Operands) -> Attend:
+    if len(set(call.lengths)) > 1 or (call.left >= 0 and not call.sinks):
+        raise NotImplementedError("nothing of ours to hold it against")
+    return _ours(replace(call, softcap=0.0, sinks=False, on_end=False), x)
+
+
+def _only(call: Call, **takes: bool) -> None:
+    """NotImplementedError for what a peer does not take."""
+    for name, asked in (("softcap", call.softcap), ("sinks", call.sinks), ("on_end", call.on_end)):
+        if asked and not takes.get(name):
+            raise NotImplementedError(f"takes no {name}")
+
+
+def _varlen(call: Call, x: Operands) -> Attend:
+    _only(call, on_end=True)
+    longest = max(call.lengths)
+    grouped = {"enable_gqa": True} if "enable_gqa" in varlen.varlen_attn.__kwdefaults__ else {}
+    seen = {"window_size": (call.left, 0), **grouped}
+    return lambda: varlen.varlen_attn(*x.leaves, x.cu, x.cu, longest, longest, **seen)
+
+
+def _fa3(call: Call, x: Operands) -> Attend:
+    _only(call, on_end=True, softcap=True)
+    if call.what == "train":
+        raise NotImplementedError("the wheel has no backward")
+    function = who.wheel("fa3")
+    if function is None:
+        raise ImportError("not installed")
+    seen = {"causal": True, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
+    if not call.on_end:
+        return lambda: _first(function(*x.batch(call), **seen)).flatten(0, 1)
+    of_lengths, longest = sys.modules[function.__module__].flash_attn_varlen_func, max(call.lengths)
+    return lambda: _first(of_lengths(*x.leaves, x.cu, x.cu, longest, longest, **seen))
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _flex(call: Call, x: Operands) -> Attend:
+    _only(call, softcap=True)
+    length, behind, cap = call.lengths[0], call.left if call.left >= 0 else call.lengths[0], call.softcap
+    rule = create_block_mask(
+        lambda b, h, row, key: (row >= key) & (row - key <= behind), None, None, length, length, x.q.device
+    )
+    more = {"score_mod": lambda score, *place: cap * torch.tanh(score / cap)} if cap else {}
+
+    def attend() -> Tensor:
+        operands = (one.transpose(1, 2) for one in x.batch(call))
+        return who._flex(*operands, block_mask=rule, enable_gqa=True, **more).transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+FUNCTIONS = {"ours_fa3": _ours, "ours_plain": _plain, "varlen": _varlen, "fa3": _fa3, "flex": _flex}
+WANTED = {"ours_fa3", "stock", "fa3", "flex"}  # of bench.py's --providers
+
+
+def _scope(name: str) -> Callable:
+    return who.ours("fa3") if name.startswith("ours") else who.plugin_off
+
+
+def _error(call: Call, x: Operands, out: Tensor) -> float:
+    """Relative, against fp64, of the last rows of two sequences."""
+    found, right = [], []
+    for of in (0, call.lengths.index(max(call.lengths))):
+        end, length = int(x.cu[of + 1]), call.lengths[of]
+        rows, keys = slice(end - min(ROWS_CHECKED, length), end), slice(end - length, end)
+        exact = replace(call, lengths=(length,), on_end=False)
+        q, k, v = (one[None].double() for one in (x.q[rows], x.k[keys], x.v[keys]))
+        seen = {"window": None if exact.left < 0 else (exact.left, None), "softcap": exact.softcap}
+        sinks = x.of_heads.double() if exact.sinks else None
+        with sdpa_backend("math"):
+            right.append(attention(q, k, v, causal=True, sinks=sinks, **seen)[0])
+        found.append(out[rows].double())
+    right = torch.cat(right)
+    return float((torch.cat(found) - right).norm() / right.norm())
+
+
+def _measure(bench: Bench, call: Call) -> None:
+    x, candidates, errors, refused = _operands(call, bench.device), {}, {}, {}
+    for name, function in FUNCTIONS.items():
+        scope = _scope(name)
+        if name in ("fa3", "flex") and name not in bench.providers:
+            continue
+        try:
+            with scope():
+                attend = function(call, x)
+                with torch.no_grad():
+                    out = attend()
+                    if name != "ours_plain":
+                        errors[name] = _error(call, x, out)
+                candidates[name] = graphed(Candidate(functools.partial(_once, call, x, attend), scope), _calls(call))
+        # What cannot run is noted, and the others are measured.
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError, AssertionError) as reason:
+            refused[name] = refusal(reason)
+            if "CUDA error" in refused[name]:
+                raise SystemExit(f"{call.name}: {name}: {reason}") from reason
+    if not errors.get("ours_fa3", math.inf) <= LARGEST_ERROR:
+        raise SystemExit(f"{call.name}: wrong, nothing is timed: {errors}, {refused}")
+    timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+    timings = {name: Timing(tuple(ms / _calls(call) for ms in t.rounds)) for name, t in timings.items()}
+    plain = timings.pop("ours_plain", None)
+    refused.pop("ours_plain", None)
+    row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.what == "train")
+    row["all_ms"] |= {} if plain is None else {"ours_plain": plain.ms}
+    bench.add(row)
+
+
+def _calls(call: Call) -> int:
+    return 1 if call.what == "train" else max(1, min(GRAPH_CALLS, int(GRAPH_MS / (call.flop / 4e11))))
+
+
+def _once(call: Call, x: Operands, attend: Attend) -> object:
+    if call.what == "fwd":
+        with torch.no_grad():
+            return attend()
+    return torch.autograd.grad(attend(), x.leaves, x.grad_out)
+
+
+def _suite(bench: Bench, calls: Iterator[Call]) -> None:
+    for call in calls:
+        if bench.take(call.name):
+            _measure(bench, call)
+
+
+def suite_ragged(bench: Bench) -> None:
+    _suite(bench, ragged())
+
+
+def suite_window(bench: Bench) -> None:
+    _suite(bench, window())
+
+
+def suite_softcap(bench: Bench) -> None:
+    _suite(bench, softcap())
+
+
+def suite_sinks(bench: Bench) -> None:
+    _suite(bench, sinks())
