@@ -95,6 +95,7 @@ struct Lengths {
   Owned lists, used_k;
 };
 Lengths give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments);
+void give_pages(const ForwardCall& call, Arguments* arguments);
 Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
 
 // The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).
@@ -190,6 +191,7 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
 ForwardResult math_forward(const ForwardCall& call);
 Owned cached_math(const ForwardCall& call);  // of key and value in 8 bits, made 16 (cached.py)
 // Of windows (windowed.py).
+ForwardResult paged_math(const ForwardCall& call);
 ForwardResult attention_math(const ForwardCall& call);
 BackwardResult attention_math_backward(const BackwardCall& call);
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);

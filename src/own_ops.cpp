@@ -3,6 +3,7 @@
 //
 //   torch_flashplug::cached_fwd: key and value in 8 bits (cached.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
+//   torch_flashplug::paged_fwd: key and value in pages (paged.py)
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -141,6 +142,65 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
 
+// Values are the device's to clamp.
+void check_pages(const ForwardCall& call, const Facts& facts) {
+  const Problem& p = facts.problem;
+  const auto fits = [&facts](AtenTensorHandle x, int64_t dims, int64_t size) {
+    int32_t dtype = -1;
+    int64_t found = 0;
+    Shape shape;
+    return is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+           aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) && shape.size[0] == size &&
+           (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
+  };
+  if (!fits(call.pages, 2, p.B) || !fits(call.used_k, 1, p.B))
+    throw std::runtime_error(
+        "torch_flashplug: pages have to be int32 [B, n] and used_k int32 [B], rows on end, on the "
+        "query's device");
+  if (is_there(call.k_scale) != is_there(call.v_scale))
+    throw std::runtime_error("torch_flashplug: give k_scale and v_scale, or none of them");
+  if (!is_there(call.k_scale)) return;
+  const int64_t* key = facts.shape[1].size;
+  check_fp32("k_scale", call.k_scale, {key[0], key[1], key[2]}, facts);
+  check_fp32("v_scale", call.v_scale, {key[0], key[1], key[2]}, facts);
+}
+
+// Rows that a thread copies together lie in one page (kernels/parts/paged.py).
+bool can_be_read(const ForwardCall& call, const Facts& facts) {
+  constexpr int64_t together = 16;
+  Shape pages;
+  return read_shape(call.pages, &pages) && (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
+}
+
+void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPagedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
+              used_k = box::to_tensor(stack[op["used_k"]]);
+  const Owned k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
+              v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
+              sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  read_settings<kPagedForward>(stack, &call);
+  call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
+  if (is_there(k_scale.get())) call.k_scale = k_scale.get();
+  if (is_there(v_scale.get())) call.v_scale = v_scale.get();
+  const Facts facts = read_facts(call);
+  check_pages(call, facts);
+  const Problem& p = facts.problem;
+  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool fits = can_be_read(call, facts);
+  const Plan plan = fits ? plan_in_op(p, device, tables()) : Plan{};
+  note_plan("paged_fwd", p, device, call.mode, plan);
+  const Backend wanted = call.mode.backend();
+  const bool math = wanted == Backend::kMath || wanted == Backend::kStock || standin() == Standin::kMath;
+  ForwardResult result;
+  if (math || !plan.ours() || !our_forward(call, facts, plan, &result)) result = paged_math(call);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionBackward;
   const Owned grad = box::to_tensor(stack[op["grad_out"]]), grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]),
@@ -182,6 +242,7 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("cached_fwd", &cached_forward);
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
+  library->impl("paged_fwd", &paged_forward);
 }
 
 }  // namespace flashplug

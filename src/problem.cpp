@@ -110,6 +110,8 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;
   }
   fill_shapes(facts->shape, &facts->problem);
+  Shape pages;
+  if (is_there(call.pages) && read_shape(call.pages, &pages)) facts->problem.Sk *= pages.size[1];
   if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
   int64_t starts = 0;
   if (is_there(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;

@@ -34,6 +34,9 @@ struct Attention {
   AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
   // Of sequences on end, in tensors of one batch: (sequences + 1,) int32, where each begins, and ends.
   AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): how many keys count; or null
+  // (B, n) int32: numbers of each batch's pages, (rows, D) of each head, in key and value (pages, Hkv, rows, D). Beside
+  // them used_k is (B,).
+  AtenTensorHandle pages = nullptr;
 };
 std::optional<Window> window_of(const Attention& call);  // the same of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
@@ -74,6 +77,7 @@ inline constexpr Feature kFeatures[] = {
     {"8bit", [](const Attention&) { return false; }},
     {"e4m3", [](const Attention&) { return false; }},
     {"cache8", [](const Attention& call) { return is_there(call.k_scale); }},
+    {"paged", [](const Attention& call) { return is_there(call.pages); }},
 };
 int64_t needs_of(const Attention& call);  // a sum of their bits
 // One of them that some rule of ours knows by its name. A name that is not there does not compile.

@@ -79,6 +79,14 @@ inline constexpr Schema kCachedForward(
 inline constexpr Schema kCachedMath(
     "torch_flashplug::_cached_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kPagedForward(
+    "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> (Tensor "
+    "out, Tensor lse)");
+inline constexpr Schema kPagedMath(
+    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? "
+    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> "
+    "(Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "

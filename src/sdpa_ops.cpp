@@ -13,6 +13,7 @@
 // so max_q is Sq there).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
+#include <algorithm>
 
 #include <cstring>
 #include <memory>
@@ -41,7 +42,15 @@ Facts read_facts(const ForwardCall& call) {
   }
   if (!read_shapes(call, Memory::kReal, &facts))
     throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
-  if (!shapes_fit(facts.shape, true)) {
+  Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
+  int64_t sizes[kNumOperands][4];
+  const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many pages as there are
+  for (int i = 0; i < kNumOperands; ++i) {
+    std::copy_n(shape[i].size, 4, sizes[i]);
+    if (pooled) sizes[i][0] = p.B;
+    shape[i].size = sizes[i];
+  }
+  if (!shapes_fit(shape, true)) {
     throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " +
                              std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " + std::to_string(p.D) +
                              "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
@@ -113,6 +122,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   }
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
   const Lengths lengths = give_lengths(call, p, query, &arguments);
+  give_pages(call, &arguments);
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);

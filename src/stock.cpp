@@ -136,17 +136,42 @@ Owned cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
+template <const Schema& schema>
+void put_window(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["left"]] = box::from(call.window->left);
+  op[schema["right"]] = box::from(call.window->right);
+  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
+  op[schema["softcap"]] = box::from(call.softcap);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+}
+
 // What both ops of windowed.py are told beside operands and results.
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
   op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
   op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
-  op[schema["left"]] = box::from(call.window->left);
-  op[schema["right"]] = box::from(call.window->right);
-  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
-  op[schema["softcap"]] = box::from(call.softcap);
-  op[schema["scale"]] = box::from_optional_double(call.scale);
+  put_window<schema>(call, to);
+}
+
+ForwardResult paged_math(const ForwardCall& call) {
+  constexpr const Schema& schema = kPagedMath;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+  op[schema["pages"]] = box::from_borrowed(call.pages);
+  op[schema["used_k"]] = box::from_borrowed(call.used_k);
+  op[schema["k_scale"]] = box::from_optional_tensor(is_there(call.k_scale) ? call.k_scale : nullptr);
+  op[schema["v_scale"]] = box::from_optional_tensor(is_there(call.v_scale) ? call.v_scale : nullptr);
+  op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
+  put_window<kPagedMath>(call, &op);
+  op.run();
+  ForwardResult result;
+  result.out = op.result(schema.result("out"));
+  result.lse = op.result(schema.result("lse"));
+  return result;
 }
 
 ForwardResult attention_math(const ForwardCall& call) {

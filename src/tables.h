@@ -122,10 +122,10 @@ struct FeatureRow {
 // What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
 // kernels takes: arguments.py.
 constexpr const char* kSlotNames[] = {
-    "q",       "k",       "v",        "o",          "do",     "lse",     "dq",       "dk",      "dv",
-    "rows",    "scratch", "partials", "scale_log2", "scale",  "counter", "num_ctas", "splits",  "cluster",
-    "wanted",  "mask",    "digest",   "bias",       "bias32", "seed",    "dbias",    "dbias32", "scratch8",
-    "k_scale", "v_scale", "rotated",  "sinks",      "dlse",   "cu_q",    "cu_k",     "used_k",  "lists"};
+    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
+    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
+    "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
+    "sinks",   "dlse",     "cu_q",       "cu_k",  "used_k",  "lists",    "pages"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {

@@ -1,5 +1,5 @@
-// What windows and sequences on end bring to kernels beside their bounds, which are facts of a call: a logit of each
-// head, and the gradient of the LSE. A call without one gives a tensor without elements.
+// What windows, sequences on end and pages bring to kernels beside their bounds, which are facts of a call: a logit of
+// each head, and the gradient of the LSE. A call without one gives a tensor without elements.
 #include <algorithm>
 
 #include "arguments.h"
@@ -38,6 +38,12 @@ Lengths give_lengths(const ForwardCall& call, const Problem& p, const TensorClas
   arguments->tensor("used_k", given.used_k.get());
   arguments->tensor("lists", given.lists.get(), true);
   return given;
+}
+
+void give_pages(const ForwardCall& call, Arguments* arguments) {
+  if (!arguments->takes("pages")) return;
+  arguments->tensor("pages", call.pages);
+  arguments->tensor("used_k", call.used_k);
 }
 
 }  // namespace flashplug

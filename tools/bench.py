@@ -18,6 +18,7 @@ picture.
     --suite window           sliding windows by size and length, forward, then both
     --suite softcap          capped scores, forward, then both
     --suite sinks            sinks with and without a window, forward, then both
+    --suite paged            one query row against keys in pages, beside our own decode of rows on end
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -46,6 +47,7 @@ import dropout
 import eightbit
 import masked_decode
 import masks
+import paged_decode
 import providers as who
 import report
 import torch
@@ -270,6 +272,7 @@ SUITES = {
     "window": windows.suite_window,
     "softcap": windows.suite_softcap,
     "sinks": windows.suite_sinks,
+    "paged": paged_decode.suite_paged,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -289,6 +292,7 @@ WANTED = {
     "eightbit": {"ours_fa3", "fa3"},
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
+    "paged": {"ours_fa2", "ours_fa3"},
     **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }
 

@@ -1,5 +1,5 @@
-"""Suites ragged, window, softcap and sinks: torch_flashplug.attention, causal, beside what else takes such calls, and
-beside ours without what the suite is about (`ours_plain`). Device time of replayed CUDA graphs.
+"""Suites ragged, window, softcap and sinks: torch_flashplug.attention beside what else takes such calls, and ours
+without what the suite is about (`ours_plain`). Device time of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAP = 50.0  # Gemma 2's
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Causal self attention of sequences: bf16, a batch where their lengths are equal and not on_end."""
+    """Self attention of sequences: bf16, a batch where their lengths are equal and not on_end."""
 
     name: str
     lengths: tuple[int, ...]
@@ -42,10 +42,13 @@ class Call:
     sinks: bool = False
     on_end: bool = False
     what: str = "fwd"
+    causal: bool = True
 
     @property
     def scores(self) -> int:
         """Visible ones of a head."""
+        if not self.causal:
+            return sum(s * s for s in self.lengths)
         seen = [(s, s if self.left < 0 else min(s, self.left + 1)) for s in self.lengths]
         return sum(w * (w + 1) // 2 + (s - w) * w for s, w in seen)
 
@@ -55,7 +58,7 @@ class Call:
 
     def facts(self) -> dict[str, object]:
         longest = max(self.lengths)
-        mask = "causal" if self.left < 0 else f"window_{self.left}"
+        mask = f"window_{self.left}" if self.left >= 0 else "causal" if self.causal else "full"
         shape = [len(self.lengths), *self.heads, longest, longest, self.d, self.d]
         return {"shape": shape, "d": self.d, "s": longest, "mask": mask, "dtype": "bf16", "flop": self.flop}
 
@@ -83,7 +86,11 @@ def ragged() -> Iterator[Call]:
             yield Call(f"{what}_zipf_d{d}", _zipf(TOKENS), d, heads, on_end=True, what=what)
             for number, s in ((1024, 16), (4096, 4)):
                 yield Call(f"{what}_short_d{d}_{number}x{s}", (s,) * number, d, heads, on_end=True, what=what)
+        for d in (32, 96, 192):
+            yield Call(f"{what}_zipf_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, what=what)
         yield Call(f"{what}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), on_end=True, what=what)
+        for d in (64, 128, 256):
+            yield Call(f"{what}_zipf_full_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, what=what, causal=False)
 
 
 def window() -> Iterator[Call]:
@@ -152,7 +159,7 @@ Attend = Callable[[], Tensor]
 
 
 def _ours(call: Call, x: Operands) -> Attend:
-    seen = {"causal": True, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
+    seen = {"causal": call.causal, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
     seen["sinks"] = x.of_heads if call.sinks else None
     if call.on_end:
         return lambda: attention(*x.leaves, **seen, cu_seqlens_q=x.cu)
@@ -176,7 +183,7 @@ def _varlen(call: Call, x: Operands) -> Attend:
     _only(call, on_end=True)
     longest = max(call.lengths)
     grouped = {"enable_gqa": True} if "enable_gqa" in varlen.varlen_attn.__kwdefaults__ else {}
-    seen = {"window_size": (call.left, 0), **grouped}
+    seen = {"window_size": (call.left, 0 if call.causal else -1), **grouped}
     return lambda: varlen.varlen_attn(*x.leaves, x.cu, x.cu, longest, longest, **seen)
 
 
@@ -187,7 +194,7 @@ def _fa3(call: Call, x: Operands) -> Attend:
     function = who.wheel("fa3")
     if function is None:
         raise ImportError("not installed")
-    seen = {"causal": True, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
+    seen = {"causal": call.causal, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
     if not call.on_end:
         return lambda: _first(function(*x.batch(call), **seen)).flatten(0, 1)
     of_lengths, longest = sys.modules[function.__module__].flash_attn_varlen_func, max(call.lengths)
@@ -232,7 +239,7 @@ def _error(call: Call, x: Operands, out: Tensor) -> float:
         seen = {"window": None if exact.left < 0 else (exact.left, None), "softcap": exact.softcap}
         sinks = x.of_heads.double() if exact.sinks else None
         with sdpa_backend("math"):
-            right.append(attention(q, k, v, causal=True, sinks=sinks, **seen)[0])
+            right.append(attention(q, k, v, causal=call.causal, sinks=sinks, **seen)[0])
         found.append(out[rows].double())
     right = torch.cat(right)
     return float((torch.cat(found) - right).norm() / right.norm())

@@ -112,13 +112,24 @@ def cached() -> list[Case]:
     return [_named_by_shape(heads, (1, keys), (d, d)) for heads, keys, d in calls]
 
 
+def paged() -> list[Case]:
+    """One query against 32 MB of K and V and more."""
+    calls = (
+        *(((1, 32, 8), keys, 128) for keys in (8192, 65536)),
+        *(((8, 32, 8), keys, 128) for keys in (1024, 8192)),
+        *(((b, 32, 8), 2048, 128) for b in (32, 128)),
+        ((16, 16, 16), 4096, 128),
+        ((8, 64, 8), 8192, 64),
+        ((8, 16, 8), 4096, 256),
+    )
+    return [_named_by_shape(heads, (1, keys), (d, d)) for heads, keys, d in calls]
+
+
 def eight_bits() -> list[Case]:
     """The grid's of 2k and more, then grouped heads and other head dims."""
     beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),
               ((2, 8, 8), 8192, (192, 128)))  # fmt: skip
-    others = [
-        _named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)
-    ]  # fmt: skip
+    others = [_named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)]
     return [*(case for case in grid("grid") if case.Sq >= 2048), *others]
 
 

@@ -80,6 +80,8 @@ _LENGTHS = (
     _tensor("used_k", 1, "int32", "(sequences,), how many keys of each count; (0,): all", optional=True),
     _tensor("lists", 1, "int32", "(n,), scratch: lists of tiles (lengths.py); the op's", optional=True),
 )
+_PAGES = _tensor("pages", 2, "int32", "(B, n), numbers of each sequence's pages; k, v: (pages, Hkv, rows of a page, D)",
+                 optional=True)  # fmt: skip
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
 _OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
 _EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
@@ -102,6 +104,11 @@ DECODE = (
     _MASK[0],
     *_BIAS,
     *_CACHE,
+    *_WINDOW,
+    _SINKS,
+    _SOFTCAP,
+    _PAGES,
+    _LENGTHS[2],
 )
 _GIVEN = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), the forward's"),

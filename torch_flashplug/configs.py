@@ -25,6 +25,8 @@ ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
 ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
 WINDOW, RAGGED = ("window",), ("window+ragged",)
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
+PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
+WITHOUT_SPILLS = ("bf16_int8", "bf16_e4m3", "bf16_e5m2", "fp16_int8", "fp16_e5m2")
 QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
 FAST = IN_8BIT + IN_E4M3
@@ -166,16 +168,16 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 192, 128, BIASES, 128, 64, 2, 1700),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
-    # Windows: a tile walks over few blocks, narrow ones hide less of them. Costs are those of the kernels beside.
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1700, last_tile=THIRDS),
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1350),
-    KernelRow("fwd", 90, 64, 64, WINDOW, 128, 64, 4, 800),
-    KernelRow("fwd", 90, 64, 64, RAGGED, 64, 128, 2, 900),  # short sequences
-    KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1750),
-    KernelRow("fwd", 90, 128, 128, RAGGED, 64, 128, 2, 1300),
-    KernelRow("fwd", 90, 128, 128, WINDOW, 128, 64, 4, 1000),
+    # Windows, and sequences on end: 2026-11-26, H100, 16k tokens in windows of 128 to all, or of 4 to 8k a sequence.
+    # Tiles of 64 rows are for short ones, two CTAs an SM.
+    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430, last_tile=THIRDS),
+    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1240),
+    KernelRow("fwd", 90, 64, 64, RAGGED, 64, 64, 2, 520),
+    KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1550),
+    KernelRow("fwd", 90, 128, 128, RAGGED, 64, 64, 2, 620),
     KernelRow("fwd", 90, 192, 128, WINDOW + RAGGED, 128, 112, 2, 1800),
     KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
+    KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
     # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
@@ -242,6 +244,17 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 128, 128, CACHED + MASK_CACHED, 64, 64, 3, 1000),
     KernelRow("decode", 80, 256, 256, CACHED, 16, 64, 2, 950),
     KernelRow("decode", 80, 256, 256, CACHED + MASK_CACHED, 64, 64, 2, 1800),
+    # Pages.
+    KernelRow("decode", 80, 64, 64, PAGED, 16, 64, 3, 300, at_once=2),
+    KernelRow("decode", 80, 64, 64, PAGED + PAGED_CACHED, 64, 64, 3, 600, at_once=2),
+    KernelRow("decode", 80, 64, 64, PAGED_CACHED, 16, 128, 2, 820, at_once=2),
+    KernelRow("decode", 80, 128, 128, PAGED, 16, 128, 1, 900, at_once=2),
+    KernelRow("decode", 80, 128, 128, PAGED, 64, 64, 2, 850, at_once=2),
+    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 16, 64, 3, 560, at_once=2),
+    KernelRow("decode", 80, 128, 128, PAGED_CACHED, 64, 64, 3, 1000, at_once=2),
+    KernelRow("decode", 80, 256, 256, PAGED, 16, 64, 1, 1500, at_once=2),
+    KernelRow("decode", 80, 256, 256, PAGED, 64, 64, 1, 1550, at_once=2),
+    KernelRow("decode", 80, 256, 256, PAGED_CACHED, 16, 64, 2, 1000, at_once=2, elements=WITHOUT_SPILLS),
     KernelRow("fwd", 80, 32, 32, BOTH, 64, 128, 1, 390),
     KernelRow("fwd", 80, 64, 64, BOTH, 128, 96, 1, 1268),
     KernelRow("fwd", 80, 64, 64, FULL, 128, 112, 1, 1475),
@@ -312,7 +325,7 @@ def _only_forced(spec: KernelSpec) -> bool:
     """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
     for all that bring a mask, a bias or dropout.
     """
-    few = spec.is_decode and (not spec.features or brought_by_elements(spec.features))
+    few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or brought_by_elements(spec.features))
     return BY_ARCH[spec.arch].later and not spec.elementwise and not few
 
 
@@ -321,7 +334,7 @@ def _has_bias(spec: KernelSpec) -> bool:
 
 
 def _in_a_window(spec: KernelSpec) -> bool:
-    return "window" in spec.features
+    return "window" in spec.features and not _in_eight_bits(spec)
 
 
 ELSEWHERE = (_only_forced, _has_bias, _drops, _in_a_window, _in_eight_bits)

@@ -29,6 +29,7 @@ class Feature:
     key_bytes: int = 0  # and for every key of one, beside K and V
     recipe: str = ""  # of recipes.py: what its kernels multiply operands in
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
+    short: bool = False  # its calls may have many tiles of few rows and keys, all start and end
 
     def part_of(self, kind: str) -> str:
         """Of a kind of kernels (spec.KINDS)."""
@@ -62,7 +63,8 @@ FEATURES = (
     Feature(
         "window", "window", "in a window",
         "the mask is a window or causal to the bottom right, these kernels take none; use the math backend",
-        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed", always=True,
+        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed",
+        decode="window_of_few.WindowOfFew", always=True,
     ),
     Feature(
         "softcap", "softcap", "with a softcap", "softcap={softcap}, these kernels have none; use the math backend",
@@ -71,7 +73,7 @@ FEATURES = (
     Feature(
         "ragged", "ragged", "of sequences on end",
         "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths", always=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths", always=True, short=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
@@ -88,6 +90,11 @@ FEATURES = (
         "cache8", "cache8", "with K and V in 8 bits",
         "key and value have 8 bits and scales, these kernels take neither; dequantise them first",
         arguments=("k_scale", "v_scale", "rotated"), decode="cache8.CacheInEightBits", always=True, key_bytes=8,
+    ),
+    Feature(
+        "paged", "paged", "in pages",
+        "key and value lie in pages, these kernels read rows on end; gather them first",
+        arguments=("pages", "used_k"), decode="paged.Paged", always=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
@@ -131,6 +138,10 @@ COMBINATIONS = (
         for name in RECIPES for beside in ((), ("causal",), ("mask",))
     ),
     *(Combination(frozenset({*beside, "cache8"}), {80: ("decode",)}) for beside in ((), ("mask",))),
+    *(
+        Combination(frozenset({"window", *beside, "paged"}), {80: ("decode",)})
+        for beside in ((), ("softcap",), ("cache8",))
+    ),
 )
 
 
@@ -170,6 +181,10 @@ def recipe_of(features: Iterable[str]) -> Recipe | None:
 
 def walks_lists(features: Iterable[str]) -> bool:
     return any(feature.lists for feature in of(features))
+
+
+def has_short_tiles(features: Iterable[str]) -> bool:
+    return any(feature.short for feature in of(features))
 
 
 def tag_of(features: Iterable[str]) -> str:

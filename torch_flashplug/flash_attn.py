@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention
+from .sequences import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -80,6 +81,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     v: Tensor | None = None,
     *,
     cache_seqlens: Tensor | int | None = None,
+    block_table: Tensor | None = None,
+    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -90,12 +93,13 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     **more: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, Sq, Hq, D) on caches (B, S, Hkv, D) and (B, S, Hkv, Dv), of whose rows the first cache_seqlens (B,) int32,
-    or a number, count. k (B, Snew, Hkv, D) and v: written into the caches behind those, in place, and counted; there
-    must be room for them (else torch's error of an index). Returns (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No
-    gradients.
+    or a number, count; with block_table, or page_table, (B, n) int32 on pools of pages (pages, rows, Hkv, D). k (B,
+    Snew, Hkv, D) and v: written into the caches behind those, in place, and counted (sequences.append_kv). Returns
+    (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
     """
     _refuse(more | {"dropout_p": dropout_p})
-    B, S = k_cache.shape[:2]
+    table = page_table if block_table is None else block_table
+    B = q.shape[0]
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
@@ -104,18 +108,11 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("flash_attn_with_kvcache: give k, v and cache_seqlens, behind which they go, or neither")
-        sizes = tuple((B, k.shape[1], *cache.shape[2:]) for cache in (k_cache, v_cache))
-        if (k.shape, v.shape) != sizes or k.shape[1] > S:
-            given = f"k {tuple(k.shape)} and v {tuple(v.shape)}"
-            raise ValueError(f"flash_attn_with_kvcache: {given} do not fit the caches; give {sizes[0]} and {sizes[1]}")
-        rows = cache_seqlens.long().unsqueeze(1) + torch.arange(k.shape[1], device=q.device)
-        batches = torch.arange(B, device=q.device).unsqueeze(1)
-        with torch.no_grad():
-            k_cache[batches, rows], v_cache[batches, rows] = k, v
-        cache_seqlens = cache_seqlens + k.shape[1]
+        cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
+    settings |= {"seqused_k": cache_seqlens, "block_table": table, "return_lse": return_softmax_lse}
     with torch.no_grad():
-        return attention(q, k_cache, v_cache, **settings, seqused_k=cache_seqlens, return_lse=return_softmax_lse)
+        return attention(q, k_cache, v_cache, **settings)
 
 
 def _settings(
@@ -128,7 +125,7 @@ def _settings(
 _NO_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
 _NOT_BUILT = {
     *("dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"),
-    *("block_table", "page_table", "cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
+    *("cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
     *("cu_seqlens_q", "cu_seqlens_k_new"),
 }
 

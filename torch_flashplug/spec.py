@@ -42,12 +42,15 @@ BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled til
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+SPLIT_OF_TWO = (40, 216)  # of CTAs with one consumer warpgroup, of which an SM has two
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 BACKWARD_WARPGROUPS = 2
 DQ_WRITERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
 KV_IN_REGISTERS_D = 64  # up to here a backward step's five products all have registers of their own
 EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
+
+_HALF_SMEM = (SMEM_BYTES[90] + SMEM_RESERVED) // 2 - SMEM_RESERVED
 
 EIGHT_BIT_DEPTH = 32  # numbers that a step of a product in 8 bits takes of a row: bytes, as of 16 bits
 
@@ -221,9 +224,26 @@ class HopperSpec(KernelSpec):
     @property
     def q_slots(self) -> int:
         """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
-        free = SMEM_BYTES[self.arch] - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
+        limit = _HALF_SMEM if self.shares_sm else SMEM_BYTES[self.arch]
+        free = limit - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
         free -= self._out_bytes()
         return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
+
+    @property
+    def shares_sm(self) -> bool:
+        """fwd: whether an SM has two CTAs, where tiles are all start and end: one computes while the other waits."""
+        least = self.kv_bytes() + self._q_slot_bytes() + BARRIER_BYTES
+        short = self.kind == "fwd" and features.has_short_tiles(self.features)
+        return short and self.warpgroups == 1 and least <= _HALF_SMEM
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + self.shares_sm
+
+    @property
+    def register_split(self) -> tuple[int, int]:
+        """Of a thread of the producer's warpgroup, and of a consumer's."""
+        return SPLIT_OF_TWO if self.shares_sm else REGISTER_SPLIT[self.warpgroups]
 
     def _q_slot_bytes(self) -> int:
         q, o = self.row_bytes("q"), self.row_bytes("o")
@@ -308,7 +328,7 @@ class HopperSpec(KernelSpec):
         return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
 
     def register_budget(self) -> tuple[int, int]:
-        has = self._decode_registers(1) if self.is_decode else REGISTER_SPLIT[self.warpgroups][1]
+        has = self._decode_registers(1) if self.is_decode else self.register_split[1]
         return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
     def illegal_shape(self) -> str | None:

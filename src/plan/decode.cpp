@@ -16,8 +16,11 @@ constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read onc
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
+// That some query may see.
+int64_t keys_of(const Problem& p) { return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk; }
+
 int64_t kv_bytes(const Problem& p, const KernelRow& row) {
-  return p.B * p.Hkv * p.Sk * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
+  return p.B * p.Hkv * keys_of(p) * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
 }
 
 double partial_ns(const Problem& p, const Tables& tables) {
@@ -52,7 +55,7 @@ double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& dev
                   Splits splits) {
   const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
   const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
-  const int64_t blocks = ceil_div(ceil_div(p.Sk, row.tile_n), splits.n);
+  const int64_t blocks = ceil_div(ceil_div(keys_of(p), row.tile_n), splits.n);
   const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
   return std::hypot(reading, working) + adding_time(p, row, tables, splits);
 }
@@ -94,14 +97,14 @@ double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& de
 // At most one for each block of keys, and partials that the kernels can count in 32 bits.
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
-  const int64_t most = std::min({ceil_div(p.Sk, row.tile_n), countable, kMaxSplits});
+  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
 // Every size that a cluster can have is tried; beyond, what CTAs work and what is combined weigh least together where
 // they are equal: at blocks * cost / n = n * partial_ns.
 Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {
-  const int64_t blocks = ceil_div(p.Sk, row.tile_n);
+  const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
   Splits best;
   const auto consider = [&](int64_t wanted) {

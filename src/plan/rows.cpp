@@ -151,7 +151,20 @@ int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_
 
 }  // namespace
 
-std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t forward_tiles) {
+namespace {
+
+// A call as rows know it: sequences on end of their mean length, and of a window the keys that a query may see.
+Problem as_measured(const Problem& given) {
+  Problem p = of_one_length(given);
+  if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);
+  return p;
+}
+
+}  // namespace
+
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& given, const KernelRow& kernel,
+                               int64_t forward_tiles) {
+  const Problem p = as_measured(given);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
   const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
   return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},

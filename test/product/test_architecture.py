@@ -27,7 +27,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("integrations", "flash_attn", "attention", "problem", "tracing", "windowed", "ops", "cached", "up_calls"),
+    *("integrations", "flash_attn", "attention", "sequences", "operands", "problem", "tracing", "paged", "windowed"),
+    *("ops", "cached", "up_calls"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
     *("configs", "blocks", "spec"),
@@ -52,8 +53,9 @@ CUTLASS = {"compile", "kernels"}
 LAZY = {"compile": {"_start"}, "kernels": {"compile"}}  # imported inside functions only, and only there
 # Parts that others are made of.
 BELOW = {
-    *("arguments.operands", "digest", "element", "fragments", "listed", "packed", "pieces", "ragged", "scheduler"),
-    *("quantise", "rotate", "scaled", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
+    *("arguments.operands", "cache8", "digest", "element", "fragments", "listed", "packed", "pieces", "quantise"),
+    *("ragged", "rotate", "scaled", "scheduler", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
+    "window",
 }
 
 # Which seams import.

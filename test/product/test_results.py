@@ -332,6 +332,42 @@ def test_readmes_table_and_losses():
     )
 
 
+WINDOWS = {
+    "equal lengths": ("ragged", "fwd_equal"), "lengths of texts": ("ragged", "fwd_zipf"),
+    "1024 x 16, 4096 x 4": ("ragged", "fwd_short"), "equal lengths, with gradients": ("ragged", "train_equal"),
+    "lengths of texts, with gradients": ("ragged", "train_zipf"),
+    "1024 x 16, 4096 x 4, with gradients": ("ragged", "train_short"), "windows": ("window", "fwd"),
+    "windows, with gradients": ("window", "train"), "softcap": ("softcap", "fwd"),
+    "softcap, with gradients": ("softcap", "train"), "sinks": ("sinks", "fwd"),
+    "sinks, with gradients": ("sinks", "train"),
+}  # fmt: skip
+
+
+def test_the_table_of_windows_and_lengths():
+    said = table("docs/benchmarks.md", "Windows, lengths, pages")
+    assert [label for label, *_ in said[: len(WINDOWS)]] == list(WINDOWS)
+    for label, *cells in said[: len(WINDOWS)]:
+        name, part = WINDOWS[label]
+        rows = [row for row in rows_of(f"{name}-h100") if row["case"].startswith(part)]
+        sides = [over(peer, rows) for peer in ("varlen", "fa3", "flex")]
+        sides.append([row["all_ms"]["ours_plain"] / row["ours_ms"] for row in rows if "ours_plain" in row["all_ms"]])
+        for side, cell in zip(sides, cells, strict=True):
+            assert cell == (f"{geometric_mean(side):.2f} ({min(side):.2f})" if side else "-"), label
+
+
+def test_the_table_of_pages():
+    page = (ROOT / "docs" / "benchmarks.md").read_text().split("### Pages\n", 1)[1].split("\n## ", 1)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"][2:]
+    rows = rows_of("paged-h100")
+    assert len(lines) == len(rows)
+    for (call, *cells), row in zip(lines, rows, strict=True):
+        B, Hq, Hkv, _, Sk, D, _ = row["shape"]
+        times, on_end = row["all_ms"], row["all_ms"]["ours_on_end"]
+        ratios = [on_end / times[name] for name in ("ours_fa2", "ours_page64", "ours_page256", "ours_lengths")]
+        assert call == f"{B} x {Hq} x {Hkv} x {Sk}, D {D}"
+        assert cells == [str(row["kv_bytes"] >> 20), f"{1000 * on_end:.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+
+
 def test_eight_bits():
     """Both tables, and the sentence on kernels alone."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()

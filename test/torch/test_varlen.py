@@ -1,4 +1,4 @@
-"""torch.nn.attention.varlen on kernels of ours, where they are asked for: numbers, gradients, graphs; and stock's own
+"""torch.nn.attention.varlen on kernels of ours, asked for and in auto: numbers, gradients, graphs; and stock's own
 body where they are not.
 """
 
@@ -64,13 +64,15 @@ def given(device: str) -> tuple[Tensor, Tensor, int, int]:
     return starts(ROWS, device), starts(KEYS, device), max(ROWS), max(KEYS)
 
 
+@pytest.mark.parametrize("backend", ["fa3", "auto"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (5, 9)], ids=str)
-def test_ours_where_they_are_asked_for(door: str, window: tuple[int, int]) -> None:
+def test_ours(door: str, window: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrations.varlen, "_LEAST_FLOP", 0)
     leaves = [x.requires_grad_() for x in operands(door)]
     cu_q, cu_k, *_ = lengths = given(door)
     settings = {"window_size": window, "scale": 0.2, **GROUPED}
     native.counters(reset=True)
-    with torch_flashplug.sdpa_backend("fa3"):
+    with torch_flashplug.sdpa_backend(backend):
         out, lse = varlen.varlen_attn(*leaves, *lengths, **settings, return_aux=varlen.AuxRequest(lse=True))
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     found = torch.autograd.grad(out, leaves, do)
@@ -135,7 +137,7 @@ def test_compiled(door: str) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "stock", "math"])
 def test_stock_otherwise(stock_on_cpu: list[str], backend: str) -> None:
-    """Auto too: nothing of it was measured yet."""
+    """Auto too, on a device that was not measured."""
     integrations.varlen.install("CPU")
     q = torch.randn(9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     cu = starts((4, 5), "cpu")
@@ -186,3 +188,30 @@ def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]
     finally:
         native.set_process_backend(0)
     assert stock_on_cpu == ["forward"]
+
+
+def test_auto_leaves_to_stock_what_has_no_kernel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack that is not there: nothing is computed by mathematics, whose memory is that of all scores."""
+
+    def none(*given: object) -> None:
+        raise RuntimeError("no kernel")
+
+    asked = []
+    monkeypatch.setattr(integrations.varlen, "_LEAST_FLOP", 0)
+    monkeypatch.setattr(integrations.varlen.windowed, "namespace", type("", (), {"attention_fwd": staticmethod(none)}))
+    monkeypatch.setattr(integrations.varlen, "_stocks", lambda name: lambda *given: asked.append(name) or (1, 2, 3))
+    q, k, v = operands(door)
+    assert integrations.varlen._forward(q, k, v, *given(door), False, None, [-1, 0]) == (1, 2, 3)
+    assert asked == ["_varlen_attn"] and native.mode() == 0
+
+
+def test_auto_takes_long_calls(door: str) -> None:
+    """Host time is stock's."""
+    cu, calls = starts(ROWS, door), integrations.varlen._asked
+    settings = (0, 0, True)
+    q, k, v = operands(door)
+    assert calls((q, k, v), cu, settings) is None
+    with torch.device("meta"):
+        long = [torch.empty(16384, 16, 128, dtype=torch.bfloat16) for _ in range(3)]
+    asked = integrations.varlen._is_long(*long[:2], cu)
+    assert asked and not integrations.varlen._is_long(q, k, cu)

@@ -2,9 +2,11 @@
 of its own. So nothing is overridden, a call that is not ours goes to the body that torch would have run, and
 uninstall() leaves no trace. Autograd, fakes and compilation are torch's.
 
-Calls are ours where a block of sdpa_backend, or the process, asks for "fa3" or "fa2": no speed of these was measured
-yet, and auto takes only what was. The LSE of a row without keys is inf, as stock has it; a gradient of the LSE is
-torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a second or more.
+In auto calls are ours on the GPUs where suite ragged found every class of them faster than stock (docs/benchmarks.md),
+if they are so long that nobody waits for the host, which takes some 40 us more for ours; else where a block of
+sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as stock has it; a gradient
+of the LSE is torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a
+second or more.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import torch
 from torch import Tensor
 
 from .. import native, windowed
-from ..families import KERNEL_BACKENDS
+from ..families import BACKENDS, KERNEL_BACKENDS
 
 _OPS = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
-_SIXTEEN_BITS, _LARGEST_DIM, _WITH_GRADIENTS = (torch.bfloat16, torch.float16), 256, 90
+_SERVED = ("auto", *KERNEL_BACKENDS)
+_SIXTEEN_BITS, _LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+_MEASURED = 90  # compute capability of the GPUs that were measured; and of those that have backwards of these
+_LEAST_FLOP = 2e10  # of a call in auto, if all sequences were as long as each other: 80 us of stock's, or more
 _libraries: dict[str, torch.library.Library] = {}  # by device type
 
 
@@ -49,13 +54,25 @@ def _forward(
     seqused_k, block_table, num_splits.
     """
     asked = _asked((query, key, value), cu_seq_k, more)
-    if asked is None:
+    found = None if asked is None else _attend(*_on_end(query, key, value), None, cu_seq_q, cu_seq_k, *asked)
+    if found is None:
         return _stocks("_varlen_attn")(query, key, value, cu_seq_q, cu_seq_k, *more)
-    operands = _on_end(query, key, value)
-    out, lse = windowed.namespace.attention_fwd(*operands, None, cu_seq_q, cu_seq_k, *asked)
-    lse = lse.squeeze(0)
-    drawn = torch.zeros(3, dtype=torch.uint64, device=query.device)[1:]  # by its offset the backward knows it
+    out, lse = found[0], found[1].squeeze(0)
+    drawn = torch.empty(3, dtype=torch.uint64, device=query.device)[1:]  # by its offset the backward knows it
     return _as_faked(out, query), lse.masked_fill_(lse == -math.inf, math.inf), drawn
+
+
+def _attend(*given: object) -> tuple[Tensor, Tensor] | None:
+    """By kernels alone: None where auto has none for the call after all, a pack left out say."""
+    if native.backend_of(native.effective_mode()) != "auto":
+        return windowed.namespace.attention_fwd(*given)
+    before = native.set_mode(BACKENDS.index(KERNEL_BACKENDS[0]))
+    try:
+        return windowed.namespace.attention_fwd(*given)
+    except RuntimeError:  # what else may be wrong stock says in its words
+        return None
+    finally:
+        native.set_mode(before)
 
 
 def _forward_out(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
@@ -103,23 +120,35 @@ def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -
     is forced, and has not what the call needs.
     """
     mode = native.effective_mode()
-    if not native.enabled() or native.backend_of(mode) not in KERNEL_BACKENDS:
+    backend = native.backend_of(mode)
+    if not native.enabled() or backend not in _SERVED:
         return None
     is_causal, scale, window, _, seqused_k, block_table, num_splits = (*more[2:], *(None,) * 7)[:7]
-    dims, dtype = {x.shape[-1] for x in operands}, operands[0].dtype
+    query, key, value = operands
+    dims = (query.shape[2], value.shape[2])
+    takes = cu_seq_k is not None and block_table is None and num_splits in (None, 1) and query.dtype in _SIXTEEN_BITS
+    takes = takes and all(dim % 8 == 0 and dim <= _LARGEST_DIM for dim in dims)
+    # Elsewhere kernels of lengths have no backward: mathematics would follow, where stock has one.
+    forced = native.forced_kernels(mode) is not None
+    if takes and (forced or _is_measured(query.device)) and (backend != "auto" or _is_long(query, key, cu_seq_k)):
+        return seqused_k, *_window(bool(is_causal), window), 0.0, scale
+    if not forced:
+        return None
     lacks = {
         "no cu_seq_k": cu_seq_k is None,
         "block_table": block_table is not None,
         f"num_splits={num_splits}": num_splits not in (None, 1),
-        f"{dtype}": dtype not in _SIXTEEN_BITS,
-        f"head dims {sorted(dims)}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
+        f"{query.dtype}": query.dtype not in _SIXTEEN_BITS,
+        f"head dims {sorted(set(dims))}": any(dim % 8 or dim > _LARGEST_DIM for dim in dims),
     }
-    # Elsewhere kernels of lengths have no backward: mathematics would follow, where stock has one.
-    forced = native.forced_kernels(mode) is not None
-    served = forced or native.device_facts(operands[0].device.index or 0)["cc"] == _WITH_GRADIENTS
-    if served and not any(lacks.values()):
-        return seqused_k, *_window(bool(is_causal), window), 0.0, scale
-    if not forced:
-        return None
-    said, backend = (", ".join(name for name, lacking in lacks.items() if lacking), native.backend_of(mode))
+    said = ", ".join(name for name, lacking in lacks.items() if lacking)
     raise RuntimeError(f"varlen_attn: kernels of ours do not take {said}; call it outside of sdpa_backend({backend!r})")
+
+
+def _is_measured(device: torch.device) -> bool:
+    return native.device_facts(device.index or 0)["cc"] == _MEASURED
+
+
+def _is_long(query: Tensor, key: Tensor, cu_seq_k: Tensor) -> bool:
+    (rows, heads, D), sequences = query.shape, max(len(cu_seq_k) - 1, 1)
+    return 4 * rows * heads * D * key.shape[0] >= _LEAST_FLOP * sequences

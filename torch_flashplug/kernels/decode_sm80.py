@@ -46,6 +46,7 @@ class Ring:
     stages: int
     keys: Split  # of the CTA
     first_key: Int32  # of a block's that the team has
+    stored: Stored
     beside: Beside  # what keys have beside K and V
     block: int  # keys of all teams
 
@@ -69,7 +70,7 @@ class Ring:
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.mover.load(gX, first, self.slot(tile, nth))
+            self.stored.load(self.mover, gX, first, self.slot(tile, nth))
             self.beside.load(which, first, nth % self.stages, self.mover.threads)
         cute.arch.cp_async_commit_group()
 
@@ -156,7 +157,8 @@ class DecodeSm80(DecodeCall):
             use_pdl=starts_early(),
         )
         if call.splits > 1:
-            Combine(self.element)(call.o, call.lse, partials, self.seams.chain(call).unit(call.scale), stream)
+            chain = self.seams.chain(call)
+            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
 
     def stored(self, call: FewRows) -> Stored:
         found = self.seams.stored(call)
@@ -205,7 +207,7 @@ class DecodeSm80(DecodeCall):
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
         cute.arch.sync_threads()
-        self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural)
+        self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural, chain)
 
     def my_ring(
         self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, stored: Stored, start: Int32, team: Int32
@@ -217,8 +219,8 @@ class DecodeSm80(DecodeCall):
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
         beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
-        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
-        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, beside, self.tile_n)
+        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)  # or what `stored` loads from
+        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
@@ -253,7 +255,12 @@ class DecodeSm80(DecodeCall):
             ring.beside.scale(S, nth % self.stages)
             ring.arrive()
             ring.load_k(nth + self.stages)
-            if walk.masks(ring.keys, j):
+            if cutlass.const_expr(here.everywhere):
+                if walk.masks(ring.keys, j):
+                    here.apply(S, ring.keys.nth(j), masked=True)
+                else:
+                    here.apply(S, ring.keys.nth(j), masked=False)
+            elif walk.masks(ring.keys, j):
                 here.apply(S, ring.keys.nth(j), masked=True)
             if cute.arch.vote_any_sync(softmax.grows(S)):
                 softmax.raise_to(output)
@@ -266,7 +273,8 @@ class DecodeSm80(DecodeCall):
 
     @cute.jit
     def add_up(
-        self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32
+        self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32,
+        chain: Chain,
     ):  # fmt: skip
         """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
         B, Hq, Sq, Dv = mO.shape
@@ -278,9 +286,10 @@ class DecodeSm80(DecodeCall):
             share.add(teams, row, 0, 1, column)
             head, query = part.place(part.first_row + row)
             if part.splits == 1:
+                lse = share.close_of(chain, head)
                 share.write(mO[part.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
-                    mLSE[part.batch, head, query] = share.lse()
+                    mLSE[part.batch, head, query] = lse
             else:
                 index = (part.batch * Hq + head) * Sq + query
                 share.leave(parts, index, part.split, column)

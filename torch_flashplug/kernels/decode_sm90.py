@@ -141,7 +141,8 @@ class DecodeSm90(DecodeCall):
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
-            Combine(self.element)(call.o, call.lse, partials, self.seams.chain(call).unit(call.scale), stream)
+            chain = self.seams.chain(call)
+            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
 
     @cute.kernel
     def kernel(

@@ -19,7 +19,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.forward import Call, ForwardCall
 from .parts.arguments.operands import Scales
@@ -33,6 +33,7 @@ from .parts.softmax import OnlineSoftmax, Unscaled, write_lse
 from .parts.walk import Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+SHORT = 2  # blocks of keys
 
 
 class Barrier(enum.IntEnum):
@@ -151,7 +152,7 @@ class ForwardSm90(ForwardCall):
         # would serialise every product.)
         halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.halves = halves and self.element.scores is self.element
-        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[self.warpgroups]
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.out_in_q
         self.form = Form(self.element, self.warpgroups, self.tile_n)
 
@@ -188,14 +189,16 @@ class ForwardSm90(ForwardCall):
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
-        section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
+        sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
+        section = TileOrder.section_heads(*sizes, on_end=self.seams.short)
         atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
-            grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas), 1, 1),
+            grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas may drop the register split
+            min_blocks_per_mp=self.spec.ctas_per_sm,  # without it ptxas may drop the register split
+            preferred_smem_carveout=100 if self.spec.shares_sm else None,  # percent; the DSL would ask a GPU
             use_pdl=self.seams.follows,
         )
 
@@ -246,16 +249,17 @@ class ForwardSm90(ForwardCall):
         own = sm90.Input.create(self.element, ROWS, self.dv, self.warpgroups)
         out = shared.q if self.out_in_q else own.buffer(smem)
 
+        by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
+        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
+        self.seams.wait()
+
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
-        by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
-        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
-        self.seams.wait()
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -283,6 +287,10 @@ class ForwardSm90(ForwardCall):
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
             run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            ticket = Int32(0)
+            if cutlass.const_expr(self.seams.short):
+                if run.count <= SHORT:  # done in less than that latency
+                    ticket = work.queue.draw()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
@@ -300,7 +308,11 @@ class ForwardSm90(ForwardCall):
                 stages.load(block, done + j)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
             # one from CTAs that run dry first.
-            ticket = work.queue.draw()
+            if cutlass.const_expr(self.seams.short):
+                if run.count > SHORT:
+                    ticket = work.queue.draw()
+            else:
+                ticket = work.queue.draw()
             sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
             number = work.queue.post(nth, ticket)
             nth += 1

@@ -21,6 +21,7 @@ from cutlass.base_dsl import Arch
 from ...spec import WARP
 from .element import Element
 from .fragments import LOG2_E, target_from
+from .scores.chain import Chain
 from .scratch import QUAD, vector_at
 
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
@@ -102,13 +103,14 @@ class Combine:
 
     @cute.jit
     def __call__(
-        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, stream: cuda.CUstream
+        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, chain: Chain,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima."""
+        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima; chain: the scores'."""
         rows, many = partials.rows, partials.splits >= MANY
         rows_of_cta = cutlass.select_(many, Int32(1), Int32(WARPS))
         columns = cutlass.select_(partials.splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
-        self.kernel(mO, mLSE, partials.start, partials.splits, scale).launch(
+        self.kernel(mO, mLSE, partials.start, partials.splits, scale, chain.sinks).launch(
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
@@ -116,7 +118,10 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32, scale: Float32):
+    def kernel(
+        self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32, scale: Float32,
+        sinks: cute.Tensor | None,
+    ):  # fmt: skip
         B, Hq, Sq, Dv = mO.shape
         partials = Partials(start, B * Hq * Sq, splits, Dv)
         smem = cutlass.memory.SmemAllocator()
@@ -145,10 +150,11 @@ class Combine:
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
+            lse = part.close(sinks, head)
             if column < Dv:
                 part.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
-                mLSE[batch, head, query] = part.lse()
+                mLSE[batch, head, query] = lse
 
 
 def starts_early() -> bool:
@@ -218,6 +224,30 @@ class Share:
 
     def lse(self) -> Float32:
         return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
+
+    def close_of(self, chain: Chain, head: Int32) -> Float32:
+        return self.close(chain.sinks, head)
+
+    @cute.jit
+    def close(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
+        """Nothing more comes: the LSE. sinks: a logit of each head that is in the sum, too, and has no output."""
+        lse = self.lse()
+        if cutlass.const_expr(sinks is not None):
+            if head < sinks.shape[0]:
+                lse = self.with_logit(sinks[head])
+        return lse
+
+    @cute.jit
+    def with_logit(self, logit: Float32) -> Float32:
+        """In natural units."""
+        top = cutlass.select_(self.total[0] == 0.0, -Float32.inf, self.top[0] * self.scale)
+        highest = cute.arch.fmax(top, logit)
+        base = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+        keys = cute.math.exp2((top - base) * LOG2_E, fastmath=True)
+        self.total[0] = self.total[0] * keys + cute.math.exp2((logit - base) * LOG2_E, fastmath=True)
+        for i in cutlass.range_constexpr(QUAD):
+            self.out[i] = self.out[i] * keys
+        return base + cute.math.log(self.total[0], fastmath=True)
 
     @cute.jit
     def write(self, target: cute.Pointer, element: cutlass.Constexpr[Element]):

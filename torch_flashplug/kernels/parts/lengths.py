@@ -132,6 +132,7 @@ class TileLists:
 
     @cute.kernel
     def kernel(self, given: Given, ragged: Ragged, walk: Walk):
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
@@ -197,35 +198,59 @@ class Making:
             some = Some.create(self.given, number, self.wanted)
             upto, blocks = sum_to(some.tiles), sum_to(some.scratch)
             last = cute.arch.shuffle_sync(upto, WARP - 1)
-            for at in cutlass.range(0, last, WARP, unroll=1):
-                nth, owner = at + self.lane, Int32(0)
-                for step in (16, 8, 4, 2, 1):  # the first lane whose tiles end behind it
-                    ends = cute.arch.shuffle_sync(upto, owner + (step - 1))
-                    owner = cutlass.select_(ends <= nth, owner + step, owner)
-                values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
-                own, length, other, met, of_scratch = (cute.arch.shuffle_sync(value, owner) for value in values)
-                block = nth - cute.arch.shuffle_sync(upto - some.tiles, owner)
-                # Of starts that do not grow there may be more blocks than room: those have no rows.
-                queries = met if self.wanted.of_keys else length
-                there = of_scratch + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
-                there = there & (of_scratch >= 0)
-                if cutlass.const_expr(self.wanted.of_keys):
-                    met = cutlass.select_(there, met, 0)
-                else:
-                    length = cutlass.select_(there, length, 0)
-                entry = (block, group * WARP + owner, own, length, other, met, of_scratch, cutlass.max(met, 1))
-                if nth < last:
-                    self.take(entry, first + nth, placing)
+            values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
+            if cute.arch.vote_any_sync(some.tiles > 1):
+                for at in cutlass.range(0, last, WARP, unroll=1):
+                    nth, owner = at + self.lane, Int32(0)
+                    for step in (16, 8, 4, 2, 1):  # the first lane whose tiles end behind it
+                        ends = cute.arch.shuffle_sync(upto, owner + (step - 1))
+                        owner = cutlass.select_(ends <= nth, owner + step, owner)
+                    of_owner = tuple(cute.arch.shuffle_sync(value, owner) for value in values)
+                    block = nth - cute.arch.shuffle_sync(upto - some.tiles, owner)
+                    entry = self.entry(block, group * WARP + owner, *of_owner)
+                    self.take(entry, first + nth, nth < last, placing)
+            else:
+                entry = self.entry(Int32(0), number, *values)
+                self.take(entry, first + upto - some.tiles, some.tiles > 0, placing)
             first, scratch = first + last, scratch + cute.arch.shuffle_sync(blocks, WARP - 1)
 
+    def entry(
+        self, block: Int32, number: Int32, own: Int32, length: Int32, other: Int32, met: Int32, of_scratch: Int32
+    ) -> tuple[Int32, ...]:  # fmt: skip
+        """Of starts that do not grow there may be more blocks than room: those have no rows."""
+        queries = met if self.wanted.of_keys else length
+        there = of_scratch + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
+        there = there & (of_scratch >= 0)
+        if self.wanted.of_keys:
+            met = cutlass.select_(there, met, 0)
+        else:
+            length = cutlass.select_(there, length, 0)
+        return block, number, own, length, other, met, of_scratch, cutlass.max(met, 1)
+
     @cute.jit
-    def take(self, entry: tuple[Int32, ...], place: Int32, placing: cutlass.Constexpr[bool]):
+    def take(
+        self, entry: tuple[Int32, ...], place: Int32, there: cutlass.Boolean, placing: cutlass.Constexpr[bool]
+    ):  # fmt: skip
+        """A tile of each lane that has one. Those of one class, as short sequences' are, take places together."""
         if cutlass.const_expr(self.wanted.is_sorted):
-            count = self.counts.iterator + self.class_of(*entry[:6])
-            place = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="cta")
+            kind = cutlass.select_(there, self.class_of(*entry[:6]), -1)
+            lanes, of_first = cute.arch.vote_ballot_sync(there), cute.arch.shuffle_sync(kind, 0)
+            alone = cute.arch.vote_any_sync(there & (kind != of_first))
+            if alone:
+                if there:
+                    place = self.places(kind, Int32(1))
+            else:
+                if (self.lane == 0) & (lanes != 0):
+                    place = self.places(kind, cute.arch.popc(lanes))
+                before = cute.arch.popc(lanes & ((Int32(1) << self.lane) - 1))
+                place = cute.arch.shuffle_sync(place, 0) + before
         if cutlass.const_expr(placing):
-            if (place >= 0) & (place < self.made.room()):
+            if there & (place >= 0) & (place < self.made.room()):
                 self.store(place, entry)
+
+    def places(self, kind: Int32, count: Int32) -> Int32:
+        """The next ones of a class."""
+        return cute.arch.atomic_add(self.counts.iterator + kind, count, sem="relaxed", scope="cta")
 
     def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
         """By the blocks of the other side that a tile walks over."""
@@ -254,7 +279,10 @@ class Making:
 
 
 class Lengths(Seams):
-    short = True
+    short = follows = True
+
+    def wait(self) -> None:
+        cute.arch.griddepcontrol_wait()
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:

@@ -4,7 +4,7 @@ keys are split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -34,7 +34,7 @@ class Part:
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
         kv, tile = number // m_tiles, pieces.block_of_rows(number % m_tiles, sizes)
         first_row = tile.block * tile_m
-        tile = replace(tile, kv_head=kv % Hkv, batch=kv // Hkv)
+        tile = pieces.of_batch(tile, kv % Hkv, kv // Hkv)
         return cls(tile, first_row, group * tile.sizes.Sq, split, splits, sizes.Sq)
 
     @property

@@ -119,6 +119,10 @@ class Launch:
 class Pieces:
     """What a kernel takes: any of its kinds."""
 
+    def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
+        """Decode: a block of rows that `block_of_rows` gave, of one KV head."""
+        return replace(tile, kv_head=kv_head, batch=batch)
+
 
 @dataclass(frozen=True)
 class Dense(Pieces):

@@ -33,6 +33,9 @@ class Softcap(Stage):
     def scales(self, scales: Scales) -> Scales:
         return replace(scales, log2=self.cap * LOG2_E, natural=self.cap)
 
+    def unit(self, scale: Float32) -> Float32:
+        return self.cap
+
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):

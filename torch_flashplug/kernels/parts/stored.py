@@ -45,6 +45,10 @@ class Stored:
         """K or V of a part's KV head, (Sk, columns of 16 bits)."""
         return part.of_head(x)
 
+    def load(self, mover: sm80.Mover, x: cute.Tensor, first_row: Int32, tile: sm80.Tile) -> None:
+        """Rows of what `of_head` gave, as Mover.load."""
+        mover.load(x, first_row, tile)
+
     def beside(self, part: Part, start: Int32, keys: int, stages: int) -> Beside:
         """start: of what a team has in shared memory for so many keys of every stage."""
         return Beside()

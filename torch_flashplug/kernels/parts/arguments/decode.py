@@ -8,7 +8,19 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, fake_bias, fake_mask, fake_operand, fake_scale, fake_vector, given_bias
+from ..fragments import LOG2_E
+from .operands import (
+    KernelCall,
+    Limits,
+    Scales,
+    fake_bias,
+    fake_mask,
+    fake_operand,
+    fake_scale,
+    fake_sinks,
+    fake_vector,
+    given_bias,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,15 @@ class FewRows:
     k_scale: cute.Tensor | None
     v_scale: cute.Tensor | None
     rotated: Int32 | None
+    limits: Limits | None
+    sinks: cute.Tensor | None
+    softcap: Float32 | None
+    pages: cute.Tensor | None
+    used_k: cute.Tensor | None
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(self.scale * LOG2_E, self.scale)
 
 
 class DecodeCall(KernelCall):
@@ -36,9 +57,15 @@ class DecodeCall(KernelCall):
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         tensors = super().fake_tensors()
-        tensors |= {name: fake_operand(self.element.cached, *tensors[name].shape) for name in ("k", "v")}
-        tensors |= {"partials": fake_vector(Float32, 16), "mask": fake_mask()}
-        tensors |= {"k_scale": fake_scale(), "v_scale": fake_scale()}
+        many, rows = cute.sym_int(), cute.sym_int()  # pages may be as many as there are, and have any rows
+        for name in ("k", "v"):
+            _, heads, _, columns = tensors[name].shape
+            tensors[name] = fake_operand(self.element.cached, many, heads, rows, columns)
+        tensors |= {"partials": fake_vector(Float32, 16), "mask": fake_mask(), "sinks": fake_sinks()}
+        tensors |= {"k_scale": fake_scale(), "v_scale": fake_scale(), "used_k": fake_vector(Int32, 4)}
+        tensors |= {
+            "pages": cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+        }
         return tensors | fake_bias(self.element.dtype)
 
     @cute.jit
@@ -59,7 +86,15 @@ class DecodeCall(KernelCall):
         k_scale: cute.Tensor | None,
         v_scale: cute.Tensor | None,
         rotated: Int32 | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        bottom_right: Int32 | None,
+        sinks: cute.Tensor | None,
+        softcap: Float32 | None,
+        pages: cute.Tensor | None,
+        used_k: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated)
+        beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated, Limits.of(left, right, bottom_right))
+        beside = (*beside, sinks, softcap, pages, used_k)
         self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, *beside), stream)

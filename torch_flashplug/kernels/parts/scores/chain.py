@@ -10,6 +10,8 @@ argument and names no stage. It asks, in this order:
     chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
     chain.scales(scales)            those of the scores behind the stages
     chain.unit(scale)               decode, in launch: the same of one, the natural
+    chain.sinks                     decode: None, or (Hq,) what rows' sums have beside keys
+    chain.everywhere                decode: whether some stage is asked in whole blocks, too
     chain.at(place)                 once a tile
     here.of_head(head)              backward: once a query head
     here.pass_over(count)           a block that this warpgroup does not look at
@@ -108,6 +110,7 @@ class Stage:
     everywhere = False  # whole sections, too
     hides = True  # may set scores to -inf where it is asked
     kept_share: Kept | None = None  # of P on its way to the next product
+    sinks: cute.Tensor | None = None  # decode: (Hq,) what rows' sums have beside keys, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
     rings: tuple[tuple, ...] = ()  # as start_cta takes them
 
@@ -271,6 +274,15 @@ class Chain:
         """dP: (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
             stage.derive(dP)
+
+    @property
+    def everywhere(self) -> bool:
+        return any(stage.everywhere for stage in self.stages)
+
+    @property
+    def sinks(self) -> cute.Tensor | None:
+        """decode: of the stage that has some."""
+        return next((stage.sinks for stage in self.stages if stage.sinks is not None), None)
 
     @property
     def kept_share(self) -> Kept | None:

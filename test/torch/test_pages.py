@@ -1,0 +1,180 @@
+"""attention() of caches in pages and append_kv(), on any device: numbers, graphs, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import append_kv, attention
+from torch_flashplug.flash_attn import flash_attn_with_kvcache
+
+ROWS, HKV, HQ, D = 16, 2, 4, 32
+USED = (50, 0, 64, 17)
+
+
+def drawn(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def pools(device: str) -> dict[str, Tensor]:
+    """Two pools of 20 pages, and the tables of four sequences; what nobody has is NaN."""
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))[:16].view(4, 4)
+    found = {"k": drawn(20, ROWS, HKV, D, seed=1), "v": drawn(20, ROWS, HKV, D, seed=2)}
+    has = torch.zeros(20, ROWS, dtype=torch.bool)
+    for numbers, count in zip(order, USED, strict=True):
+        for key in range(count):
+            has[numbers[key // ROWS], key % ROWS] = True
+    for pool in found.values():
+        pool[~has] = math.nan
+    found |= {"table": order.int(), "used": torch.tensor(USED).int()}
+    return {name: x.to(device) for name, x in found.items()}
+
+
+def of_sequence(pools: dict[str, Tensor], i: int) -> tuple[Tensor, Tensor]:
+    return tuple(pools[x][pools["table"][i].long()].flatten(0, 1)[: USED[i]].unsqueeze(0) for x in "kv")
+
+
+@pytest.mark.parametrize("Sq", [1, 3])
+def test_each_sequence_sees_its_own(device: str, pools: dict[str, Tensor], Sq: int) -> None:
+    q, sinks = drawn(4, Sq, HQ, D).to(device), drawn(HQ, seed=5).to(device)
+    settings = {"causal": True, "window": (20, None), "sinks": sinks, "return_lse": True}
+    out, lse = attention(
+        q, pools["k"], pools["v"], block_table=pools["table"], seqused_k=pools["used"], **settings
+    )  # fmt: skip
+    assert out.shape == (4, Sq, HQ, D) and lse.shape == (4, HQ, Sq) and (out[1] == 0).all()
+    for i in (0, 2, 3):
+        right, of_keys = attention(q[i : i + 1], *of_sequence(pools, i), **settings)
+        torch.testing.assert_close(out[i : i + 1], right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[i : i + 1], of_keys, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_on_end(device: str, pools: dict[str, Tensor]) -> None:
+    """Of different lengths; and of one row each, as a batch."""
+    pages = {"block_table": pools["table"], "seqused_k": pools["used"], "causal": True}
+    cu, q = torch.tensor([0, 5, 5, 7, 8], device=device).int(), drawn(8, HQ, D).to(device)
+    out = attention(q, pools["k"], pools["v"], cu_seqlens_q=cu, **pages)
+    for i, (begin, end) in enumerate(((0, 5), (5, 5), (5, 7), (7, 8))):
+        right = attention(q[None, begin:end], *of_sequence(pools, i), causal=True)
+        torch.testing.assert_close(out[None, begin:end], right, rtol=1e-4, atol=1e-5)
+    one = torch.arange(5, device=device).int()
+    found, lse = attention(
+        q[:4], pools["k"], pools["v"], cu_seqlens_q=one, max_seqlen_q=1, return_lse=True, **pages
+    )  # fmt: skip
+    right, of_keys = attention(q[:4].unsqueeze(1), pools["k"], pools["v"], return_lse=True, **pages)
+    assert torch.equal(found, right.squeeze(1)) and torch.equal(lse, of_keys.squeeze(2).T)
+
+
+def test_8_bits(device: str, pools: dict[str, Tensor]) -> None:
+    """With scales of a pool's own rows; an op that has no kernel for them makes 16 bits of them."""
+    q = drawn(4, 1, HQ, D).to(device, torch.bfloat16)
+    clean = {name: pools[name].nan_to_num() for name in "kv"}
+    scales = {f"{name}_scale": x.abs().amax(-1).transpose(1, 2) / 127 for name, x in clean.items()}
+    eight = {
+        name: (x / scales[f"{name}_scale"].transpose(1, 2).unsqueeze(-1).clamp(min=1e-9)).round().to(torch.int8)
+        for name, x in clean.items()
+    }
+    pages = {"block_table": pools["table"], "seqused_k": pools["used"]}
+    out = attention(q, eight["k"], eight["v"], **pages, **scales)
+    right = attention(q, clean["k"].bfloat16(), clean["v"].bfloat16(), **pages)
+    assert float((out.float() - right.float()).norm() / right.float().norm()) < 0.03
+
+
+def test_no_gradient(device: str, pools: dict[str, Tensor]) -> None:
+    q = drawn(4, 1, HQ, D).to(device).requires_grad_()
+    out = attention(q, pools["k"], pools["v"], block_table=pools["table"], seqused_k=pools["used"])
+    with pytest.raises(RuntimeError, match="block_table has no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_opcheck_and_compile(device: str, pools: dict[str, Tensor]) -> None:
+    q, k, v = drawn(4, 2, HQ, D).to(device), pools["k"].nan_to_num(), pools["v"].nan_to_num()
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    given = (*turned, pools["table"], pools["used"], None, None, None, -1, 0, True, 0.0, None)
+    torch.library.opcheck(torch.ops.torch_flashplug.paged_fwd, given)
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q * 2.0, k, v, causal=True, block_table=pools["table"], seqused_k=pools["used"])
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q), call(q))
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({"seqused_k": None}, "beside block_table give seqused_k"),
+        ({"block_table": torch.zeros(4, 4)}, r"block_table is torch.float32 \(4, 4\); give int32"),
+        ({"block_table": torch.zeros(3, 4).int()}, "do not fit"),
+        ({"cu_seqlens_k": torch.zeros(5).int()}, "no cu_seqlens_k"),
+        ({"seqused_k": torch.zeros(4)}, "seqused_k is torch.float32"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(changed: dict[str, object], says: str) -> None:
+    pool, table, used = drawn(8, ROWS, HKV, D), torch.zeros(4, 4).int(), torch.ones(4).int()
+    with pytest.raises(ValueError, match=says):
+        attention(drawn(4, 1, HQ, D), pool, pool, **{"block_table": table, "seqused_k": used} | changed)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_append(device: str, paged: bool) -> None:
+    """Behind what counts, as far as there is room; nothing else is written."""
+    used = torch.tensor([3, 30, 31, 32]).int()
+    sizes = (10, ROWS) if paged else (4, 2 * ROWS)
+    caches = [torch.full((*sizes, HKV, D), -7.0) for _ in range(2)]
+    table = torch.tensor([[4, 1], [0, 9], [3, 8], [6, 2]]).int() if paged else None
+    new = [drawn(4, 2, HKV, D, seed=seed) for seed in (1, 2)]
+    right = [cache.clone() for cache in caches]
+    for x, cache in zip(new, right, strict=True):
+        for i, count in enumerate(used.tolist()):
+            for j in range(2):
+                at = count + j
+                if at < 2 * ROWS:
+                    cache[(table[i, at // ROWS], at % ROWS) if paged else (i, at)] = x[i, j]
+    on = [None if x is None else x.to(device) for x in (*new, *caches, used, table)]
+    counts = append_kv(*on)
+    assert counts.tolist() == [5, 32, 32, 32] and counts.dtype == torch.int32
+    for found, exact in zip(on[2:4], right, strict=True):
+        assert torch.equal(found.cpu(), exact)
+
+
+def test_append_refuses_what_does_not_fit() -> None:
+    cache, used = torch.zeros(2, 8, HKV, D), torch.zeros(2).int()
+    with pytest.raises(ValueError, match="append_kv: k, v and caches are"):
+        append_kv(drawn(2, 1, HKV, D + 8), drawn(2, 1, HKV, D), cache, cache, used)
+    with pytest.raises(ValueError, match="give the caches'"):
+        append_kv(*(drawn(2, 1, HKV, D).half() for _ in range(2)), cache, cache, used)
+
+
+def test_flash_attn_with_kvcache_in_pages(device: str, pools: dict[str, Tensor]) -> None:
+    """Appended, then attended to, as a copy on end."""
+    q, k, v = (drawn(4, 1, heads, D, seed=seed).to(device) for seed, heads in ((4, HQ), (5, HKV), (6, HKV)))
+    room = torch.tensor([50, 0, 63, 17], device=device).int()
+    caches = [pools[name].clone() for name in "kv"]
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=room, page_table=pools["table"], causal=True)
+    for i, count in enumerate(room.tolist()):
+        keys, values = (
+            torch.cat((cache[pools["table"][i].long()].flatten(0, 1)[:count], x[i]))[None]
+            for cache, x in zip((pools["k"], pools["v"]), (k, v), strict=True)
+        )
+        torch.testing.assert_close(out[i : i + 1], attention(q[i : i + 1], keys, values), rtol=1e-4, atol=1e-5)
+
+
+def test_few_rows_of_caches_with_lengths_are_one_page_each(device: str) -> None:
+    """On a GPU by kernels that split keys."""
+    q, k, v = (drawn(3, S, heads, 64, seed=S).to(device, torch.bfloat16) for S, heads in ((2, 8), (100, 2), (100, 2)))
+    used = torch.tensor([100, 0, 33], device=device).int()
+    with torch.no_grad():
+        out, lse = attention(q, k, v, causal=True, seqused_k=used, return_lse=True)
+        assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
+        for i in (0, 2):
+            right = attention(q[i : i + 1], k[i : i + 1, : used[i]], v[i : i + 1, : used[i]], causal=True)
+            assert float((out[i].float() - right[0].float()).norm() / right.float().norm()) < 0.01
+    assert torch_flashplug.attention is attention

@@ -1,0 +1,83 @@
+"""A window of few query rows (window.py), packed: rows of a tile are queries of several heads. Splits share the blocks
+from the first that some query sees to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32
+
+from ...spec import SLAB, WARP, WARPGROUP
+from .scores.chain import Place, Stage
+from .walk import Sizes, Split
+from .window import InWindow, KeysInWindow, Reach, Window, Windowed
+
+
+class WindowOfFew(Windowed):
+    def walk(self, call: object) -> Window:
+        return FewInWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
+
+    def visible(self, call: object) -> InWindow:
+        return PackedInWindow(self.walk(call), call.sinks)
+
+
+class FewInWindow(Window):
+    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundFew:
+        return BoundFew(self.of(sizes), sizes, tile_n)
+
+
+@dataclass(frozen=True)
+class BoundFew:
+    """KV blocks that some query of a sequence sees, from the left; one where none sees any."""
+
+    window: Reach
+    sizes: Sizes
+    tile_n: int
+    hides = True
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundFew:
+        return self
+
+    def find(self, part: object) -> None:
+        """Nothing is looked for."""
+
+    def share(self, number: Int32, parts: Int32) -> Split:
+        """A split's; one behind all keys where there are fewer blocks than splits."""
+        first, _ = self.window.keys(Int32(0))
+        _, behind = self.window.keys(self.sizes.Sq - 1)
+        end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.some_keys), self.tile_n)
+        begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
+        mine = Split.create(end - begin, number, parts)
+        beyond = cute.ceil_div(self.sizes.some_keys, self.tile_n)
+        return Split(begin + mine.begin, begin + mine.end).or_block(beyond)
+
+    def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
+        """Whether some query does not see all of the block at a position."""
+        key = keys.nth(j) * self.tile_n
+        _, behind_first = self.window.keys(Int32(0))
+        first_of_last, _ = self.window.keys(self.sizes.Sq - 1)
+        return (key + self.tile_n > cutlass.min(behind_first, self.sizes.Sk)) | (key < first_of_last)
+
+
+@dataclass(frozen=True)
+class PackedInWindow(InWindow):
+    columns: int = 0  # of a block that a team has
+
+    def hold(self, columns: int) -> Stage:
+        return replace(self, columns=columns)
+
+    def at(self, place: Place) -> Stage:
+        """place: of the tile's first row. Warps of a team have 16 rows each."""
+        warps = WARPGROUP // WARP * self.columns // place.block
+        row = place.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
+        return QueriesOfFew(self.window.of(place.sizes), replace(place, row=row))
+
+
+class QueriesOfFew(KeysInWindow):
+    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+        """Of a packed row."""
+        return super().seen(row % cutlass.max(self.place.sizes.Sq, 1))

@@ -1,0 +1,101 @@
+"""The op torch_flashplug::paged_fwd: attention of a batch of queries to keys and values in pages, of which each
+sequence has some (vLLM, arXiv 2309.06180); of its keys the first used_k[i] count. Few query rows are a kernel's that
+reads pages where they lie, in 16 bits or 8 (src/own_ops.cpp); of more the pages are gathered first, for the kernels of
+sequences on end, as they are on a CPU. No gradients.
+
+A pool is (pages, Hkv, rows of a page, D); pages (B, n) int32 holds the numbers of each sequence's. Numbers beyond the
+pool, and behind the keys that count, may be anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cached import dequantised
+from .ops import empty_in_layout_of, never_a_frame
+from .windowed import namespace
+
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+for _name in ("paged_fwd", "_paged_math"):
+    _library.define(
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
+        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) "
+        "-> (Tensor out, Tensor lse)",
+        tags=_TAGS,
+    )
+
+
+def gathered(pool: Tensor, pages: Tensor) -> Tensor:
+    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence."""
+    numbers = pages.long().clamp(0, max(pool.shape[0] - 1, 0))
+    return pool[numbers].transpose(2, 3).flatten(0, 2)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
+    """RuntimeError where the op has no meaning. Reads sizes: for real tensors only."""
+    torch._check(
+        query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
+        and query.shape[3] == key.shape[3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0,
+        lambda: f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit; give "
+        "(B, Hq, Sq, D), (pages, Hkv, rows, D) and (pages, Hkv, rows, Dv), Hq a multiple of Hkv",
+    )  # fmt: skip
+    torch._check(
+        pages.dim() == 2 and used_k.shape == pages.shape[:1] == query.shape[:1]
+        and pages.dtype == used_k.dtype == torch.int32,
+        lambda: f"pages are {pages.dtype} {tuple(pages.shape)} and used_k {used_k.dtype} {tuple(used_k.shape)}; give "
+        f"int32 (B, n) and (B,), B = {query.shape[0]}",
+    )  # fmt: skip
+
+
+@never_a_frame
+def _math(
+    query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """settings: of windowed.Window, the softcap and the scale."""
+    _check(query, key, value, pages, used_k)
+    B, Hq, Sq, _ = query.shape
+    keys = pages.shape[1] * key.shape[2]
+    k, v = (gathered(x, pages) for x in (key, value))
+    wide = query
+    if k_scale is not None:
+        dtype = torch.bfloat16 if query.dtype == torch.float16 else query.dtype  # as in cached.attend
+        k, v = (dequantised(x, gathered(s, pages), dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        wide = query.to(dtype)
+    steps = torch.arange(B + 1, dtype=torch.int32, device=query.device)
+    q = wide.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    on_end = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    found, lse = namespace.attention_fwd(
+        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys), *settings
+    )  # fmt: skip
+    out = empty_in_layout_of(query, (B, Hq, Sq, value.shape[3]))
+    out.copy_(found.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
+    return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(torch.float32, query.dtype)
+    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
+    """Nothing is kept."""
+
+
+def _backward(ctx, *grads: Tensor | None) -> tuple:
+    raise RuntimeError("attention with block_table has no gradient; call it under torch.no_grad()")
+
+
+def _register() -> None:
+    _library.impl("paged_fwd", _math, "CPU")
+    _library.impl("_paged_math", _math, "CompositeExplicitAutograd")
+    for name in ("paged_fwd", "_paged_math"):
+        torch.library.register_fake(f"torch_flashplug::{name}", _fake, lib=_library)
+    torch.library.register_autograd(
+        "torch_flashplug::paged_fwd", _backward, setup_context=_setup_context, lib=_library
+    )  # fmt: skip
+
+
+_register()
