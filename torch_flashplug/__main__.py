@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
+    instead.add_argument("--serve", action="store_true", help="instead: prompts of many lengths from a paged cache")
     instead.add_argument("--precision", help="instead: a trained model in 8bit, qk8 or e4m3 beside 16 bits")
     demo.add_argument(
         "--repeats", type=int, default=0, help="--train: trainings of each attention (default: 5 on a GPU, 2 on a CPU)"
@@ -92,13 +93,15 @@ def _info(options: argparse.Namespace) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from .demo import long, precision, show, train
+        from .demo import long, precision, serve, show, train
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] != "rich":
             raise
         sys.exit("demo: its tables are printed with rich, which is not installed; pip install rich")
     if options.long:
         long.run(options.file)
+    elif options.serve:
+        serve.run(options.file)
     elif options.precision:
         precision.run(options.precision, options.file)
     elif options.train:

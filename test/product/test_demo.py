@@ -281,3 +281,15 @@ def test_demo_of_fewer_bits():
     assert int(in_eight) == (int(calls) if torch.cuda.is_available() else 0)
     wrong = demo("--precision", "7bit")
     assert wrong.returncode != 0 and "precision='7bit'; use one of" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_demo_of_serving():
+    """All servers write the same bytes on a CPU; on a GPU 16 bits may choose others now and then."""
+    done = demo("--serve")
+    assert done.returncode == 0, done.stderr
+    shown = rows(done.stdout, "bytes each")
+    assert list(shown) == ["padded, F.sdpa without the plugin", "padded, F.sdpa", "on end and in pages, attention()"]
+    for reading, writing, equal in shown.values():
+        same, of = map(int, equal.split(" of "))
+        assert float(reading.replace(",", "")) > 0 and float(writing.replace(",", "")) > 0
+        assert same == of or (torch.cuda.is_available() and same > of // 4)

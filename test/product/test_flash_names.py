@@ -170,6 +170,18 @@ def test_packed_sequences_do_not_see_each_other(device: str) -> None:
             close(packed[part], *(model(tokens(device, 1, 13)[:, part]).logits[0] for model in others))
 
 
+def test_continuous_batching(device: str) -> None:
+    """Prompts of different lengths from a paged cache of transformers' own: what each of them alone gives."""
+    ours, _, exact = three("Llama", device)
+    ours = ours if device == "cpu" else ours.float().half()
+    settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12, 13, 14, 15, 16]]
+    found = ours.generate_batch(inputs=prompts, generation_config=settings)
+    for prompt, one in zip(prompts, found.values(), strict=True):
+        right = exact.generate(torch.tensor([prompt], device=device), generation_config=settings)[0, len(prompt) :]
+        assert len(one.generated_tokens) == 5 and (device != "cpu" or one.generated_tokens == right.tolist())
+
+
 def test_uninstall_leaves_no_trace() -> None:
     from transformers import AttentionInterface
     from transformers import modeling_flash_attention_utils as utils

@@ -115,7 +115,7 @@ def _loading_ours(theirs: Callable) -> Callable:
     def lazy_imports(implementation: str | None, *more: object, **settings: object) -> tuple:
         if implementation not in (FLASH, OTHER):
             return theirs(implementation, *more, **settings)
-        ours = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, None)
+        ours = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
         return *ours, flash_utils._pad_input, flash_utils._unpad_input
 
     lazy_imports.flashplug_wraps = theirs

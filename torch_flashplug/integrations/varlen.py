@@ -59,7 +59,7 @@ def _forward(
         return _stocks("_varlen_attn")(query, key, value, cu_seq_q, cu_seq_k, *more)
     out, lse = found[0], found[1].squeeze(0)
     drawn = torch.empty(3, dtype=torch.uint64, device=query.device)[1:]  # by its offset the backward knows it
-    return _as_faked(out, query), lse.masked_fill_(lse == -math.inf, math.inf), drawn
+    return _as_faked(out, query), lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf), drawn
 
 
 def _attend(*given: object) -> tuple[Tensor, Tensor] | None:
@@ -130,7 +130,8 @@ def _asked(operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, more: tuple) -
     takes = takes and all(dim % 8 == 0 and dim <= _LARGEST_DIM for dim in dims)
     # Elsewhere kernels of lengths have no backward: mathematics would follow, where stock has one.
     forced = native.forced_kernels(mode) is not None
-    if takes and (forced or _is_measured(query.device)) and (backend != "auto" or _is_long(query, key, cu_seq_k)):
+    long = backend != "auto" or (takes and _is_long(query, key, cu_seq_k))
+    if takes and long and (forced or _is_measured(query.device)):
         return seqused_k, *_window(bool(is_causal), window), 0.0, scale
     if not forced:
         return None
