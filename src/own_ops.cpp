@@ -169,7 +169,8 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 bool can_be_read(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
   Shape pages;
-  return read_shape(call.pages, &pages) && (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
+  return read_shape(call.pages, &pages) && facts.shape[1].size[0] > 0 &&
+         (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
 }
 
 void paged_forward(StableIValue* stack, uint64_t, uint64_t) {

@@ -17,11 +17,12 @@ from .operands import (
     as_sinks,
     check_dtypes,
     check_operands,
+    check_same,
     have_kernels,
     refuse_forward_mode,
     scale_of,
 )
-from .sequences import in_pages, on_end, some_of_each
+from .sequences import check_pages, check_rank, in_pages, on_end, some_of_each
 from .windowed import Window
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -54,7 +55,7 @@ def attention(  # noqa: PLR0913
     causal: True or "bottom_right" lets the last query see all keys, "top_left" the first query one (as is_causal of
     F.scaled_dot_product_attention). window: (left, right), how many keys before and after its own a query sees; None or
     -1: all on that side. Its own key is that of causal; without causal, as to the bottom right. causal sets right to 0.
-    A row that sees no key is 0, its LSE -inf. scale: 1 / sqrt(D) if None.
+    A row that sees no key is 0, its LSE -inf, or its sink. scale: 1 / sqrt(D) if None.
 
     softcap: scores, scaled, become softcap * tanh(score / softcap) (arXiv 2408.00118); 0.0: they do not.
     sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
@@ -82,10 +83,7 @@ def attention(  # noqa: PLR0913
 
     Raises ValueError or TypeError for what it does not take.
     """
-    seen = _window(causal, window)
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
-    softcap = float(softcap)
+    seen, softcap = _window(causal, window), _softcap(softcap)
     if block_table is not None:
         given, scales = (cu_seqlens_q, cu_seqlens_k, seqused_k), (k_scale, v_scale)
         found = in_pages((q, k, v), sinks, block_table, given, scales, (*seen, softcap, scale), max_seqlen_q)
@@ -126,11 +124,36 @@ def attention(  # noqa: PLR0913
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
-        settings = {"is_causal": top_left, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        grouped = _decided(query.shape[1] != key.shape[1])
+        settings = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": grouped}
         out = F.scaled_dot_product_attention(query, key, value, mask, **settings)
     out = out.transpose(1, 2)
     out = out.to(q.dtype) if scales else out
     return (out, lse) if return_lse else out
+
+
+def check_before(  # noqa: PLR0913
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str, window: tuple, softcap: float, sinks: Tensor | None,
+    scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
+) -> None:  # fmt: skip
+    """What attention() raises of such arguments, ahead of what the caller does to caches."""
+    _window(causal, window), _softcap(softcap)
+    if scale is not None and not isinstance(scale, int | float):
+        raise TypeError(f"attention: scale is {type(scale).__name__}; give a number, or None")
+    check_rank("q", q, 4, "give a tensor (batch, rows, heads, head dim)")
+    as_sinks(sinks, q)
+    if block_table is None:
+        check_operands(q, k, v)
+        check_same(q, k, v)
+    else:
+        check_pages(q, k, v, block_table, seqused_k, q.shape[0])
+        check_dtypes(q, k, v)
+
+
+def _softcap(softcap: float) -> float:
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
+        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
+    return float(softcap)
 
 
 # ---- which keys a query sees ----
@@ -189,6 +212,13 @@ def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> 
     if not hides or _is_top_left(seen, Sq, Sk) or not have_kernels(query, key, value):
         return False
     return not are_few_rows(query, key, value)
+
+
+def _decided(told: bool) -> bool:
+    """Of traced sizes a comparison is a symbol, also after bool(), and F.scaled_dot_product_attention takes none."""
+    if told:  # noqa: SIM103
+        return True
+    return False
 
 
 def _beside_sinks(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import attention
+from .attention import attention, check_before
 from .sequences import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -105,11 +105,12 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
         given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
         raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {given}; give int32 (batch,) = ({B},) or a number")
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("flash_attn_with_kvcache: give k, v and cache_seqlens, behind which they go, or neither")
+        check_before(q, k_cache, v_cache, **settings, seqused_k=cache_seqlens, block_table=table)
         cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
-    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
     settings |= {"seqused_k": cache_seqlens, "block_table": table, "return_lse": return_softmax_lse}
     with torch.no_grad():
         return attention(q, k_cache, v_cache, **settings)

@@ -29,8 +29,9 @@ for _name in ("paged_fwd", "_paged_math"):
 
 def gathered(pool: Tensor, pages: Tensor) -> Tensor:
     """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence."""
-    numbers = pages.long().clamp(0, max(pool.shape[0] - 1, 0))
-    return pool[numbers].transpose(2, 3).flatten(0, 2)
+    if not pool.shape[0]:
+        return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
+    return pool[pages.long().clamp(0, pool.shape[0] - 1)].transpose(2, 3).flatten(0, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
@@ -68,7 +69,7 @@ def _math(
     q = wide.transpose(0, 1).flatten(1, 2).unsqueeze(0)
     on_end = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     found, lse = namespace.attention_fwd(
-        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys), *settings
+        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys if len(key) else 0), *settings
     )  # fmt: skip
     out = empty_in_layout_of(query, (B, Hq, Sq, value.shape[3]))
     out.copy_(found.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import paged, problem
-from .cached import FORMATS
+from .cached import FORMATS, IN_WORDS
 from .operands import (
     Scale,
     are_few_rows,
@@ -80,35 +80,44 @@ def in_pages(  # noqa: PLR0913
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor, given: Lengths,
     scales: tuple[Scale | None, Scale | None], seen: tuple, longest: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and LSE, of batches or on end as q is. longest: rows of a sequence, where that is known."""
+    """Output and LSE, of batches or on end as q is. longest: rows of a sequence at most, where that is known."""
     (q, k, v), (cu_q, cu_k, used_k) = operands, given
-    if cu_k is not None or used_k is None:
+    if cu_k is not None:
         raise ValueError("attention: beside block_table give seqused_k (batch,), and no cu_seqlens_k")
-    if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.dtype != torch.int32:
-        table = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
-        raise ValueError(f"attention: block_table is {table}; give int32 (batch, pages of a sequence)")
-    check_numbers("seqused_k", used_k, "batch", q.device)
+    if cu_q is not None:
+        check_rank("q", q, 3, "beside cu_seqlens_q give a tensor (rows, heads, head dim)")
+        check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
+        check_pages(q.unsqueeze(0), k, v, block_table, used_k, cu_q.shape[0] - 1)
+        if type(longest) is not int or longest != 1:
+            return _gathered(operands, sinks, block_table, (cu_q, used_k), scales, seen)
+        block_table, used_k = _of_rows(cu_q, q.shape[0], block_table, used_k)
+    batch = q if cu_q is None else q.unsqueeze(1)
+    check_rank("q", batch, 4, "give a tensor (batch, rows, heads, head dim)")
+    check_pages(batch, k, v, block_table, used_k, batch.shape[0])
     refuse_forward_mode()
-    B = block_table.shape[0]
-    one_each = cu_q is not None and longest == 1 and q.dim() == 3 and q.shape[0] == B  # so that all have one row
-    if cu_q is not None and not one_each:
-        return _gathered((q, k, v), sinks, block_table, (cu_q, used_k), scales, seen)
-    batch = q.unsqueeze(1) if one_each else q
-    if batch.dim() != 4 or k.dim() != 4 or v.dim() != 4 or used_k.shape[0] != B or batch.shape[0] != B:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, block_table, used_k))
-        raise ValueError(f"attention: {shapes} do not fit; give q (B, Sq, Hq, D), k, v (pages, rows, Hkv, D), B tables")
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
     of_scales = (None, None)
     if check_dtypes(batch, k, v):
         named = zip(("k_scale", "v_scale"), scales, pools, strict=True)
         of_scales = tuple(scale_of(name, scale, x).contiguous() for name, scale, x in named)
+    elif any(x is not None for x in scales):
+        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
     else:
         query, *pools = problem.under_autocast(q.device.type, query, *pools)
-    table, used = block_table.to(q.device).contiguous(), used_k.contiguous()
-    given = (query, *pools, table, used, *of_scales, as_sinks(sinks, batch))
+    given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *of_scales, as_sinks(sinks, batch))
     out, lse = torch.ops.torch_flashplug.paged_fwd(*given, *seen)
     out = out.transpose(1, 2)
-    return (out.squeeze(1), lse.squeeze(2).transpose(0, 1)) if one_each else (out, lse)
+    return (out, lse) if cu_q is None else (out.squeeze(1), lse.squeeze(2).transpose(0, 1))
+
+
+def _of_rows(cu_q: Tensor, rows: int, block_table: Tensor, used_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables and numbers of keys of rows, of which each sequence has one at most; no keys to a row that is none's."""
+    if not block_table.shape[0]:
+        return block_table.new_zeros(rows, block_table.shape[1]), used_k.new_zeros(rows)
+    number = torch.arange(rows, device=cu_q.device)
+    of = torch.searchsorted(cu_q[1:].contiguous(), number, right=True).clamp(max=block_table.shape[0] - 1)
+    mine = (cu_q[of] <= number) & (number < cu_q[of + 1])
+    return block_table[of], torch.where(mine, used_k[of], 0)
 
 
 def _gathered(
@@ -122,8 +131,34 @@ def _gathered(
     keys = block_table.shape[1] * pools[0].shape[1]
     steps = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys
     rows = (paged.gathered(x.transpose(1, 2), block_table) for x in pools)
-    with torch.no_grad():
-        return on_end((q, *rows), sinks, (cu_q, steps, used_k.clamp(0, keys)), seen)
+    used = used_k.clamp(0, keys if len(pools[0]) else 0)
+    return on_end((q, *rows), sinks, (cu_q, steps, used), seen)
+
+
+def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Tensor | None, B: int) -> None:
+    """q (..., Hq, D) of B sequences, pools (pages, rows, Hkv, D)."""
+    if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.dtype != torch.int32:
+        table = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
+        raise ValueError(f"attention: block_table is {table}; give int32 (batch, pages of a sequence)")
+    if used_k is None:
+        raise ValueError("attention: beside block_table give seqused_k (batch,)")
+    for name, x in (("k", k), ("v", v)):
+        check_rank(name, x, 4, "beside block_table give a pool (pages, rows, heads, head dim)")
+    check_numbers("seqused_k", used_k, "batch", q.device)
+    if not q.device == k.device == v.device == block_table.device:
+        devices = f"{q.device}, {k.device}, {v.device}, {block_table.device}"
+        raise ValueError(f"attention: q, k, v, block_table are on {devices}; give one device")
+    (Hq, D), (*pool, Hkv, _) = q.shape[-2:], k.shape
+    fits = k.shape[3] == D and v.shape[:3] == (*pool, Hkv) and not (Hkv and Hq % Hkv) and not (Hq and not Hkv)
+    if not fits or used_k.shape[0] != B or block_table.shape[0] != B:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, block_table, used_k))
+        raise ValueError(f"attention: {shapes} do not fit; give q (B, Sq, Hq, D), k, v (pages, rows, Hkv, D), B tables")
+
+
+def check_rank(name: str, x: object, rank: int, what: str) -> None:
+    if not isinstance(x, Tensor) or x.dim() != rank:
+        given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"attention: {name} is {given}; {what}")
 
 
 @torch.no_grad()
@@ -133,35 +168,58 @@ def append_kv(
     """Writes k (B, Snew, Hkv, D) and v (B, Snew, Hkv, Dv) into caches, in place, behind the seqused_k (B,) int32 rows
     of each sequence that count: (B, S, Hkv, D) and (B, S, Hkv, Dv), or beside block_table (B, n) int32 pools of pages
     (pages, rows, Hkv, D) and (pages, rows, Hkv, Dv), as attention() has them. Returns how many count now, (B,) int32:
-    what there is no room for is left out, and not counted. Waits for nothing on the host. ValueError for shapes and
-    dtypes that do not fit.
+    what there is no room for, a page that is none of the pool's too, is left out with all behind it, and not counted.
+    Waits for nothing on the host. ValueError or TypeError for what does not fit; then nothing is written.
     """
-    paged_ones = block_table is not None
-    B, new = k.shape[:2]
-    rows, sizes = k_cache.shape[1], [tuple(x.shape) for x in (k, v, k_cache, v_cache)]
-    check_numbers("seqused_k", seqused_k, "batch", k.device)
-    fits = all(len(size) == 4 for size in sizes) and (paged_ones or len(k_cache) == B) and seqused_k.shape[0] == B
+    _check_appended(k, v, k_cache, v_cache, seqused_k, block_table)
+    B, new, rows = k.shape[0], k.shape[1], k_cache.shape[1]
+    of_sequence = 1 if block_table is None else block_table.shape[1]
+    used = seqused_k.long().clamp(0, rows * of_sequence).unsqueeze(1)
+    if not B * new * rows * of_sequence * len(k_cache):
+        return used.squeeze(1).int()
+    place = used + torch.arange(new, device=k.device)
+    there, nth = place < rows * of_sequence, (place // rows).clamp(max=of_sequence - 1)
+    if block_table is None:
+        number = torch.arange(B, device=k.device).unsqueeze(1).expand(B, new)
+    else:
+        number = block_table.long().gather(1, nth)
+        there = there & (number >= 0) & (number < len(k_cache))
+    there = there.cumprod(1).bool()
+    # What has no place repeats a write of the call that has one; if none has, it leaves what lies in some place.
+    flat = (number.clamp(0, len(k_cache) - 1) * rows + place % rows).flatten()
+    some = there.flatten().int().argmax()
+    flat = torch.where(there.flatten(), flat, flat[some])
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        given, page, row = x.flatten(0, 1), flat // rows, flat % rows
+        again = torch.where(there.any(), given[some], cache[page[some], row[some]])
+        cache[page, row] = torch.where(there.flatten()[:, None, None], given, again)
+    return (used.squeeze(1) + there.sum(1)).int()
+
+
+def _check_appended(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, block_table: Tensor | None
+) -> None:  # fmt: skip
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"append_kv: {name} is {given}; give a tensor (batch or pages, rows, heads, head dim)")
+    numbers = {"seqused_k": (seqused_k, 1)} | ({} if block_table is None else {"block_table": (block_table, 2)})
+    for name, (x, rank) in numbers.items():
+        if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != rank or x.shape[0] != k.shape[0]:
+            given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"append_kv: {name} is {given}; give int32, one row for each of {k.shape[0]} sequences")
+    if len({x.device for x in (*tensors.values(), *(x for x, _ in numbers.values()))}) > 1:
+        devices = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
+        raise ValueError(f"append_kv: {devices}; give one device, numbers too")
+    fits = block_table is not None or len(k_cache) == len(k)
     fits = fits and all(x.shape[2:] == cache.shape[2:] for x, cache in ((k, k_cache), (v, v_cache)))
-    fits = fits and k.shape[:2] == v.shape[:2] and k_cache.shape[:2] == v_cache.shape[:2]
-    if not fits or (paged_ones and (block_table.dim() != 2 or len(block_table) != B)):
-        raise ValueError(f"append_kv: k, v and caches are {sizes}; give (B, Snew, Hkv, D) and (B, S, Hkv, D), or pages")
+    if not fits or k.shape[:2] != v.shape[:2] or k_cache.shape[:2] != v_cache.shape[:2]:
+        sizes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"append_kv: {sizes} do not fit; give (B, Snew, Hkv, D) and (B, S, Hkv, D), or pages")
     if (k.dtype, v.dtype) != (k_cache.dtype, v_cache.dtype):
         dtypes = f"{k.dtype}, {v.dtype}, caches {k_cache.dtype}, {v_cache.dtype}"
         raise ValueError(f"append_kv: k, v are {dtypes}; give the caches'")
-    room = rows * (block_table.shape[1] if paged_ones else 1)
-    used = seqused_k.long().clamp(0, room).unsqueeze(1)
-    place = used + torch.arange(new, device=k.device)
-    there = place < room
-    # What has no place repeats the first row's write, or where that has none either what lies in the last place.
-    first, place = there[:, :1], torch.where(there, place, torch.where(there[:, :1], used, room - 1))
-    if paged_ones:
-        number, place = block_table.long().gather(1, place // rows).clamp(0, len(k_cache) - 1), place % rows
-    else:
-        number = torch.arange(B, device=k.device).unsqueeze(1)
-    for x, cache in ((k, k_cache), (v, v_cache)):
-        again = torch.where(first[..., None, None], x[:, :1], cache[number[:, :1], place[:, :1]])
-        cache[number, place] = torch.where(there[..., None, None], x, again)
-    return (seqused_k.clamp(0, room) + new).clamp(max=room).int()
 
 
 def rows_on_end(x: Tensor) -> tuple[Tensor, int]:

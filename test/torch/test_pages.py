@@ -61,12 +61,17 @@ def test_queries_on_end(device: str, pools: dict[str, Tensor]) -> None:
     for i, (begin, end) in enumerate(((0, 5), (5, 5), (5, 7), (7, 8))):
         right = attention(q[None, begin:end], *of_sequence(pools, i), causal=True)
         torch.testing.assert_close(out[None, begin:end], right, rtol=1e-4, atol=1e-5)
-    one = torch.arange(5, device=device).int()
-    found, lse = attention(
-        q[:4], pools["k"], pools["v"], cu_seqlens_q=one, max_seqlen_q=1, return_lse=True, **pages
-    )  # fmt: skip
-    right, of_keys = attention(q[:4].unsqueeze(1), pools["k"], pools["v"], return_lse=True, **pages)
-    assert torch.equal(found, right.squeeze(1)) and torch.equal(lse, of_keys.squeeze(2).T)
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 2, 3, 4), (0, 0, 1, 1, 2), (1, 2, 3, 3, 4), (0, 0, 0, 0, 0)], ids=str)
+def test_one_row_each(device: str, pools: dict[str, Tensor], starts: tuple[int, ...]) -> None:
+    """max_seqlen_q=1 says that keys may be split; sequences without a row, and rows of none, are what they are."""
+    pages = {"block_table": pools["table"], "seqused_k": pools["used"], "causal": True, "return_lse": True}
+    cu, q = torch.tensor(starts, device=device).int(), drawn(4, HQ, D).to(device)
+    found, lse = attention(q, pools["k"], pools["v"], cu_seqlens_q=cu, max_seqlen_q=1, **pages)
+    right, of_keys = attention(q, pools["k"], pools["v"], cu_seqlens_q=cu, **pages)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, of_keys, rtol=1e-4, atol=1e-5)
 
 
 def test_8_bits(device: str, pools: dict[str, Tensor]) -> None:
@@ -88,6 +93,11 @@ def test_no_gradient(device: str, pools: dict[str, Tensor]) -> None:
     q = drawn(4, 1, HQ, D).to(device).requires_grad_()
     out = attention(q, pools["k"], pools["v"], block_table=pools["table"], seqused_k=pools["used"])
     with pytest.raises(RuntimeError, match="block_table has no gradient"):
+        out.sum().backward()
+    given = {"block_table": pools["table"], "seqused_k": pools["used"]}
+    given["cu_seqlens_q"] = torch.tensor([0, 1, 2, 3, 4], device=device).int()
+    out = attention(q[:, 0], pools["k"], pools["v"], **given)
+    with pytest.raises(RuntimeError, match="seqused_k has no gradient"):
         out.sum().backward()
 
 
@@ -114,6 +124,7 @@ def test_opcheck_and_compile(device: str, pools: dict[str, Tensor]) -> None:
         ({"block_table": torch.zeros(3, 4).int()}, "do not fit"),
         ({"cu_seqlens_k": torch.zeros(5).int()}, "no cu_seqlens_k"),
         ({"seqused_k": torch.zeros(4)}, "seqused_k is torch.float32"),
+        ({"k_scale": 2.0}, "k_scale, v_scale are for"),
     ],
     ids=str,
 )
@@ -145,9 +156,49 @@ def test_append(device: str, paged: bool) -> None:
         assert torch.equal(found.cpu(), exact)
 
 
+def test_append_leaves_out_what_has_no_place(device: str) -> None:
+    """Numbers that are none of the pool's; a full sequence whose last page another one writes to; no pages at all."""
+    new = torch.ones(2, 2, HKV, D, device=device)
+    pool = torch.zeros(5, 4, HKV, D, device=device)
+    for used, table, counts, written in (
+        ((2, 0), ((3, 1), (-1, 2)), [4, 0], [(3, 2), (3, 3)]),
+        ((3, 0), ((3, 9), (7, 2)), [4, 0], [(3, 3)]),
+        ((3, 8), ((1, 2), (0, 1)), [5, 8], [(1, 3), (2, 0)]),
+        ((8, 3), ((0, 1), (1, 2)), [8, 5], [(1, 3), (2, 0)]),
+        ((8, 8), ((0, 1), (1, 2)), [8, 8], []),
+    ):
+        caches = [pool.clone() for _ in range(2)]
+        numbers = [torch.tensor(x, device=device).int() for x in (used, table)]
+        assert append_kv(new, new, *caches, *numbers).tolist() == counts
+        right = pool.clone()
+        for place in written:
+            right[place] = 1.0
+        assert torch.equal(caches[0], right) and torch.equal(caches[1], right)
+    assert append_kv(new, new, pool[:0], pool[:0], *numbers).tolist() == [8, 8]
+
+
+def test_nothing_is_written_ahead_of_an_error() -> None:
+    q, new, cache = drawn(2, 1, HQ, D), drawn(2, 1, HKV, D), torch.zeros(2, 8, HKV, D)
+    pool, table = torch.zeros(4, 4, HKV, D), torch.zeros(2, 2).long()
+    for changed in (
+        {"window_size": (-2, 1)}, {"softcap": -1}, {"causal": 1}, {"s_aux": torch.zeros(3)}, {"block_table": table},
+    ):  # fmt: skip
+        mine = pool if "block_table" in changed else cache
+        with pytest.raises(ValueError, match="attention: "):
+            flash_attn_with_kvcache(q, mine, mine.clone(), new, new, cache_seqlens=4, **changed)
+        assert not mine.any()
+
+
+def test_empty_pools_have_no_keys(device: str) -> None:
+    pool, table, used = drawn(0, ROWS, HKV, D).to(device), torch.zeros(2, 3).int(), torch.tensor([5, 0]).int()
+    pages = {"block_table": table.to(device), "seqused_k": used.to(device), "return_lse": True}
+    out, lse = attention(drawn(2, 1, HQ, D).to(device), pool, pool, **pages)
+    assert not out.any() and (lse == -math.inf).all()
+
+
 def test_append_refuses_what_does_not_fit() -> None:
     cache, used = torch.zeros(2, 8, HKV, D), torch.zeros(2).int()
-    with pytest.raises(ValueError, match="append_kv: k, v and caches are"):
+    with pytest.raises(ValueError, match="append_kv: k .* do not fit"):
         append_kv(drawn(2, 1, HKV, D + 8), drawn(2, 1, HKV, D), cache, cache, used)
     with pytest.raises(ValueError, match="give the caches'"):
         append_kv(*(drawn(2, 1, HKV, D).half() for _ in range(2)), cache, cache, used)

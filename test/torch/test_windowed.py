@@ -213,6 +213,20 @@ def test_compiled(device: str, dynamic: bool) -> None:
             torch.testing.assert_close(got, exact)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_compiled_of_any_sizes(device: str, causal: bool | str) -> None:
+    """A cache that grows: what F.sdpa takes are no symbols."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=causal)
+
+    call = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for Sq, Sk in ((6, 6), (1, 9), (5, 20)):
+        q, k, v = (x.to(device) for x in operands(Sq, Sk))
+        torch.testing.assert_close(call(q, k, v), attend(q, k, v))
+
+
 def with_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return attention(q, k, v, window=(3, 1), sinks=sinks, return_lse=True)
 
