@@ -170,6 +170,9 @@ def test_packed_sequences_do_not_see_each_other(device: str) -> None:
             close(packed[part], *(model(tokens(device, 1, 13)[:, part]).logits[0] for model in others))
 
 
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="has names of its own for paged caches"
+)
 def test_continuous_batching(device: str) -> None:
     """Prompts of different lengths from a paged cache of transformers' own: what each of them alone gives."""
     ours, _, exact = three("Llama", device)

@@ -42,7 +42,7 @@ class Load:
         return (self.shortest + draw * (self.longest - self.shortest)).int().tolist()
 
 
-GPU_LOAD = Load(gpt.Shape(layers=8, heads=16, kv_heads=4, head_dim=128), 64, 64, 4096, 64)
+GPU_LOAD = Load(gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 64, 64, 4096, 64)
 CPU_LOAD = Load(gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=32), 6, 5, 120, 8)
 
 

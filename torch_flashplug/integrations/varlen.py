@@ -3,7 +3,7 @@ of its own. So nothing is overridden, a call that is not ours goes to the body t
 uninstall() leaves no trace. Autograd, fakes and compilation are torch's.
 
 In auto calls are ours on the GPUs where suite ragged found every class of them faster than stock (docs/benchmarks.md),
-if they are so long that nobody waits for the host, which takes some 40 us more for ours; else where a block of
+if they are so long that nobody waits for the host, which takes some 20 us more for ours; else where a block of
 sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as stock has it; a gradient
 of the LSE is torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a
 second or more.
