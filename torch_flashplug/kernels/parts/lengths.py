@@ -15,8 +15,10 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32
+from cutlass.base_dsl import Arch
 
 from ...spec import BACKWARD_TILE, WARP, WARPGROUP
+from .fragments import target_from
 from .pieces import Tile
 from .ragged import ENTRY, MaybeEmpty, Ragged, TileList
 from .scratch import vector_at
@@ -132,7 +134,8 @@ class TileLists:
 
     @cute.kernel
     def kernel(self, given: Given, ragged: Ragged, walk: Walk):
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(target_from(Arch.sm_90)):
+            cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
