@@ -195,10 +195,11 @@ def trial(spec: KernelSpec, *stages: str):
             self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
             partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32,
             mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            k_scale: cute.Tensor | None, v_scale: cute.Tensor | None, rotated: Int32 | None, extra: Extra,
-            stream: cuda.CUstream,
+            k_scale: cute.Tensor | None, v_scale: cute.Tensor | None, rotated: Int32 | None, left: Int32 | None,
+            right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None, softcap: Float32 | None,
+            pages: cute.Tensor | None, used_k: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            given = (mask, None, k_scale, v_scale, rotated, extra)
+            given = (mask, None, k_scale, v_scale, rotated, *(None,) * 5, extra)
             self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *given), stream)
 
     class Backward(base):

@@ -318,10 +318,10 @@ ONE_FACT = {
 }
 # Of calls that auto does not take, forced.
 _WINDOW = {"window": 1, "left": 128, "right": 0, "bottom_right": 1}
-_IN_A_WINDOW = call((1, 8, 8), (4096, 4096), (128, 128), **_WINDOW)
+_IN_A_WINDOW = call((16, 8, 8), (4096, 4096), (64, 64), **_WINDOW)
 ONE_FACT_OF_FORCED = {
     **{bound: (_IN_A_WINDOW, 8192) for bound in ("left", "right")},
-    "bottom_right": (call((1, 8, 8), (128, 8192), (128, 128), **_WINDOW | {"left": 8192}), -1),
+    "bottom_right": (call((8, 8, 8), (320, 8192), (64, 64), **_WINDOW | {"left": 512}), -1),
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
 }
 FA3 = BACKENDS.index("fa3")
