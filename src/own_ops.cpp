@@ -32,6 +32,17 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
                            "], on the query's device");
 }
 
+// How many rows a tensor of int32 numbers has that kernels can read: each row on end, on the query's device; or -1.
+int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
+  int32_t dtype = -1;
+  int64_t found = 0;
+  Shape shape;
+  const bool fits = is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+                    aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) &&
+                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
+  return fits ? shape.size[0] : -1;
+}
+
 void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCachedForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
@@ -79,7 +90,7 @@ double read_softcap(double softcap) {
   return softcap;
 }
 
-// What both ops say beside tensors.
+// What attention_fwd, attention_bwd and paged_fwd say beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
   call->scale = box::to_optional_double(stack[op["scale"]]);
@@ -91,17 +102,9 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
-  const auto numbers = [&facts](AtenTensorHandle x) -> int64_t {
-    int32_t dtype = -1;
-    int64_t dims = 0;
-    Shape shape;
-    const bool fits = is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
-                      aoti_torch_get_dim(x, &dims) == 0 && dims == 1 && read_shape(x, &shape) &&
-                      (shape.stride[0] == 1 || shape.size[0] <= 1) && beside(x, facts.operand[0]);
-    return fits ? shape.size[0] : -1;
-  };
-  const int64_t starts = numbers(call.cu_q);
-  if (starts < 1 || numbers(call.cu_k) != starts || (is_there(call.used_k) && numbers(call.used_k) != starts - 1))
+  const int64_t starts = rows_of_int32(call.cu_q, 1, facts);
+  if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
+      (is_there(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
     throw std::runtime_error(
         "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], used_k [sequences], contiguous, on the "
         "query's device");
@@ -145,15 +148,7 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 // Values are the device's to clamp.
 void check_pages(const ForwardCall& call, const Facts& facts) {
   const Problem& p = facts.problem;
-  const auto fits = [&facts](AtenTensorHandle x, int64_t dims, int64_t size) {
-    int32_t dtype = -1;
-    int64_t found = 0;
-    Shape shape;
-    return is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
-           aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) && shape.size[0] == size &&
-           (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
-  };
-  if (!fits(call.pages, 2, p.B) || !fits(call.used_k, 1, p.B))
+  if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
     throw std::runtime_error(
         "torch_flashplug: pages have to be int32 [B, n] and used_k int32 [B], rows on end, on the "
         "query's device");

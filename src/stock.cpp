@@ -56,6 +56,26 @@ Owned slice_lse(Owned lse, const Problem& p) {
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
 
+StableIValue optional(AtenTensorHandle tensor) {
+  return box::from_optional_tensor(is_there(tensor) ? tensor : nullptr);
+}
+
+template <const Schema& schema>
+void put_operands(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+}
+
+template <const Schema& schema>
+ForwardResult out_and_lse(OpCall* of) {
+  ForwardResult result;
+  result.out = of->result(schema.result("out"));
+  result.lse = of->result(schema.result("lse"));
+  return result;
+}
+
 }  // namespace
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
@@ -104,18 +124,14 @@ ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
 ForwardResult math_forward(const ForwardCall& call) {
   constexpr const Schema& schema = kMathForward;
   OpCall op(schema);
-  op[schema["query"]] = box::from_borrowed(call.q);
-  op[schema["key"]] = box::from_borrowed(call.k);
-  op[schema["value"]] = box::from_borrowed(call.v);
-  op[schema["attn_bias"]] = box::from_optional_tensor(is_there(call.mask) ? call.mask : nullptr);
+  put_operands<schema>(call, &op);
+  op[schema["attn_bias"]] = optional(call.mask);
   op[schema["dropout_p"]] = box::from(call.dropout_p);
   op[schema["causal_mode"]] = box::from(static_cast<int64_t>(call.causal));
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op[schema["mode"]] = box::from(call.mode.word);
   op.run();
-  ForwardResult result;
-  result.out = op.result(schema.result("out"));
-  result.lse = op.result(schema.result("lse"));
+  ForwardResult result = out_and_lse<schema>(&op);
   result.seed = op.result(schema.result("seed"));
   result.offset = op.result(schema.result("offset"));
   return result;
@@ -124,18 +140,17 @@ ForwardResult math_forward(const ForwardCall& call) {
 Owned cached_math(const ForwardCall& call) {
   constexpr const Schema& schema = kCachedMath;
   OpCall op(schema);
-  op[schema["query"]] = box::from_borrowed(call.q);
-  op[schema["key"]] = box::from_borrowed(call.k);
-  op[schema["value"]] = box::from_borrowed(call.v);
+  put_operands<schema>(call, &op);
   op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
   op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
-  op[schema["attn_mask"]] = box::from_optional_tensor(is_there(call.mask) ? call.mask : nullptr);
+  op[schema["attn_mask"]] = optional(call.mask);
   op[schema["rotated"]] = box::from(call.rotated);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return op.result(0);
 }
 
+// What the ops of windowed.py and paged.py are told beside tensors.
 template <const Schema& schema>
 void put_window(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
@@ -150,45 +165,35 @@ void put_window(const ForwardCall& call, OpCall* to) {
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
-  op[schema["cu_q"]] = box::from_optional_tensor(is_there(call.cu_q) ? call.cu_q : nullptr);
-  op[schema["cu_k"]] = box::from_optional_tensor(is_there(call.cu_k) ? call.cu_k : nullptr);
+  op[schema["cu_q"]] = optional(call.cu_q);
+  op[schema["cu_k"]] = optional(call.cu_k);
   put_window<schema>(call, to);
 }
 
 ForwardResult paged_math(const ForwardCall& call) {
   constexpr const Schema& schema = kPagedMath;
   OpCall op(schema);
-  op[schema["query"]] = box::from_borrowed(call.q);
-  op[schema["key"]] = box::from_borrowed(call.k);
-  op[schema["value"]] = box::from_borrowed(call.v);
+  put_operands<schema>(call, &op);
   op[schema["pages"]] = box::from_borrowed(call.pages);
   op[schema["used_k"]] = box::from_borrowed(call.used_k);
-  op[schema["k_scale"]] = box::from_optional_tensor(is_there(call.k_scale) ? call.k_scale : nullptr);
-  op[schema["v_scale"]] = box::from_optional_tensor(is_there(call.v_scale) ? call.v_scale : nullptr);
-  op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
-  put_window<kPagedMath>(call, &op);
+  op[schema["k_scale"]] = optional(call.k_scale);
+  op[schema["v_scale"]] = optional(call.v_scale);
+  op[schema["sinks"]] = optional(call.sinks);
+  put_window<schema>(call, &op);
   op.run();
-  ForwardResult result;
-  result.out = op.result(schema.result("out"));
-  result.lse = op.result(schema.result("lse"));
-  return result;
+  return out_and_lse<schema>(&op);
 }
 
 ForwardResult attention_math(const ForwardCall& call) {
   count(Path::kMathForward);
   constexpr const Schema& schema = kAttentionMathForward;
   OpCall op(schema);
-  op[schema["query"]] = box::from_borrowed(call.q);
-  op[schema["key"]] = box::from_borrowed(call.k);
-  op[schema["value"]] = box::from_borrowed(call.v);
-  op[schema["sinks"]] = box::from_optional_tensor(is_there(call.sinks) ? call.sinks : nullptr);
-  op[schema["used_k"]] = box::from_optional_tensor(is_there(call.used_k) ? call.used_k : nullptr);
-  put_settings<kAttentionMathForward>(call, &op);
+  put_operands<schema>(call, &op);
+  op[schema["sinks"]] = optional(call.sinks);
+  op[schema["used_k"]] = optional(call.used_k);
+  put_settings<schema>(call, &op);
   op.run();
-  ForwardResult result;
-  result.out = op.result(schema.result("out"));
-  result.lse = op.result(schema.result("lse"));
-  return result;
+  return out_and_lse<schema>(&op);
 }
 
 BackwardResult attention_math_backward(const BackwardCall& call) {
@@ -197,13 +202,11 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   constexpr const Schema& schema = kAttentionMathBackward;
   OpCall op(schema);
   op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
-  op[schema["grad_lse"]] = box::from_optional_tensor(is_there(call.grad_lse) ? call.grad_lse : nullptr);
-  op[schema["query"]] = box::from_borrowed(forward.q);
-  op[schema["key"]] = box::from_borrowed(forward.k);
-  op[schema["value"]] = box::from_borrowed(forward.v);
+  op[schema["grad_lse"]] = optional(call.grad_lse);
+  put_operands<schema>(forward, &op);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
-  put_settings<kAttentionMathBackward>(forward, &op);
+  put_settings<schema>(forward, &op);
   op[schema["wants_delta"]] = box::from(call.wants_delta);
   op.run();
   BackwardResult result;
@@ -248,10 +251,8 @@ BackwardResult math_backward(const BackwardCall& call) {
   constexpr const Schema& schema = kMathBackward;
   OpCall op(schema);
   op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
-  op[schema["query"]] = box::from_borrowed(forward.q);
-  op[schema["key"]] = box::from_borrowed(forward.k);
-  op[schema["value"]] = box::from_borrowed(forward.v);
-  op[schema["attn_bias"]] = box::from_optional_tensor(is_there(forward.mask) ? forward.mask : nullptr);
+  put_operands<schema>(forward, &op);
+  op[schema["attn_bias"]] = optional(forward.mask);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
   op[schema["seed"]] = box::from_borrowed(call.seed);

@@ -17,12 +17,13 @@ from .operands import (
     as_sinks,
     check_dtypes,
     check_operands,
+    check_rank,
     check_same,
     have_kernels,
     refuse_forward_mode,
     scale_of,
 )
-from .sequences import check_pages, check_rank, in_pages, on_end, some_of_each
+from .sequences import check_pages, in_pages, on_end, some_of_each
 from .windowed import Window
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -14,12 +14,16 @@ SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 Scale = Tensor | float
 
 
+def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention") -> None:
+    if not isinstance(x, Tensor) or x.dim() != rank:
+        given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{of}: {name} is {given}; {what}")
+
+
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """(batch, rows, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"attention: {name} is {given}; give a tensor (batch, rows, heads, head dim)")
+        check_rank(name, x, 4, "give a tensor (batch, rows, heads, head dim)")
     if not q.device == k.device == v.device:
         raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
     (B, _, Hq, D), (_, Sk, Hkv, _) = q.shape, k.shape

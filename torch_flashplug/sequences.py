@@ -13,6 +13,7 @@ from .operands import (
     as_sinks,
     check_dtypes,
     check_operands,
+    check_rank,
     check_same,
     have_kernels,
     refuse_forward_mode,
@@ -28,9 +29,7 @@ def on_end(
 ) -> tuple[Tensor, Tensor]:
     """(T, Hq, Dv) and (Hq, T)."""
     for name, x in zip("qkv", operands, strict=True):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            rank = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"attention: {name} is {rank}; beside cu_seqlens give a tensor (rows, heads, head dim)")
+        check_rank(name, x, 3, "beside cu_seqlens give a tensor (rows, heads, head dim)")
     q, (cu_q, cu_k, used_k) = operands[0], given
     check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
     check_numbers("cu_seqlens_k", cu_k, "sequences + 1", q.device)
@@ -155,12 +154,6 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
         raise ValueError(f"attention: {shapes} do not fit; give q (B, Sq, Hq, D), k, v (pages, rows, Hkv, D), B tables")
 
 
-def check_rank(name: str, x: object, rank: int, what: str) -> None:
-    if not isinstance(x, Tensor) or x.dim() != rank:
-        given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"attention: {name} is {given}; {what}")
-
-
 @torch.no_grad()
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, block_table: Tensor | None = None
@@ -201,9 +194,7 @@ def _check_appended(
 ) -> None:  # fmt: skip
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     for name, x in tensors.items():
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"append_kv: {name} is {given}; give a tensor (batch or pages, rows, heads, head dim)")
+        check_rank(name, x, 4, "give a tensor (batch or pages, rows, heads, head dim)", of="append_kv")
     numbers = {"seqused_k": (seqused_k, 1)} | ({} if block_table is None else {"block_table": (block_table, 2)})
     for name, (x, rank) in numbers.items():
         if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != rank or x.shape[0] != k.shape[0]:

@@ -149,10 +149,6 @@ int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_
   return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
 }
 
-}  // namespace
-
-namespace {
-
 // A call as rows know it: sequences on end of their mean length, and of a window the keys that a query may see.
 Problem as_measured(const Problem& given) {
   Problem p = of_one_length(given);
