@@ -194,6 +194,9 @@ ForwardResult paged_math(const ForwardCall& call);  // of key and value in pages
 // Of windows (windowed.py).
 ForwardResult attention_math(const ForwardCall& call);
 BackwardResult attention_math_backward(const BackwardCall& call);
+// Of lists of blocks (block_sparse.py).
+ForwardResult listed_math(const ForwardCall& call);
+BackwardResult listed_math_backward(const BackwardCall& call);
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
 BackwardResult math_backward(const BackwardCall& call);
 

@@ -86,14 +86,17 @@ Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride
   return copy;
 }
 
-// What a forward of ours had autograd keep: of all rows, or of a block that is like the others.
-Masked digested_before(AtenTensorHandle digest, const Problem& p) {
+// What a forward of ours had autograd keep: of all rows, or of a block that is like the others. Or lists of blocks that
+// came with the call, which without gradients hold what a forward reads.
+Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients) {
   const Shape shape = shape_of(digest);
   int64_t dims = 0, rows = std::min(p.Sq, kBlock);
-  if (shape.size[2] != digest_numbers(rows, p.Sq, p.Sk, true)) rows = p.Sq;
-  const bool fits = aoti_torch_get_dim(digest, &dims) == 0 && dims == 3 &&
-                    (shape.size[0] == 1 || shape.size[0] == p.B) && (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
-                    shape.size[2] == digest_numbers(rows, p.Sq, p.Sk, true);
+  if (aoti_torch_get_dim(digest, &dims) != 0 || dims != 3) rows = -1;
+  const auto holds = [&](int64_t of, bool all) { return shape.size[2] == digest_numbers(of, p.Sq, p.Sk, all); };
+  if (rows > 0 && !holds(rows, true)) rows = p.Sq;
+  const bool fits = rows > 0 && (shape.size[0] == 1 || shape.size[0] == p.B) &&
+                    (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
+                    (holds(rows, true) || (!gradients && holds(rows, false)));
   if (!fits) throw std::runtime_error("torch_flashplug: attn_bias is int32 and no mask that a forward has kept");
   const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
   return {view(digest, 4, size, stride), Owned::share(digest)};
@@ -101,7 +104,7 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p) {
 
 // digest: whether one is wanted.
 Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
-  if (is_digest(call.mask)) return digested_before(call.mask, p);
+  if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
   int64_t size[4], stride[4];
   if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
   if (!spread(call.mask, p, size, stride))

@@ -4,6 +4,7 @@
 //   torch_flashplug::cached_fwd: key and value in 8 bits (cached.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
+//   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse.py)
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -69,10 +70,15 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = box::from_tensor(cached_math(call));
 }
 
+bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
+
+// Whatever is forced where the backward runs: another thread's mode is not this call's.
+Mode any_kernels(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
+
 // What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
 // it.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
-  if (mode.backend() == Backend::kMath || mode.backend() == Backend::kStock) return {};
+  if (wants_math(mode)) return {};
   return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
 }
@@ -113,6 +119,14 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (p.B != 1) throw std::runtime_error("torch_flashplug: sequences on end are one batch, not " + std::to_string(p.B));
   if (p.Sq + p.Sk >= most)
     throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
+}
+
+// Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
+Facts read_lists(const ForwardCall& call) {
+  const Facts facts = read_facts(call);
+  if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
+    throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
+  return facts;
 }
 
 // Others are the mathematics' to look at.
@@ -189,8 +203,7 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
   const bool fits = can_be_read(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables()) : Plan{};
   note_plan("paged_fwd", p, device, call.mode, plan);
-  const Backend wanted = call.mode.backend();
-  const bool math = wanted == Backend::kMath || wanted == Backend::kStock || standin() == Standin::kMath;
+  const bool math = wants_math(call.mode) || standin() == Standin::kMath;
   ForwardResult result;
   if (math || !plan.ours() || !our_forward(call, facts, plan, &result)) result = paged_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
@@ -220,16 +233,53 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
-  const Backend wanted = forward.mode.backend();
-  const bool math = wanted == Backend::kMath || wanted == Backend::kStock;
-  // Whatever is forced where the backward runs: another thread's mode is not this call's.
-  const Mode any = Mode::forcing(std::max(forward.mode.family(), 0));
   BackwardResult result;
-  if (math || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, &result))
+  if (wants_math(forward.mode) || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(),
+                                                any_kernels(forward.mode), &result))
     result = attention_math_backward(call);
   if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
+}
+
+void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kListedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
+  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  const Facts facts = read_lists(call);
+  const Problem& p = facts.problem;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_of_own(p, device, call.mode);
+  note_plan("listed_fwd", p, device, call.mode, plan);
+  ForwardResult result;
+  const bool ours = plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result);
+  if (!ours && call.mode.forces_kernels() && !is_empty(p))
+    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  if (!ours) result = listed_math(call);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kListedBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
+              digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
+  forward.scale = box::to_optional_double(stack[op["scale"]]);
+  const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
+  const Facts facts = read_lists(forward);
+  Problem p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+  BackwardResult result;
+  if (wants_math(forward.mode) || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(),
+                                                any_kernels(forward.mode), &result))
+    result = listed_math_backward(call);
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
 }  // namespace
@@ -239,6 +289,8 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
   library->impl("paged_fwd", &paged_forward);
+  library->impl("listed_fwd", &listed_forward);
+  library->impl("listed_bwd", &listed_backward);
 }
 
 }  // namespace flashplug

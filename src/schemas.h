@@ -107,6 +107,18 @@ inline constexpr Schema kAttentionMathBackward(
     "scale, "
     "bool wants_delta) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kListedForward(
+    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor out, "
+    "Tensor lse)");
+inline constexpr Schema kListedBackward(
+    "torch_flashplug::listed_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, "
+    "Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+inline constexpr Schema kListedMathForward(
+    "torch_flashplug::_listed_math_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor "
+    "out, Tensor lse)");
+inline constexpr Schema kListedMathBackward(
+    "torch_flashplug::_listed_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, "
+    "Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
@@ -182,6 +194,10 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kAttentionForward.text(),
                                            kAttentionBackward.text(),
                                            kAttentionMathForward.text(),
-                                           kAttentionMathBackward.text()};
+                                           kAttentionMathBackward.text(),
+                                           kListedForward.text(),
+                                           kListedBackward.text(),
+                                           kListedMathForward.text(),
+                                           kListedMathBackward.text()};
 
 }  // namespace flashplug

@@ -215,6 +215,33 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   return result;
 }
 
+ForwardResult listed_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  constexpr const Schema& schema = kListedMathForward;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["digest"]] = box::from_borrowed(call.mask);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  return out_and_lse<schema>(&op);
+}
+
+BackwardResult listed_math_backward(const BackwardCall& call) {
+  count(Path::kMathBackward);
+  constexpr const Schema& schema = kListedMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  put_operands<schema>(call.forward, &op);
+  op[schema["digest"]] = box::from_borrowed(call.forward.mask);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["scale"]] = box::from_optional_double(call.forward.scale);
+  op.run();
+  BackwardResult result;
+  for (int i = 0; i < 3; ++i) result.grads[i] = op.result(i);
+  return result;
+}
+
 BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;

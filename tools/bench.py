@@ -19,6 +19,7 @@ picture.
     --suite softcap          capped scores, forward, then both
     --suite sinks            sinks with and without a window, forward, then both
     --suite paged            one query row against keys in pages, beside our own decode of rows on end
+    --suite blocks           FlexAttention's block masks by pattern and length, forward, then both
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -41,6 +42,7 @@ from functools import partial
 from pathlib import Path
 
 import accuracy
+import blocks
 import cached_decode
 import decode
 import dropout
@@ -273,6 +275,7 @@ SUITES = {
     "softcap": windows.suite_softcap,
     "sinks": windows.suite_sinks,
     "paged": paged_decode.suite_paged,
+    "blocks": blocks.suite_blocks,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -293,6 +296,7 @@ WANTED = {
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
     "paged": {"ours_fa2", "ours_fa3"},
+    "blocks": {"ours_fa3", "stock", "flex"},
     **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }
 

@@ -17,10 +17,21 @@ inert = env.torch_is_loading_backends() and "inert" not in globals()
 if not inert:
     from .api import disable, enable, explain, sdpa_backend
     from .attention import attention
+    from .block_masks import BlockLists, block_lists
     from .cached import QuantizedTensor
     from .sequences import append_kv
 
-    __all__ = ["QuantizedTensor", "append_kv", "attention", "disable", "enable", "explain", "sdpa_backend"]
+    __all__ = [
+        "BlockLists",
+        "QuantizedTensor",
+        "append_kv",
+        "attention",
+        "block_lists",
+        "disable",
+        "enable",
+        "explain",
+        "sdpa_backend",
+    ]
 
     if not env.disabled():
         enable()

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from . import problem
 from .cached import FORMATS, IN_WORDS, dequantised
+from .listed import of_blocks
 from .operands import (
     Scale,
     are_few_rows,
@@ -48,6 +49,7 @@ def attention(  # noqa: PLR0913
     block_table: Tensor | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    block_mask: object | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v of q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) in
@@ -82,9 +84,22 @@ def attention(  # noqa: PLR0913
     head) are a kernel's that reads the 8 bits; more, and such with softcap, sinks or return_lse, have K and V made 16
     bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted keys: QuantizedTensor.
 
+    block_mask: a BlockMask of torch.nn.attention.flex_attention, (B or 1, Hq or 1, Sq, Sk), or block_lists() of one:
+    which blocks of keys a block of queries sees, and what its mask_mod hides of those listed as partial. Beside it
+    nothing else hides keys. What is made of a BlockMask is kept with it: the first call waits for the device.
+    Gradients of q, k, v; none of the LSE.
+
     Raises ValueError or TypeError for what it does not take.
     """
     seen, softcap = _window(causal, window), _softcap(softcap)
+    if block_mask is not None:
+        beside = {
+            "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,
+            "k_scale, v_scale": k_scale is not None or v_scale is not None, "block_table": block_table is not None,
+            "lengths": any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)),
+        }  # fmt: skip
+        out, lse = of_blocks((q, k, v), block_mask, [name for name, given in beside.items() if given], scale)
+        return (out, lse) if return_lse else out
     if block_table is not None:
         given, scales = (cu_seqlens_q, cu_seqlens_k, seqused_k), (k_scale, v_scale)
         found = in_pages((q, k, v), sinks, block_table, given, scales, (*seen, softcap, scale), max_seqlen_q)

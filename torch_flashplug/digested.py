@@ -22,14 +22,23 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
     planes = mask[:, :, :rows].flatten(0, 1)
     found = states(planes)
     of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
-    kinds = of_all & KIND
-    made = [found, *_lists(kinds, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), words(planes)]
+    made = of_forwards(found, of_all, Sq, words(planes))
     if sum(part.numel() for part in made) < numbers * len(planes):
         columns = words(planes.mT)
         if rows < Sq:
             columns[..., -1, :] = columns[..., 0, :]
-        made += [*_lists(kinds.mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
+        made += of_gradients(of_all, columns)
     return torch.cat([part.flatten() for part in made]).view(*mask.shape[:2], numbers)
+
+
+def of_forwards(found: Tensor, of_all: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
+    """What forwards read: states, of all lines, lists of them, and words of queries' tiles."""
+    return [found, *_lists(of_all & KIND, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), rows]
+
+
+def of_gradients(of_all: Tensor, columns: Tensor) -> list[Tensor]:
+    """And what gradients need behind it; words of keys' tiles."""
+    return [*_lists((of_all & KIND).mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
 
 
 def looked_at(Sq: int) -> int:
@@ -38,9 +47,9 @@ def looked_at(Sq: int) -> int:
 
 
 def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
-    """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest for gradients."""
+    """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest."""
     batches, heads, numbers = digest.shape
-    rows = Sq if numbers == numbers_of(Sq, Sq, Sk) else looked_at(Sq)
+    rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
     packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
@@ -48,13 +57,12 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
 
 
-def numbers_of(rows: int, Sq: int, Sk: int) -> int:
-    """Of a plane's digest for gradients, as src/mask.cpp counts them."""
+def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
+    """Of a plane's digest, as src/mask.cpp counts them."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
-    lists, turns = _lists_of_keys(Sq, Sk) + 2 * N * (M + 1), 2 * M * N
-    packed = of_rows * (of_columns + 1) + of_columns * (of_rows + 1)
-    return lines * N + lists + packed * THREADS + turns
+    forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS
+    return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * THREADS + 2 * M * N if gradients else 0)
 
 
 def _lists_of_keys(Sq: int, Sk: int) -> int:

@@ -27,11 +27,12 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
-    *("integrations", "flash_attn", "attention", "sequences", "operands", "problem", "tracing", "paged", "windowed"),
+    *("integrations", "flash_attn", "attention", "listed", "sequences", "operands", "problem", "tracing", "paged"),
+    *("windowed", "block_sparse"),
     *("ops", "cached", "up_calls"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
-    *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
-    *("configs", "blocks", "spec"),
+    *("cache", "block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),
+    *("rescues", "configs", "blocks", "spec"),
     *("families", "elements", "features", "arguments", "recipes"),
 )
 COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files

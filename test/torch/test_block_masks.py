@@ -1,0 +1,248 @@
+"""attention(block_mask=): FlexAttention's BlockMasks as lists of blocks, what is made of them, numbers and gradients
+against the mask they stand for, what torch's tools make of the ops, what is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+import torch_flashplug
+from torch_flashplug import BlockLists, attention, block_lists, digested, native
+
+SEED = 20261126
+FORWARD, BACKWARD = torch.ops.torch_flashplug.listed_fwd, torch.ops.torch_flashplug.listed_bwd
+
+
+def causal(b, h, q, k) -> Tensor:
+    return q >= k
+
+
+def sliding(b, h, q, k) -> Tensor:
+    return (q - k).abs() <= 70
+
+
+def documents(b, h, q, k) -> Tensor:
+    return (q // 90 == k // 90) & (q >= k)
+
+
+def of_heads(b, h, q, k) -> Tensor:
+    return (q + k + 40 * h + 17 * b) % 300 < 140
+
+
+def none_for_some(b, h, q, k) -> Tensor:
+    return (q >= 200) & (k < 130)
+
+
+def all_seen(b, h, q, k) -> Tensor:
+    return q >= 0
+
+
+MODS = {of.__name__: of for of in (causal, sliding, documents, of_heads, none_for_some, all_seen)}
+
+
+def drawn(*sizes: int, seed: int = SEED, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(
+    Sq: int, Sk: int, *, device: str = "cpu", heads: tuple[int, int] = (4, 2), D: int = 16, dtype=torch.float32
+) -> list[Tensor]:
+    """(B, S, H, D)."""
+    sizes = (Sq, heads[0]), (Sk, heads[1]), (Sk, heads[1])
+    return [drawn(2, rows, of, D, seed=SEED + i, dtype=dtype).to(device) for i, (rows, of) in enumerate(sizes)]
+
+
+def block_mask(mod: Callable, Sq: int, Sk: int, device: str = "cpu", block: int | tuple[int, int] = 128) -> object:
+    per_plane = mod is of_heads
+    sizes = (2 if per_plane else None, 4 if per_plane else None, Sq, Sk)
+    return flex.create_block_mask(mod, *sizes, device=device, BLOCK_SIZE=block)
+
+
+def dense(mod: Callable, Sq: int, Sk: int, device: str = "cpu") -> Tensor:
+    per_plane = mod is of_heads
+    return flex.create_mask(mod, 2 if per_plane else None, 4 if per_plane else None, Sq, Sk, device=device)
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+@pytest.mark.parametrize(("Sq", "Sk"), [(128, 128), (384, 384), (300, 450), (65, 1), (1, 200), (250, 64)])
+@pytest.mark.parametrize("block", [128, (256, 128), (64, 192)], ids=str)
+def test_digest(mod: Callable, Sq: int, Sk: int, block: int | tuple[int, int]) -> None:
+    """Of a BlockMask the same comes as of the mask it stands for: each list, state and word."""
+    lists = block_lists(block_mask(mod, Sq, Sk, block=block))
+    seen = dense(mod, Sq, Sk)
+    right = digested.digest(seen, digested.numbers_of(Sq, Sq, Sk))
+    assert torch.equal(digested.seen(lists.digest, Sq, Sk), seen)
+    assert torch.equal(lists.digest, right)
+    forward = block_lists(block_mask(mod, Sq, Sk, block=block), gradients=False)
+    numbers = digested.numbers_of(Sq, Sq, Sk, gradients=False)
+    assert torch.equal(forward.digest, digested.digest(seen, numbers)) and not forward.gradients
+    assert torch.equal(digested.seen(forward.digest, Sq, Sk), seen)
+
+
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+@pytest.mark.parametrize(("Sq", "Sk"), [(384, 384), (300, 450), (1, 200)])
+def test_as_the_mask(device: str, mod: Callable, Sq: int, Sk: int) -> None:
+    leaves, wide = ([x.requires_grad_() for x in operands(Sq, Sk, device=device)] for _ in range(2))
+    out, lse = attention(*leaves, block_mask=block_mask(mod, Sq, Sk, device), scale=0.3, return_lse=True)
+    right, of_keys = by_definition(*wide, dense(mod, Sq, Sk, device), 0.3)
+    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.detach(), of_keys.detach(), rtol=1e-4, atol=1e-5)
+    do = drawn(*out.shape).to(device)
+    for got, one in zip(torch.autograd.grad(out, leaves, do), torch.autograd.grad(right, wide, do), strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+@pytest.mark.parametrize(("Sq", "Sk"), [(384, 384), (1000, 777), (65, 4096)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels(mod: Callable, Sq: int, Sk: int, D: int, dtype: torch.dtype) -> None:
+    """Ours run, and are nearer to fp64 than twice what 16 bits are by the formula."""
+    leaves = [x.requires_grad_() for x in operands(Sq, Sk, device="cuda", D=D, dtype=dtype)]
+    low, wide = ([x.detach().to(of).requires_grad_() for x in leaves] for of in (dtype, torch.float64))
+    mask, seen = block_mask(mod, Sq, Sk, "cuda"), dense(mod, Sq, Sk, "cuda")
+    native.counters(reset=True)
+    out = attention(*leaves, block_mask=mask)
+    do = drawn(*out.shape).to(out)
+    grads = torch.autograd.grad(out, leaves, do)
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
+    found = [(out, *grads)]
+    for of in (low, wide):
+        right, _ = by_definition(*of, seen)
+        found.append((right, *torch.autograd.grad(right, of, do.to(right.dtype))))
+    for i, (ours, formula, exact) in enumerate(zip(*found, strict=True)):
+        wrong, theirs = (float((x.double() - exact).norm() / exact.norm()) for x in (ours, formula))
+        assert wrong <= (3 if i else 2) * theirs + torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+def test_64k_keys() -> None:
+    """Path-256's length: a window and a few blocks that all see, as by rows of the scores."""
+    S, rows = 65536, 512
+
+    def mod(b, h, q, k) -> Tensor:
+        return ((q - k).abs() < 300) | (k < 128)
+
+    lists = block_lists(flex.create_block_mask(mod, None, None, S, S, device="cuda"))
+    leaves = [drawn(1, S, 2, 64, seed=i, dtype=torch.bfloat16).cuda().requires_grad_() for i in range(3)]
+    out = attention(*leaves, block_mask=lists)
+    at = torch.randperm(S, generator=torch.Generator().manual_seed(1))[:rows].sort().values.cuda()
+    q, k, v = (x.detach().double().transpose(1, 2) for x in leaves)
+    scores = q[:, :, at] @ k.mT / 8
+    seen = mod(0, 0, at[:, None], torch.arange(S, device="cuda"))
+    right = (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    assert float((out[:, at].double() - right).norm() / right.norm()) < 6e-3
+    do = torch.zeros_like(out)
+    do[:, at] = drawn(1, rows, 2, 64, seed=9).to(do)
+    dq, dk, dv = torch.autograd.grad(out, leaves, do)
+    wide = [x.clone().requires_grad_() for x in (q[:, :, at], k, v)]
+    exact = (wide[0] @ wide[1].mT / 8).masked_fill(~seen, -math.inf).softmax(-1) @ wide[2]
+    exact = torch.autograd.grad(exact, wide, do[:, at].double().transpose(1, 2))
+    for got, one in zip((dq[:, at], dk, dv), exact, strict=True):
+        assert float((got.double().transpose(1, 2) - one).norm() / one.norm()) < 1e-2
+
+
+def test_known_again() -> None:
+    """Made once for a mask, again where it is written to or gradients come to be wanted."""
+    mask = block_mask(sliding, 256, 256)
+    first = block_lists(mask, gradients=False)
+    assert block_lists(mask, gradients=False) is first
+    more = block_lists(mask)
+    assert more is not first and block_lists(mask, gradients=False) is more
+    mask.kv_num_blocks.clamp_(max=1)
+    assert block_lists(mask) is not more
+
+
+def test_lists_alone() -> None:
+    """Without a mask_mod all of a listed block is seen; numbers beyond the last block are left out."""
+    count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
+    mask = flex.BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=128, seq_lengths=(256, 256))
+    seen = digested.seen(block_lists(mask).digest, 256, 256)[0, 0]
+    right = torch.zeros(256, 256, dtype=torch.bool)
+    right[:128, 128:] = right[128:] = True
+    assert torch.equal(seen, right)
+
+
+def test_opcheck() -> None:
+    q, k, v = (x.transpose(1, 2) for x in operands(130, 200))
+    lists = block_lists(block_mask(sliding, 130, 200))
+    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, None))
+    out, lse = FORWARD(q, k, v, lists.digest, 0.2)
+    given = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.digest, out, lse)]
+    torch.library.opcheck(BACKWARD, (*given, 0.2), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled(fresh_dynamo: None, device: str) -> None:
+    leaves = [x.requires_grad_() for x in operands(130, 200, device=device)]
+    lists = block_lists(block_mask(sliding, 130, 200, device))
+
+    def called(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists) -> Tensor:
+        return attention(q, k, v, block_mask=lists).square().sum()
+
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*leaves, lists), leaves)
+    for got, one in zip(found, torch.autograd.grad(called(*leaves, lists), leaves), strict=True):
+        torch.testing.assert_close(got, one)
+
+
+@pytest.mark.parametrize("backend", ["math", "stock"])
+def test_asked_for_mathematics(kernels_on: str, backend: str) -> None:
+    given = operands(130, 200, device=kernels_on, D=64, dtype=torch.bfloat16)
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend(backend), torch.no_grad():
+        attention(*given, block_mask=block_mask(sliding, 130, 200, kernels_on))
+    assert native.counters(reset=True)["ours_fwd"] == 0
+
+
+def test_on_kernels(kernels_on: str) -> None:
+    given = operands(130, 200, device=kernels_on, D=64, dtype=torch.bfloat16)
+    mask = block_mask(sliding, 130, 200, kernels_on)
+    native.counters(reset=True)
+    with torch.no_grad():
+        out = attention(*given, block_mask=mask)
+    assert native.counters(reset=True)["ours_fwd"] == 1
+    right, _ = by_definition(*(x.double() for x in given), dense(sliding, 130, 200, kernels_on))
+    assert float((out.double() - right).norm() / right.norm()) < 6e-3
+
+
+def test_lse_has_no_gradient() -> None:
+    leaves = [x.requires_grad_() for x in operands(130, 200)]
+    _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200), return_lse=True)
+    assert not lse.requires_grad
+
+
+def refused(message: str, error: type[Exception] = ValueError, **arguments: object) -> None:
+    q, k, v = arguments.pop("operands", None) or operands(130, 200)
+    with pytest.raises(error, match=message):
+        attention(q, k, v, **{"block_mask": block_mask(sliding, 130, 200), **arguments})
+
+
+def test_refused() -> None:
+    refused("beside causal or window", causal=True)
+    refused("beside sinks", sinks=torch.zeros(4))
+    refused("beside softcap", softcap=3.0)
+    refused("beside lengths", seqused_k=torch.ones(2, dtype=torch.int32))
+    refused(r"is \(1, 1, 130, 200\); give one of", operands=operands(131, 200))
+    refused("has no kv_num_blocks", TypeError, block_mask=torch.ones(130, 200))
+    refused("blocks of block_mask are 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32))
+    made = block_lists(block_mask(sliding, 130, 200), gradients=False)
+    refused("made without gradients", block_mask=made, operands=[x.requires_grad_() for x in operands(130, 200)])
+    refused("q on meta", operands=[x.to("meta") for x in operands(130, 200)])
+    q, k, v = (x.transpose(1, 2) for x in operands(130, 200))
+    with pytest.raises(RuntimeError, match="lists of blocks are"):
+        FORWARD(q, k, v, made.digest[..., :-1], None)

@@ -1,0 +1,169 @@
+"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (digested.py), made in plain torch on the
+mask's device, once for each mask. Only its blocks that hide something are looked into: nothing of Sq * Sk is made but
+a bit a score, two where gradients are wanted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import digested
+from .blocks import HALVES, MASKED, NONE, THREADS, TILE, WHOLE
+from .spec import LISTED
+from .words import words
+
+_AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
+_MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: what kernels count
+_WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
+
+
+class BlockLists(NamedTuple):
+    """What attention(block_mask=) takes in the place of a BlockMask that it has looked at before; inside of
+    torch.compile it takes nothing else.
+    """
+
+    digest: Tensor  # (B or 1, Hq or 1, n) int32
+    Sq: int
+    Sk: int
+    gradients: bool  # whether backwards can read it, too
+
+
+class _Lists(NamedTuple):
+    """Of (P, rows of blocks): how many blocks are listed, and (P, rows of blocks, room) which."""
+
+    count: Tensor
+    index: Tensor
+
+    def on_grid(self, columns: int, state: int) -> Tensor:
+        """(P, rows, columns): that state where a block is listed, else NONE. Numbers of none are left out."""
+        listed = torch.arange(self.index.shape[-1], device=self.index.device) < self.count.unsqueeze(-1)
+        listed = listed & (self.index >= 0) & (self.index < columns)
+        found = torch.zeros(*self.index.shape[:2], columns + 1, dtype=torch.int8, device=self.index.device)
+        return found.scatter_(2, torch.where(listed, self.index, columns).long(), state)[..., :columns]
+
+
+_known: weakref.WeakKeyDictionary[object, tuple[tuple, BlockLists]] = weakref.WeakKeyDictionary()
+
+
+def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
+    """Of a torch.nn.attention.flex_attention.BlockMask, (B or 1, Hq or 1, Sq, Sk), with blocks of multiples of 64
+    queries and keys: its lists, and what its mask_mod says of blocks that are listed as partial. It takes
+    Sq * Sk / 8 bytes for each of its planes, with gradients twice as many. Waits for the device; a mask that was looked
+    at is known again as long as its tensors are not written to. Raises TypeError, ValueError.
+    """
+    missing = [name for name in _WANTED if not hasattr(block_mask, name)]
+    if missing:
+        raise TypeError(
+            f"attention: block_mask is {type(block_mask).__name__} and has no {', '.join(missing)}; "
+            "give a BlockMask of torch.nn.attention.flex_attention"
+        )
+    tensors = [x for name in _WANTED[:4] if (x := getattr(block_mask, name)) is not None]
+    written = tuple((id(x), x._version) for x in tensors), id(getattr(block_mask, "mask_mod", None))
+    before, found = _known.get(block_mask, (None, None))
+    if before == written and (found.gradients or not gradients):
+        return found
+    made = _made(block_mask, gradients)
+    _known[block_mask] = (written, made)
+    return made
+
+
+def _made(block_mask: object, gradients: bool) -> BlockLists:
+    (Sq, Sk), (of_q, of_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    if of_q % TILE or of_k % TILE:
+        raise ValueError(f"attention: blocks of block_mask are {of_q} x {of_k}; give multiples of {TILE}")
+    *planes, rows = block_mask.kv_num_blocks.shape
+    planes = [*(1,) * (2 - len(planes)), *planes]
+    if len(planes) != 2 or min(Sq, Sk) < 1:
+        raise ValueError(f"attention: block_mask is {(*planes, Sq, Sk)}; give (B or 1, Hq or 1, Sq, Sk), none of it 0")
+    P, numbers = planes[0] * planes[1], digested.numbers_of(Sq, Sq, Sk, gradients=gradients)
+    if numbers > _MOST_NUMBERS[0] or P * numbers > _MOST_NUMBERS[1]:
+        raise ValueError(f"attention: block_mask {(*planes, Sq, Sk)} has more scores than kernels count; give one head")
+    pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
+             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
+    grid = torch.zeros(P, rows, -(-Sk // of_k), dtype=torch.int8, device=block_mask.kv_indices.device)
+    for count, index, state in pairs:
+        if count is not None:
+            lists = _Lists(count.reshape(P, rows), index.reshape(P, rows, -1))
+            grid = torch.maximum(grid, lists.on_grid(grid.shape[2], state))
+    M, N = -(-Sq // TILE), -(-Sk // TILE)
+    tiles = grid.repeat_interleave(of_q // TILE, 1).repeat_interleave(of_k // TILE, 2)[:, :M, :N]
+    if tiles.shape[1:] != (M, N):
+        raise ValueError(f"attention: block_mask lists {rows} rows of {of_q} queries, and has {Sq} queries")
+    seen = _Seen(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
+    return BlockLists(_digest(tiles, seen, gradients).view(*planes, numbers), Sq, Sk, gradients)
+
+
+class _Seen(NamedTuple):
+    """Which scores of tiles are seen."""
+
+    mask_mod: Callable | None
+    heads: int
+    Sq: int
+    Sk: int
+
+    def of(self, at: Tensor, whole: Tensor) -> Tensor:
+        """(n, TILE, TILE) bool. at: (n, 3), plane and tile; whole: (n,), whether all that exists is seen."""
+        plane, m, n = at.unbind(1)
+        places = torch.arange(TILE, device=at.device)
+        row, column = (x.unsqueeze(1) * TILE + places for x in (m, n))
+        there = (row < self.Sq).unsqueeze(2) & (column < self.Sk).unsqueeze(1)
+        if self.mask_mod is None:
+            return there
+        asked = self.mask_mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+            asked = torch.vmap(asked, in_dims=dims)
+        within = row.clamp(max=self.Sq - 1), column.clamp(max=self.Sk - 1)
+        return there & (asked(plane // self.heads, plane % self.heads, *within) | whole.view(-1, 1, 1))
+
+
+def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> Tensor:
+    """Of (P, M, N) states of tiles of TILE x TILE scores."""
+    P, M, N = tiles.shape
+    some, every = tiles != NONE, tiles == WHOLE
+    uncertain = (tiles == MASKED) | (every & _crosses(tiles, seen))
+    rows = torch.zeros(P, M, N + 1, THREADS, dtype=torch.int32, device=tiles.device)
+    rows[:, :, :N][every] = -1
+    columns = rows.new_zeros(P, N, M + 1, THREADS) if gradients else rows
+    if gradients:
+        columns[:, :, :M][every.mT] = -1
+    for at in uncertain.nonzero().split(_AT_ONCE):
+        plane, m, n = at.unbind(1)
+        bits = seen.of(at, every[plane, m, n])
+        rows[plane, m, n] = words(bits)[:, 0, 0]
+        if gradients:
+            columns[plane, n, m] = words(bits.mT)[:, 0, 0]
+        some[plane, m, n] = bits.flatten(1).any(1)
+        asked = m.unsqueeze(1) * TILE + torch.arange(TILE, device=at.device) >= seen.Sq  # rows that do not exist: not
+        every[plane, m, n] = (bits.all(2) | asked).all(1)
+    states = _states(some, every)
+    made = digested.of_forwards(states, states, seen.Sq, rows)
+    made += digested.of_gradients(states, columns) if gradients else []
+    return torch.cat([part.flatten() for part in made])
+
+
+def _crosses(tiles: Tensor, seen: _Seen) -> Tensor:
+    """Whether a tile goes beyond the last query or key, (M, N)."""
+    M, N = tiles.shape[1:]
+    end = [(torch.arange(1, count + 1, device=tiles.device) * TILE) for count in (M, N)]
+    return (end[0] > seen.Sq).unsqueeze(1) | (end[1] > seen.Sk)
+
+
+def _states(some: Tensor, every: Tensor) -> Tensor:
+    """Of listed blocks, int32, of those of tiles (P, M, N): as digested.states() finds them."""
+    parts = LISTED // TILE
+    M, N = (-(-size // parts) * parts for size in some.shape[1:])
+    blocks = []
+    for x, rows_beyond in ((some, False), (every, True)):
+        padded = x.new_full((len(x), M, N), rows_beyond)
+        padded[:, :, some.shape[2] :] = False  # keys that do not exist are hidden, rows that do not are not asked
+        padded[:, some.shape[1] :] = rows_beyond
+        padded[:, : some.shape[1], : some.shape[2]] = x
+        blocks.append(padded.view(len(x), M // parts, parts, N // parts, parts).permute(0, 1, 3, 2, 4))
+    upper, lower = blocks[0].any(4).unbind(3)
+    masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
+    return torch.where(upper | lower, torch.where(blocks[1].flatten(3).all(3), WHOLE, masked), NONE).int()

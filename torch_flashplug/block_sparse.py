@@ -1,0 +1,111 @@
+"""The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
+3.3) by lists of blocks that were made ahead of the call (block_masks.py). Schema, fake, autograd, and their mathematics
+on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp, those of
+masks. The LSE is not differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import digested, reference
+from .ops import empty_in_layout_of, never_a_frame
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, float? scale"
+_BACKWARD = (
+    "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, Tensor lse, float? scale"
+)
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+for _name in ("listed_fwd", "_listed_math_fwd"):
+    _library.define(f"{_name}({_FORWARD}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+for _name in ("listed_bwd", "_listed_math_bwd"):
+    _library.define(f"{_name}({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
+
+namespace = torch.ops.torch_flashplug
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
+    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), lse
+
+
+def _backward_fake(grad_out: Tensor, *operands: Tensor | float | None) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, operands[:3]))
+
+
+def _scores(query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None) -> reference.Scores:
+    check(query, key, digest)
+    return reference.scores_of(query, key, value, scale).where(digested.seen(digest, query.shape[2], key.shape[2]))
+
+
+def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
+    """RuntimeError where lists are none of this call. Reads sizes: for real tensors only."""
+    Sq, Sk = query.shape[2], key.shape[2]
+    numbers = [digested.numbers_of(Sq, Sq, Sk, gradients=gradients) for gradients in (False, True)]
+    torch._check(
+        digest.dtype == torch.int32 and digest.dim() == 3 and digest.shape[0] in (1, query.shape[0])
+        and digest.shape[1] in (1, query.shape[1]) and digest.shape[2] in numbers,
+        lambda: f"lists of blocks are {digest.dtype} {tuple(digest.shape)}; of this call they are int32 "
+        f"(B or 1, Hq or 1, {numbers[0]} or {numbers[1]})",
+    )  # fmt: skip
+
+
+@never_a_frame
+def _math_forward(
+    query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    s = _scores(query, key, value, digest, scale)
+    probabilities, lse = s.softmax()
+    out, _ = _forward_fake(query, key, value)
+    return out.copy_(probabilities @ s.value), lse
+
+
+@never_a_frame
+def _math_backward(  # noqa: PLR0913
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, digest: Tensor, out: Tensor, lse: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    s = _scores(query, key, value, digest, scale)
+    return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse))[:3]
+
+
+# ---- autograd ----
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out: Tensor | None, _: None) -> tuple:
+    query, key, value, digest, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        return (None,) * 5
+    return *namespace.listed_bwd(grad_out, query, key, value, digest, out, lse, ctx.scale), None, None
+
+
+def _double_backward(ctx, *grads: Tensor | None) -> tuple:
+    raise RuntimeError(
+        "torch_flashplug::listed_bwd has no derivative, so attention() cannot be differentiated twice; "
+        "compute it with F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
+def _register() -> None:
+    for name, math_of, fake in (
+        ("listed_fwd", _math_forward, _forward_fake), ("listed_bwd", _math_backward, _backward_fake)
+    ):  # fmt: skip
+        of_math = f"_{name.replace('_', '_math_', 1)}"
+        for op, key in ((name, "CPU"), (of_math, "CompositeExplicitAutograd")):
+            _library.impl(op, math_of, key)
+            torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
+    forward, backward = "torch_flashplug::listed_fwd", "torch_flashplug::listed_bwd"
+    torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)
+    torch.library.register_autograd(backward, _double_backward, lib=_library)
+
+
+_register()
