@@ -123,7 +123,8 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
 
 // Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
 Facts read_lists(const ForwardCall& call) {
-  const Facts facts = read_facts(call);
+  Facts facts = read_facts(call);
+  facts.problem.grad = true;  // kernels of few rows read masks, and no digests; none of them has gradients
   if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
   return facts;

@@ -56,7 +56,10 @@ def _random(s: int, device: str) -> BlockMask:
 
 
 def _of(rule: Callable) -> Callable[[int, str], BlockMask]:
-    return lambda s, device: create_block_mask(lambda *at: rule(s, *at), None, None, s, s, device=device)
+    def made(s: int, device: str) -> BlockMask:
+        return create_block_mask(lambda b, h, row, key: rule(s, b, h, row, key), None, None, s, s, device=device)
+
+    return made
 
 
 MASKS: dict[str, Callable[[int, str], BlockMask]] = {
