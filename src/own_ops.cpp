@@ -70,7 +70,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
-// it.
+// it. None of these kernels splits keys, whatever a call asks for.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
   if (mode.backend() == Backend::kMath || mode.backend() == Backend::kStock) return {};
   return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
@@ -90,6 +90,13 @@ double read_softcap(double softcap) {
   return softcap;
 }
 
+int64_t read_splits(int64_t splits) {
+  if (splits < 0 || splits > kMaxSplits)
+    throw std::runtime_error("torch_flashplug: num_splits is " + std::to_string(splits) + "; give 1 to " +
+                             std::to_string(kMaxSplits) + ", or 0 for as many as are fast");
+  return splits;
+}
+
 // What attention_fwd, attention_bwd and paged_fwd say beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
@@ -97,6 +104,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   call->window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                              box::to<bool>(stack[op["bottom_right"]]));
   call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+  call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
 }
 
 // Values are the device's to clamp.
@@ -187,7 +195,7 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = can_be_read(call, facts);
-  const Plan plan = fits ? plan_in_op(p, device, tables()) : Plan{};
+  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
   note_plan("paged_fwd", p, device, call.mode, plan);
   const Backend wanted = call.mode.backend();
   const bool math = wanted == Backend::kMath || wanted == Backend::kStock || standin() == Standin::kMath;

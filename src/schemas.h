@@ -81,31 +81,31 @@ inline constexpr Schema kCachedMath(
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> (Tensor "
-    "out, Tensor lse)");
+    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
+    "num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? "
-    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> "
-    "(Tensor out, Tensor lse)");
+    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
+    "num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale) -> (Tensor out, Tensor lse)");
+    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
     "scale, "
-    "bool wants_delta) -> (Tensor dq, "
+    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale) -> (Tensor out, Tensor lse)");
+    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
     "scale, "
-    "bool wants_delta) -> (Tensor dq, "
+    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(

@@ -21,8 +21,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 for _name in ("paged_fwd", "_paged_math"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) "
-        "-> (Tensor out, Tensor lse)",
+        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
+        "int num_splits=0) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 
@@ -55,7 +55,7 @@ def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """settings: of windowed.Window, the softcap and the scale."""
+    """settings: of windowed.Window, the softcap, the scale and the splits."""
     _check(query, key, value, pages, used_k)
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]
