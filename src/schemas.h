@@ -107,6 +107,14 @@ inline constexpr Schema kAttentionMathBackward(
     "scale, "
     "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kAttentionForwardOut(
+    "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0) -> Tensor lse");
+inline constexpr Schema kPagedForwardOut(
+    "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
+    "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, int num_splits=0) -> Tensor lse");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
@@ -181,6 +189,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kRandom.text(),
                                            kAttentionForward.text(),
                                            kAttentionBackward.text(),
+                                           kAttentionForwardOut.text(),
+                                           kPagedForwardOut.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text()};
 

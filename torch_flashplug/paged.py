@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cached import dequantised
+from .cached import dequantised, multiplied_in
 from .ops import empty_in_layout_of, never_a_frame
 from .windowed import namespace
 
@@ -25,6 +25,12 @@ for _name in ("paged_fwd", "_paged_math"):
         "int num_splits=0) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
+_library.define(
+    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0) -> Tensor lse",
+    tags=_TAGS,
+)
 
 
 def gathered(pool: Tensor, pages: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ def _math(
     k, v = (gathered(x, pages) for x in (key, value))
     wide = query
     if k_scale is not None:
-        dtype = torch.bfloat16 if query.dtype == torch.float16 else query.dtype  # as in cached.attend
+        dtype = multiplied_in(query)
         k, v = (dequantised(x, gathered(s, pages), dtype) for x, s in ((k, k_scale), (v, v_scale)))
         wide = query.to(dtype)
     steps = torch.arange(B + 1, dtype=torch.int32, device=query.device)
@@ -81,6 +87,16 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Ten
     return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=dtype)
 
 
+def _math_out(out: Tensor, *given: object) -> Tensor:
+    found, lse = _math(*given)
+    out.copy_(found)
+    return lse
+
+
+def _out_fake(out: Tensor, *given: object) -> Tensor:
+    return _fake(*given)[1]
+
+
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
     """Nothing is kept."""
 
@@ -91,6 +107,8 @@ def _backward(ctx, *grads: Tensor | None) -> tuple:
 
 def _register() -> None:
     _library.impl("paged_fwd", _math, "CPU")
+    _library.impl("paged_fwd_out", _math_out, "CPU")
+    torch.library.register_fake("torch_flashplug::paged_fwd_out", _out_fake, lib=_library)
     _library.impl("_paged_math", _math, "CompositeExplicitAutograd")
     for name in ("paged_fwd", "_paged_math"):
         torch.library.register_fake(f"torch_flashplug::{name}", _fake, lib=_library)

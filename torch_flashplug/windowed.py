@@ -35,6 +35,11 @@ for _name in ("attention_fwd", "_attention_math_fwd"):
         f"Tensor? used_k, {_WINDOW}, {_SPLITS}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
+_library.define(
+    "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}) -> Tensor lse",
+    tags=_TAGS,
+)
 for _name in ("attention_bwd", "_attention_math_bwd"):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
@@ -221,6 +226,16 @@ def _math_forward(
     return out.copy_(probabilities @ s.value), lse
 
 
+def _math_forward_out(out: Tensor, *given: object) -> Tensor:
+    found, lse = _math_forward(*given)
+    out.copy_(found)
+    return lse
+
+
+def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
+    return _forward_fake(*given)[1]
+
+
 @never_a_frame
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
@@ -288,6 +303,8 @@ def _register() -> None:
         for op, key in ((name, "CPU"), (of_math, "CompositeExplicitAutograd")):
             _library.impl(op, math_of, key)
             torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
+    _library.impl("attention_fwd_out", _math_forward_out, "CPU")
+    torch.library.register_fake("torch_flashplug::attention_fwd_out", _forward_out_fake, lib=_library)
     forward, backward = "torch_flashplug::attention_fwd", "torch_flashplug::attention_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd(backward, _double_backward, lib=_library)
