@@ -18,9 +18,19 @@ if not inert:
     from .api import disable, enable, explain, sdpa_backend
     from .attention import attention
     from .cached import QuantizedTensor
+    from .explained import explain_attention
     from .sequences import append_kv
 
-    __all__ = ["QuantizedTensor", "append_kv", "attention", "disable", "enable", "explain", "sdpa_backend"]
+    __all__ = [
+        "QuantizedTensor",
+        "append_kv",
+        "attention",
+        "disable",
+        "enable",
+        "explain",
+        "explain_attention",
+        "sdpa_backend",
+    ]
 
     if not env.disabled():
         enable()

@@ -26,7 +26,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # A module may import those to the right of it, never back. A package name stands for its modules, which may import
 # each other.
 ORDER = (
-    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
+    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "explained", "api", "_start", "composite"),
+    "repair",
     *("integrations", "flash_attn", "attention", "sequences", "operands", "problem", "tracing", "paged", "windowed"),
     *("ops", "cached", "up_calls"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
