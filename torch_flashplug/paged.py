@@ -34,10 +34,13 @@ _library.define(
 
 
 def gathered(pool: Tensor, pages: Tensor) -> Tensor:
-    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence."""
+    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence: one copy."""
     if not pool.shape[0]:
         return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
-    return pool[pages.long().clamp(0, pool.shape[0] - 1)].transpose(2, 3).flatten(0, 2)
+    rows = pool.transpose(1, 2)
+    rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # torch selects from few formats of 8 bits
+    found = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
+    return found.view(pool.dtype).flatten(0, 1)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
