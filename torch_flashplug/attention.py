@@ -94,9 +94,9 @@ def attention(  # noqa: PLR0913
 
     num_splits: among how many CTAs the keys of few query rows are split; None: as many as are fast. 1 promises more:
     on one GPU and of one dtype, head dims, heads and settings, results and gradients of a sequence are the same bits
-    alone and in any batch of calls of its form, which are: few rows (of tensors of four dims: as many in each call) of
-    batches, caches or pages; more rows of batches, likewise; sequences on end; the same from pages. Such kernels may be
-    slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's to add up.
+    alone and in any batch of calls of its form, which are: few rows, as many in each call, of batches, caches or pages
+    (of 16 rows or a multiple) without gradients; more rows of batches, likewise; sequences on end; the same from pages.
+    Such kernels may be slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's.
 
     out: a tensor like the result, which is written to it and returned; it may share no memory with the others. Kernels
     write to it where rows lie in whole 16 bytes; else, and where none runs, it is copied to. No gradients.

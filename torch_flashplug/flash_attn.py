@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention, check_before
+from .operands import splits_of
 from .sequences import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -124,7 +125,9 @@ def _settings(
 ) -> dict[str, object]:  # fmt: skip
     """In attention()'s words."""
     said = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
-    return said | {"num_splits": more.get("num_splits") or None}
+    splits = more.get("num_splits") or None
+    splits_of(splits)  # what is wrong with it is said before caches are written
+    return said | {"num_splits": splits}
 
 
 _NO_EFFECT = {"pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}

@@ -129,6 +129,13 @@ def test_opcheck_of_the_ops_that_write(device: str, op: torch._ops.OpOverloadPac
     torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *given, -1, 0, True, 0.0, None), test_utils=tests)
 
 
+def test_opcheck_of_what_makes_16_bits(device: str) -> None:
+    (q, k, _), _ = made("eight", device, torch.float16)
+    scale = torch.rand(k.shape[:3], device=device)
+    torch.library.opcheck(torch.ops.torch_flashplug.dequantise, (q, k, scale))
+    assert torch.ops.torch_flashplug.dequantise(q, k, scale).dtype == torch.bfloat16
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("call", ["plain", "window", "on_end", "pages", "eight_softcap"])
 def test_compiled(device: str, call: str) -> None:
