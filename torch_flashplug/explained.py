@@ -23,6 +23,7 @@ from .windowed import Window, namespace
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 _ENDS = (namespace.attention_fwd, namespace.paged_fwd, namespace.cached_fwd, namespace.sdpa_fwd)
+_WHOLE = "key and value are made 16 bits first"
 _TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/own_ops.cpp
 
 
@@ -46,6 +47,7 @@ def explain_attention(
     plan = road.follow(lambda: attention(*operands, **told))
     if plan is None:
         plan = _of_sdpa(road, given, device)
+        plan = _behind(_WHOLE, plan) if road.dequantises else plan
     elif "block_table" in arguments and road.ends[0] is namespace.attention_fwd:
         plan = _behind("pages are gathered first", plan)
     return replace(plan, call=_in_one_line(given, arguments))
@@ -96,10 +98,10 @@ class _Road(TorchFunctionMode):
         elif end is namespace.cached_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0)
             if not plan.kernel:
-                plan = _behind("key and value are made 16 bits first", replace(plan, backend="stock"))
+                plan = _behind(_WHOLE, replace(plan, backend="stock"))
         else:
             return None
-        return _behind("key and value are made 16 bits first", plan) if self.dequantises else plan
+        return _behind(_WHOLE, plan) if self.dequantises else plan
 
     def _of_pages(self) -> Plan:
         q, k, v, pages, used, k_scale, _, sinks, *settings = given = self.args
@@ -180,13 +182,19 @@ def _behind(first: str, plan: Plan) -> Plan:
 def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan:
     """Of a call of F.scaled_dot_product_attention, on what the call's own tensors hold."""
     query, key, value, mask, *more = road.args
-    twins = [x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
-             for x, like in zip(given, (query, key, value), strict=True)]  # fmt: skip
+    twins = [_twin(x, like) for x, like in zip(given, (query, key, value), strict=True)]
     if mask is not None:
         mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
     causal, scale = (more[0], more[1]) if road.ends[-1] is _F_SDPA else (False, more[2])
     grouped = twins[0].shape[1] != twins[1].shape[1]
     return explain(*twins, mask, 0.0, causal, scale=scale, enable_gqa=grouped, device=device)
+
+
+def _twin(x: Tensor, like: Tensor) -> Tensor:
+    """The part of x that `like` stands for; of one that was made 16 bits, nothing."""
+    if x.dtype != like.dtype:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=x.device)
+    return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
 
 
 def _in_one_line(given: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
