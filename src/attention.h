@@ -16,10 +16,12 @@ struct ForwardCall : Attention {
   std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
   AtenTensorHandle digest = nullptr;  // of the mask, to be filled in; null: nobody keeps it
   bool bias_grad = false;             // as far as is known, as `grad`
+  AtenTensorHandle out = nullptr;     // to be written to, where a kernel can: (B, Hq, Sq, Dv) of the query's dtype
 };
 
 struct ForwardResult {
   Owned out, lse, seed, offset;  // seed and offset stay empty where no dropout was drawn
+  bool in_place = false;         // out is the call's own
 };
 
 struct BackwardCall {

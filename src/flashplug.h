@@ -56,6 +56,7 @@ struct Mode {
   Backend backend() const { return static_cast<Backend>(word & 0x7f); }
   int num_splits() const { return static_cast<int>((word >> 8) & 0xff); }
   int precision() const { return static_cast<int>((word >> kPrecisionShift) & 0xff); }
+  Mode with_splits(int64_t splits) const { return Mode{(word & ~int64_t{0xff00}) | splits << 8}; }
   Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
   Mode of_any_backend() const { return Mode{word & ~int64_t{0xff}}; }
   // What calls need of kernels beside what their tensors say.
@@ -73,6 +74,7 @@ struct Mode {
   bool forces_kernels() const { return !is_preference() && is_ours(backend()); }
 };
 constexpr int64_t kModeMask = 0xffffff;
+constexpr int64_t kMaxSplits = 255;  // what a mode word holds
 
 // ---- facts: of a call in problem.h, of a device here; the tables in tables.h ----
 
@@ -263,8 +265,8 @@ Problem as_asked(const Problem& p, Mode mode);  // with what the mode asks for
 // The same, from memory where this thread has made that plan lately (memo.cpp). Valid until its next call.
 const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-// Inside an op there is no way back to stock's choice: ours wherever it can run.
-Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables);
+// Inside an op there is no way back to stock's choice: ours wherever it can run. splits: as in a mode word.
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables, int64_t splits = 0);
 // backward.cpp: our backward for the gradients of a call, or why another one follows.
 struct BackwardPlan {
   int kernel_row = -1;  // of query, key and value; -1: none of theirs is wanted

@@ -5,6 +5,7 @@
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
 //   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse.py)
+//   attention_fwd_out, paged_fwd_out: the same into a given tensor
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -76,7 +77,7 @@ bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.bac
 Mode any_kernels(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
 
 // What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
-// it.
+// it. None of these kernels splits keys, whatever a call asks for.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
   return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
@@ -96,6 +97,13 @@ double read_softcap(double softcap) {
   return softcap;
 }
 
+int64_t read_splits(int64_t splits) {
+  if (splits < 0 || splits > kMaxSplits)
+    throw std::runtime_error("torch_flashplug: num_splits is " + std::to_string(splits) + "; give 1 to " +
+                             std::to_string(kMaxSplits) + ", or 0 for as many as are fast");
+  return splits;
+}
+
 // What attention_fwd, attention_bwd and paged_fwd say beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
@@ -103,6 +111,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   call->window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
                              box::to<bool>(stack[op["bottom_right"]]));
   call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+  call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
 }
 
 // Values are the device's to clamp.
@@ -133,17 +142,36 @@ Facts read_lists(const ForwardCall& call) {
 // Others are the mathematics' to look at.
 bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
-void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kAttentionForward;
+void check_out(const ForwardCall& call, const Facts& facts) {
+  if (call.out == nullptr) return;
+  const Problem& p = facts.problem;
+  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Dv};
+  TensorClass out;
+  Shape shape;
+  if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
+      !std::equal(wanted, wanted + 4, shape.size) || !beside(call.out, facts.operand[0]))
+    throw std::runtime_error("torch_flashplug: out has to be [B, Hq, Sq, Dv] of the query's dtype, on its device");
+}
+
+// The LSE, after whatever is still to be done for the call's own output.
+StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
+  if (!result.in_place) check_shim(aoti_torch_copy_(out, result.out.get(), 0), "copy_");
+  return box::from_tensor(std::move(result.lse));
+}
+
+template <const Schema& op>
+ForwardResult attend(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
               used_k = box::to_optional_tensor(stack[op["used_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
-  read_settings<kAttentionForward>(stack, &call);
+  read_settings<op>(stack, &call);
+  call.out = out;
   call.sinks = sinks.get();
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
   const Facts facts = read_facts(call);
+  check_out(call, facts);
   check_lengths(call, facts);
   const Problem& p = facts.problem;
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
@@ -155,9 +183,19 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   // Of nothing there is nothing that a backend could do.
   if (!ours && call.mode.forces_kernels() && !is_empty(p))
     throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  if (!ours) result = attention_math(call);
+  return ours ? std::move(result) : attention_math(call);
+}
+
+void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionForward;
+  ForwardResult result = attend<kAttentionForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
+  stack[0] = lse_beside(out.get(), attend<kAttentionForwardOut>(stack, out.get()));
 }
 
 // Values are the device's to clamp.
@@ -183,8 +221,8 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
          (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
 }
 
-void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kPagedForward;
+template <const Schema& op>
+ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
               used_k = box::to_tensor(stack[op["used_k"]]);
@@ -192,23 +230,36 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
               v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
               sinks = box::to_optional_tensor(stack[op["sinks"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
-  read_settings<kPagedForward>(stack, &call);
+  read_settings<op>(stack, &call);
+  call.out = out;
   call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
   if (is_there(k_scale.get())) call.k_scale = k_scale.get();
   if (is_there(v_scale.get())) call.v_scale = v_scale.get();
   const Facts facts = read_facts(call);
+  check_out(call, facts);
   check_pages(call, facts);
   const Problem& p = facts.problem;
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = can_be_read(call, facts);
-  const Plan plan = fits ? plan_in_op(p, device, tables()) : Plan{};
+  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
   note_plan("paged_fwd", p, device, call.mode, plan);
   const bool math = wants_math(call.mode) || standin() == Standin::kMath;
   ForwardResult result;
-  if (math || !plan.ours() || !our_forward(call, facts, plan, &result)) result = paged_math(call);
+  const bool ours = !math && plan.ours() && our_forward(call, facts, plan, &result);
+  return ours ? std::move(result) : paged_math(call);
+}
+
+void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPagedForward;
+  ForwardResult result = attend_pages<kPagedForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned out = box::to_tensor(stack[kPagedForwardOut["out"]]);
+  stack[0] = lse_beside(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
 }
 
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
@@ -289,9 +340,11 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("cached_fwd", &cached_forward);
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
+  library->impl("attention_fwd_out", &attention_forward_out);
   library->impl("paged_fwd", &paged_forward);
   library->impl("listed_fwd", &listed_forward);
   library->impl("listed_bwd", &listed_backward);
+  library->impl("paged_fwd_out", &paged_forward_out);
 }
 
 }  // namespace flashplug

@@ -95,6 +95,7 @@ bool read_class(const Attention& call, Facts* facts) {
   p.needs = needs_of(call);
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
+  p.by_kind = call.num_splits == 1;
   p.scale = scale_of(call.scale);
   return true;
 }

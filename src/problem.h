@@ -37,6 +37,9 @@ struct Attention {
   // (B, n) int32: numbers of each batch's pages, (rows, D) of each head, in key and value (pages, Hkv, rows, D). Beside
   // them used_k is (B,).
   AtenTensorHandle pages = nullptr;
+  // Of attention(): among how many CTAs the keys of few rows are split, 0: as is fastest. 1 says more:
+  // Problem::by_kind.
+  int64_t num_splits = 0;
 };
 std::optional<Window> window_of(const Attention& call);  // the same of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
@@ -114,6 +117,9 @@ struct Problem {
   double dropout_p = 0.0, softcap = 0.0;
   int64_t left = 0, right = 0, bottom_right = 0;  // of a window, which ends somewhere
   int64_t sequences = 0;                          // on end; else 0
+  // Results of a sequence are to be the same bits alone and beside any others: kernels are chosen by what sequences are
+  // of (of_its_kind), keys are not split, gradients are added up in one order.
+  bool by_kind = false;
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
@@ -126,7 +132,7 @@ struct Problem {
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences] = p;
+         softcap, left, right, bottom_right, sequences, by_kind] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -141,6 +147,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
+  visit("by_kind", by_kind);
 }
 
 inline double fact_of(Problem p, int number) {

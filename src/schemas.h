@@ -81,31 +81,31 @@ inline constexpr Schema kCachedMath(
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> (Tensor "
-    "out, Tensor lse)");
+    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
+    "num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? "
-    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) -> "
-    "(Tensor out, Tensor lse)");
+    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
+    "num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale) -> (Tensor out, Tensor lse)");
+    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
     "scale, "
-    "bool wants_delta) -> (Tensor dq, "
+    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale) -> (Tensor out, Tensor lse)");
+    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
     "scale, "
-    "bool wants_delta) -> (Tensor dq, "
+    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kListedForward(
     "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor out, "
@@ -119,6 +119,14 @@ inline constexpr Schema kListedMathForward(
 inline constexpr Schema kListedMathBackward(
     "torch_flashplug::_listed_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, "
     "Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+inline constexpr Schema kAttentionForwardOut(
+    "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0) -> Tensor lse");
+inline constexpr Schema kPagedForwardOut(
+    "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
+    "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, int num_splits=0) -> Tensor lse");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
@@ -193,6 +201,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kRandom.text(),
                                            kAttentionForward.text(),
                                            kAttentionBackward.text(),
+                                           kAttentionForwardOut.text(),
+                                           kPagedForwardOut.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text(),
                                            kListedForward.text(),

@@ -86,8 +86,9 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   // written.
   const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
+  result->in_place = is_there(call.out) && (row.elementwise || is_readable(call.out));
   static const int32_t fp32 = aoti_torch_dtype_float32();
-  result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
+  result->out = result->in_place ? Owned::share(call.out) : new_like(call.q, 4, out_size, out_stride, nullptr);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
   Owned partials;
@@ -123,10 +124,11 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
   const Lengths lengths = give_lengths(call, p, query, &arguments);
   give_pages(call, &arguments);
+  // All that kernels are told of splits: chunks of a fixed length would be one more number of Splits.
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
-  if (!writable) result->out = in_output_layout(std::move(result->out), given.q);
+  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), given.q);
   count(Path::kOursForward);
   return true;
 }

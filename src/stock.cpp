@@ -159,6 +159,7 @@ void put_window(const ForwardCall& call, OpCall* to) {
   op[schema["bottom_right"]] = box::from(call.window->bottom_right);
   op[schema["softcap"]] = box::from(call.softcap);
   op[schema["scale"]] = box::from_optional_double(call.scale);
+  op[schema["num_splits"]] = box::from(call.num_splits);
 }
 
 // What both ops of windowed.py are told beside operands and results.

@@ -19,6 +19,7 @@ if not inert:
     from .attention import attention
     from .block_masks import BlockLists, block_lists
     from .cached import QuantizedTensor
+    from .explained import explain_attention
     from .sequences import append_kv
 
     __all__ = [
@@ -30,6 +31,7 @@ if not inert:
         "disable",
         "enable",
         "explain",
+        "explain_attention",
         "sdpa_backend",
     ]
 

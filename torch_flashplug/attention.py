@@ -10,19 +10,24 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import problem
-from .cached import FORMATS, IN_WORDS, dequantised
 from .listed import of_blocks
 from .operands import (
     Scale,
+    Scales,
     are_few_rows,
     as_sinks,
+    check_bound,
     check_dtypes,
     check_operands,
+    check_out,
     check_rank,
     check_same,
     have_kernels,
+    in_16_bits,
     refuse_forward_mode,
-    scale_of,
+    scales_of,
+    splits_of,
+    written,
 )
 from .sequences import check_pages, in_pages, on_end, some_of_each
 from .windowed import Window
@@ -50,6 +55,8 @@ def attention(  # noqa: PLR0913
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     block_mask: object | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T scale) v of q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) in
@@ -62,27 +69,39 @@ def attention(  # noqa: PLR0913
 
     softcap: scores, scaled, become softcap * tanh(score / softcap) (arXiv 2408.00118); 0.0: they do not.
     sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
-    its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss). return_lse: (out, lse) with lse (B, Hq, Sq), in
-    fp32 (fp64 of fp64), the natural logarithm of that sum. Gradients of q, k, v, sinks go through both.
+    its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss); finite, or -inf for none: what inf or NaN gives,
+    nothing says. return_lse: (out, lse) with lse (B, Hq, Sq), in fp32 (fp64 of fp64), the natural logarithm of that
+    sum. Gradients of q, k, v, sinks go through both.
 
     cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: sequences of different lengths on end, as in
     torch.nn.attention.varlen. Then q is (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), rows cu_seqlens_q[i] to
     cu_seqlens_q[i + 1] are those of sequence i and see its keys alone; out is (T, Hq, Dv), lse (Hq, T). cu_seqlens_k
     is cu_seqlens_q if None. A sequence may have no rows, or no keys; rows behind the last sequence are zeros. Their
     values are not looked at on the host: starts that do not grow give wrong numbers, and no bad access. max_seqlen_q,
-    max_seqlen_k: not needed, taken for the sake of other libraries' calls. seqused_k: (sequences,) int32, how many keys
+    max_seqlen_k: not needed, but for max_seqlen_q=1 beside block_table. seqused_k: (sequences,) int32, how many keys
     of each count, the first ones; also beside tensors of four dims, of each batch. No gradients then.
 
     block_table: (B, n) int32, beside seqused_k (B,): k and v are pools of pages (pages, rows, Hkv, D), of which
     sequence i has those of these numbers, and seqused_k[i] keys of them; q is (B, Sq, Hq, D), or on end (T, Hq, D)
-    beside cu_seqlens_q. Few query rows (up to 64 for each KV head) are a kernel's that reads pages where they lie, of
-    16 rows or a multiple; other pages, and those of more rows, are gathered first. No gradients.
+    beside cu_seqlens_q. Few query rows (up to 64 for each KV head; on end where max_seqlen_q=1 says that each sequence
+    has one at most) are a kernel's that reads pages where they lie, of 16 rows or a multiple; other pages, and those of
+    more rows, are gathered first, into a copy of all that the tables name. No gradients.
 
     k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
     it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
     may be 1, of pages (pages, Hkv, rows); None is 1, which int8 does not take. Few query rows (up to 64 for each KV
-    head) are a kernel's that reads the 8 bits; more, and such with softcap, sinks or return_lse, have K and V made 16
-    bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted keys: QuantizedTensor.
+    head) are a kernel's that reads the 8 bits; more, such with softcap, and without lengths such with sinks or
+    return_lse, have K and V made 16 bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted
+    keys: QuantizedTensor.
+
+    num_splits: among how many CTAs the keys of few query rows are split; None: as many as are fast. 1 promises more:
+    on one GPU and of one dtype, head dims, heads and settings, results and gradients of a sequence are the same bits
+    alone and in any batch of calls of its form, which are: few rows, as many in each call, of batches, caches or pages
+    (of 16 rows or a multiple) without gradients; more rows of batches, likewise; sequences on end; the same from pages.
+    Such kernels may be slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's.
+
+    out: a tensor like the result, which is written to it and returned; it may share no memory with the others. Kernels
+    write to it where rows lie in whole 16 bytes; else, and where none runs, it is copied to. No gradients.
 
     block_mask: a BlockMask of torch.nn.attention.flex_attention, (B or 1, Hq or 1, Sq, Sk), or block_lists() of one:
     which blocks of keys a block of queries sees, and what its mask_mod hides of those listed as partial. Beside it
@@ -91,61 +110,76 @@ def attention(  # noqa: PLR0913
 
     Raises ValueError or TypeError for what it does not take.
     """
-    seen, softcap = _window(causal, window), _softcap(softcap)
+    check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
+    seen = (*_window(causal, window), _softcap(softcap), scale, splits_of(num_splits))
+    operands, scales = (q, k, v), (k_scale, v_scale)
+    given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if out is not None:
+        check_out(out, operands, sinks)
     if block_mask is not None:
         beside = {
             "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,
-            "k_scale, v_scale": k_scale is not None or v_scale is not None, "block_table": block_table is not None,
-            "lengths": any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)),
+            "k_scale, v_scale": any(x is not None for x in scales), "block_table": block_table is not None,
+            "lengths": any(x is not None for x in given), "num_splits": num_splits is not None,
         }  # fmt: skip
-        out, lse = of_blocks((q, k, v), block_mask, [name for name, given in beside.items() if given], scale)
-        return (out, lse) if return_lse else out
-    if block_table is not None:
-        given, scales = (cu_seqlens_q, cu_seqlens_k, seqused_k), (k_scale, v_scale)
-        found = in_pages((q, k, v), sinks, block_table, given, scales, (*seen, softcap, scale), max_seqlen_q)
+        found = of_blocks(operands, block_mask, [name for name, asked in beside.items() if asked], scale, out)
         return found if return_lse else found[0]
-    if any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k)):
-        in_8_bits = any(isinstance(x, Tensor) and x.dtype in FORMATS for x in (q, k, v))
-        if in_8_bits or k_scale is not None or v_scale is not None:
-            raise ValueError("attention: k and v in 8 bits beside lengths are not built; give them in 16 bits")
+    if block_table is not None:
+        found = in_pages(operands, sinks, block_table, given, scales, seen, max_seqlen_q, out)
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-        attend = some_of_each if cu_seqlens_q is None and cu_seqlens_k is None else on_end
-        out, lse = attend((q, k, v), sinks, given, (*seen, softcap, scale))
-        return (out, lse) if return_lse else out
+        found = on_end(operands, sinks, given, seen, scales, out)
+    elif seqused_k is not None:
+        found = some_of_each(operands, sinks, seqused_k, seen, scales, out)
+    else:
+        found = _batches(operands, sinks, seen, scales, return_lse, out)
+    result = found[0] if out is None else out
+    return (result, found[1]) if return_lse else result
+
+
+def _batches(  # noqa: PLR0913
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, settings: tuple, scales: Scales, return_lse: bool,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Of one length, all of whose keys count: (B, Sq, Hq, Dv) and, if it is asked for, (B, Hq, Sq)."""
+    (q, k, v), (*window, softcap, scale, splits) = operands, settings
+    seen = Window(*window)
     check_operands(q, k, v)
     eight = check_dtypes(q, k, v)
+    query, key, value = (x.transpose(1, 2) for x in operands)
+    if splits and are_few_rows(query, key, value):
+        used = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+        return some_of_each(operands, sinks, used, settings, scales, into)
     sinks = as_sinks(sinks, q)
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    keys, scales = _some_keys(seen, q.shape[1], k.shape[1]), ()
-    if eight:
-        scales = (scale_of("k_scale", k_scale, key)[:, :, keys], scale_of("v_scale", v_scale, value)[:, :, keys])
-    elif k_scale is not None or v_scale is not None:
-        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
+    keys, of_keys = _some_keys(seen, q.shape[1], k.shape[1]), scales_of(eight, scales, key, value)
     key, value = key[:, :, keys], value[:, :, keys]
-    more = sinks is not None or return_lse or softcap != 0.0
+    more = sinks is not None or return_lse or softcap != 0.0 or splits != 0
     if more:
         refuse_forward_mode()
-    if eight and more:
-        dtype = torch.bfloat16 if q.dtype == torch.float16 else q.dtype  # fp16 has no room for what scales make of them
-        key, value = (dequantised(x, s, dtype) for x, s in zip((key, value), scales, strict=True))
-        query, eight = query.to(dtype), False
     if eight:
+        of_keys = tuple(x[:, :, keys] for x in of_keys)
+    if eight and more:
+        query, key, value = in_16_bits(query, key, value, *of_keys)
+    into = None if into is None else into.transpose(1, 2)
+    lse, filled = None, False
+    if eight and not more:
         mask = _as_mask(seen, query, key)
-        out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *scales, mask, False, scale)
+        out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *of_keys, mask, False, scale)
     elif more and softcap == 0.0 and are_few_rows(query, key, value):
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
     elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
         given = (*problem.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
-        out, lse = torch.ops.torch_flashplug.attention_fwd(*given, *seen, softcap, scale)
+        (out, lse), filled = written("attention_fwd", into, *given, *settings), into is not None
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
         grouped = _decided(query.shape[1] != key.shape[1])
-        settings = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": grouped}
-        out = F.scaled_dot_product_attention(query, key, value, mask, **settings)
+        told = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": grouped}
+        out = F.scaled_dot_product_attention(query, key, value, mask, **told)
+    if into is not None and not filled:
+        into.copy_(out)
     out = out.transpose(1, 2)
-    out = out.to(q.dtype) if scales else out
-    return (out, lse) if return_lse else out
+    return out.to(q.dtype) if eight else out, lse
 
 
 def check_before(  # noqa: PLR0913

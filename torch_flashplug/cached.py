@@ -32,6 +32,32 @@ def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
 
 
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+_library.define(
+    "dequantise(Tensor query, Tensor x, Tensor scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)  # fmt: skip
+
+
+def multiplied_in(query: Tensor) -> torch.dtype:
+    """Of numbers that were 8 bits: fp16 has no room for what scales may make of them."""
+    return torch.bfloat16 if query.dtype == torch.float16 else query.dtype
+
+
+def _dequantise(query: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """As that query is multiplied. An op, and of the query, so that no gradient leaves it: there would be none of x."""
+    return dequantised(x, scale, multiplied_in(query))
+
+
+def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+    """Nothing is kept."""
+
+
+def no_gradient(ctx, *grads: Tensor | None) -> tuple:
+    raise RuntimeError(
+        "attention with key and value in 8 bits has no gradient; call it under torch.no_grad(), or give 16 bits"
+    )
+
+
 def seen(Sq: int, Sk: int, device: torch.device) -> Tensor:
     """A causal mask (Sq, Sk), to the top left."""
     return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril()
@@ -42,10 +68,10 @@ def attend(
     rotated: bool, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """What cached_fwd computes, by F.scaled_dot_product_attention on K and V in 16 bits: where no kernel reads 8, and
-    on a CPU. fp16 has no room for what scales may make of them: bf16 then.
+    on a CPU.
     """
     check(query, key, value, k_scale, v_scale)
-    dtype = torch.bfloat16 if query.dtype == torch.float16 else query.dtype
+    dtype = multiplied_in(query)
     q = (rotate(query.float()) if rotated else query).to(dtype)
     k, v = dequantised(key, k_scale, dtype), dequantised(value, v_scale, dtype)
     if attn_mask is not None and attn_mask.dtype == query.dtype:
@@ -193,3 +219,8 @@ def readable(
     if is_causal:
         attn_mask = seen(query.shape[2], key.shape[2], query.device)
     return query, key.data8, value.data8, key.scale, value.scale, attn_mask, key.rotated, scale
+
+
+_library.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_flashplug::dequantise", _dequantise, lib=_library)
+torch.library.register_autograd("torch_flashplug::dequantise", no_gradient, setup_context=_setup_context, lib=_library)

@@ -3,8 +3,9 @@ call it: `from torch_flashplug.flash_attn import flash_attn_func`. They are atte
 flash_attn differ in the order of arguments, so that all that is no tensor has to be named.
 
 What these kernels do not have raises NotImplementedError and says what to do; what only tunes FlashAttention's own
-kernels (pack_gqa, sm_margin, num_splits, deterministic) has no effect: gradients are in order where
-torch.use_deterministic_algorithms is on.
+kernels (pack_gqa, sm_margin, deterministic) has no effect: gradients are in order where
+torch.use_deterministic_algorithms is on. num_splits is attention()'s, 0 its None: 1 promises the same bits in any
+batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention, check_before
+from .operands import splits_of
 from .sequences import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -38,7 +40,7 @@ def flash_attn_func(  # noqa: PLR0913
     s_aux: sinks (Hq,). more: _refuse().
     """
     _refuse(more | {"dropout_p": dropout_p})
-    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
 
 
@@ -68,7 +70,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     count. max_seqlen_q and max_seqlen_k are not needed.
     """
     _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
-    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
 
@@ -105,11 +107,12 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
         given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
         raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {given}; give int32 (batch,) = ({B},) or a number")
-    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux)
+    settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
             raise ValueError("flash_attn_with_kvcache: give k, v and cache_seqlens, behind which they go, or neither")
-        check_before(q, k_cache, v_cache, **settings, seqused_k=cache_seqlens, block_table=table)
+        said = {name: x for name, x in settings.items() if name != "num_splits"}
+        check_before(q, k_cache, v_cache, **said, seqused_k=cache_seqlens, block_table=table)
         cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
     settings |= {"seqused_k": cache_seqlens, "block_table": table, "return_lse": return_softmax_lse}
     with torch.no_grad():
@@ -117,13 +120,17 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
 
 
 def _settings(
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, s_aux: Tensor | None
-) -> dict[str, object]:
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, s_aux: Tensor | None,
+    more: dict[str, object],
+) -> dict[str, object]:  # fmt: skip
     """In attention()'s words."""
-    return {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    said = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    splits = more.get("num_splits") or None
+    splits_of(splits)  # what is wrong with it is said before caches are written
+    return said | {"num_splits": splits}
 
 
-_NO_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
+_NO_EFFECT = {"pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
 _NOT_BUILT = {
     *("dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"),
     *("cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
@@ -134,7 +141,7 @@ _NOT_BUILT = {
 def _refuse(more: dict[str, object]) -> None:
     """TypeError for what flash_attn's functions do not have either, NotImplementedError for what these do not do."""
     for name, value in more.items():
-        if name not in _NOT_BUILT | _NO_EFFECT:
+        if name not in _NOT_BUILT | _NO_EFFECT | {"num_splits"}:
             raise TypeError(f"no argument is named {name!r}")
         is_off = value is None or (not isinstance(value, Tensor) and value == 0)
         if name in _NOT_BUILT and not is_off:

@@ -12,8 +12,9 @@ from .operands import check_operands, check_same, refuse_forward_mode
 
 
 def of_blocks(
-    operands: tuple[Tensor, Tensor, Tensor], block_mask: object, beside: list[str], scale: float | None
-) -> tuple[Tensor, Tensor]:
+    operands: tuple[Tensor, Tensor, Tensor], block_mask: object, beside: list[str], scale: float | None,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(B, Sq, Hq, Dv) and (B, Hq, Sq)."""
     if beside:
         raise ValueError(f"attention: block_mask beside {', '.join(beside)}; say it in mask_mod, or give no block_mask")
@@ -36,4 +37,5 @@ def of_blocks(
         raise ValueError("attention: lists of blocks were made without gradients; make them by block_lists(block_mask)")
     given = (x.transpose(1, 2) for x in problem.under_autocast(q.device.type, *operands))
     out, lse = namespace.listed_fwd(*given, block_mask.digest, scale)
-    return out.transpose(1, 2), lse
+    out = out.transpose(1, 2)
+    return (out if into is None else into.copy_(out)), lse

@@ -7,11 +7,32 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import problem
-from .cached import FORMATS, IN_WORDS
+from .cached import FORMATS, IN_WORDS, multiplied_in
 from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+MOST_SPLITS = 255  # kMaxSplits of src/flashplug.h
 Scale = Tensor | float
+Scales = tuple[Scale | None, Scale | None]  # of k and v
+NO_SCALES: Scales = (None, None)
+
+
+def check_bound(name: str, bound: object) -> None:
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
+        raise TypeError(f"attention: {name} is {type(bound).__name__}; give an int, or None")
+
+
+def splits_of(num_splits: int | None) -> int:
+    """As ops take them: 0 for None."""
+    if num_splits is None:
+        return 0
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
+        raise ValueError(f"attention: num_splits={num_splits!r}; give 1 to {MOST_SPLITS}, or None")
+    return num_splits
+
+
+def heads_fit(Hq: int, Hkv: int) -> bool:
+    return not Hq % Hkv if Hkv else not Hq
 
 
 def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention") -> None:
@@ -27,7 +48,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.device == k.device == v.device:
         raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
     (B, _, Hq, D), (_, Sk, Hkv, _) = q.shape, k.shape
-    if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or (Hkv and Hq % Hkv) or (Hq and not Hkv):
+    if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
         given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"attention: {given} do not fit; give (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)")
 
@@ -63,8 +84,9 @@ def refuse_forward_mode() -> None:
 
 
 def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """But for what autocast makes the same."""
-    if not q.dtype == k.dtype == v.dtype and not problem.is_autocast(q.device.type):
+    """But for what autocast makes the same, which is all but fp64."""
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) > 1 and (torch.float64 in dtypes or not problem.is_autocast(q.device.type)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
     if not all(x.dtype.is_floating_point for x in (q, k, v)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
@@ -80,7 +102,8 @@ def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether kernels of decode, which split the keys, take them: forward alone."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     few = key.shape[1] > 0 and query.shape[2] * (query.shape[1] // key.shape[1]) <= FEW_ROWS
-    return few and not differentiated and have_kernels(query, key, value)
+    read = (query, query, query) if key.dtype in FORMATS else (query, key, value)  # paged_fwd knows which of 8 bits
+    return few and not differentiated and have_kernels(*read)
 
 
 def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
@@ -103,3 +126,52 @@ def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
             "give (), (Hkv,), (B, Hkv) or (B, Hkv, Sk)"
         )
     return scale.to(x.device, torch.float32).reshape(shape).expand(wanted)
+
+
+def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of (B, Hkv, Sk, ...), in 8 bits or not."""
+    if eight:
+        return scale_of("k_scale", scales[0], key), scale_of("v_scale", scales[1], value)
+    if any(x is not None for x in scales):
+        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {key.dtype} and {value.dtype}")
+    return None, None
+
+
+def in_16_bits(
+    query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What ops get that take no 8 bits, and no autocast."""
+    if k_scale is not None:
+        dequantise = torch.ops.torch_flashplug.dequantise
+        key, value = dequantise(query, key, k_scale), dequantise(query, value, v_scale)
+        query = query.to(multiplied_in(query))
+    return problem.under_autocast(query.device.type, query, key, value)
+
+
+# ---- a given tensor for the output ----
+
+
+def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None) -> None:
+    """Of operands that fit: what is wrong with others is said by whoever takes them."""
+    q, _, v = operands
+    if not all(isinstance(x, Tensor) and x.dim() for x in operands):
+        return
+    eight = v.dtype in FORMATS
+    dtype = q.dtype if eight else problem.under_autocast(q.device.type, q)[0].dtype
+    wanted = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
+    if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
+        given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"attention: out is {given}; give {dtype} {wanted[0]} on {q.device}")
+    given = (out, *operands, *(x for x in (sinks,) if isinstance(x, Tensor)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        raise RuntimeError("attention: there are no gradients through out; call it under torch.no_grad(), or without")
+    refuse_forward_mode()
+
+
+def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+    """Output and LSE of attention_fwd or paged_fwd, in a tensor (B, Hq, Sq, Dv) where one is given."""
+    namespace = torch.ops.torch_flashplug
+    if into is None or into.dtype != query.dtype:
+        out, lse = getattr(namespace, op)(query, *more)
+        return out if into is None else into.copy_(out), lse
+    return into, getattr(namespace, f"{op}_out")(into, query, *more)

@@ -278,12 +278,6 @@ def _cached(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
     return _cached_fake(query, key, value).copy_(out)
 
 
-def _no_gradient(ctx, *grads: Tensor | None) -> tuple:
-    raise RuntimeError(
-        "attention with key and value in 8 bits has no gradient; call it under torch.no_grad(), or give 16 bits"
-    )
-
-
 # ---- autograd: for programs that call the op itself; F.sdpa rides on libtorch's formula for the aten op ----
 
 
@@ -321,7 +315,7 @@ def _register() -> None:
     for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
-        torch.library.register_autograd(f"torch_flashplug::{name}", _no_gradient, lib=_library)
+        torch.library.register_autograd(f"torch_flashplug::{name}", cached.no_gradient, lib=_library)
     _library.impl("_digest", digested.digest, "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cached import dequantised
+from .cached import dequantised, multiplied_in
 from .ops import empty_in_layout_of, never_a_frame
 from .windowed import namespace
 
@@ -21,17 +21,26 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 for _name in ("paged_fwd", "_paged_math"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale) "
-        "-> (Tensor out, Tensor lse)",
+        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
+        "int num_splits=0) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
+_library.define(
+    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0) -> Tensor lse",
+    tags=_TAGS,
+)
 
 
 def gathered(pool: Tensor, pages: Tensor) -> Tensor:
-    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence."""
+    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence: one copy."""
     if not pool.shape[0]:
         return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
-    return pool[pages.long().clamp(0, pool.shape[0] - 1)].transpose(2, 3).flatten(0, 2)
+    rows = pool.transpose(1, 2)
+    rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # torch selects from few formats of 8 bits
+    found = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
+    return found.view(pool.dtype).flatten(0, 1)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
@@ -55,14 +64,14 @@ def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """settings: of windowed.Window, the softcap and the scale."""
+    """settings: of windowed.Window, the softcap, the scale and the splits."""
     _check(query, key, value, pages, used_k)
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]
     k, v = (gathered(x, pages) for x in (key, value))
     wide = query
     if k_scale is not None:
-        dtype = torch.bfloat16 if query.dtype == torch.float16 else query.dtype  # as in cached.attend
+        dtype = multiplied_in(query)
         k, v = (dequantised(x, gathered(s, pages), dtype) for x, s in ((k, k_scale), (v, v_scale)))
         wide = query.to(dtype)
     steps = torch.arange(B + 1, dtype=torch.int32, device=query.device)
@@ -81,6 +90,16 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Ten
     return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=dtype)
 
 
+def _math_out(out: Tensor, *given: object) -> Tensor:
+    found, lse = _math(*given)
+    out.copy_(found)
+    return lse
+
+
+def _out_fake(out: Tensor, *given: object) -> Tensor:
+    return _fake(*given)[1]
+
+
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
     """Nothing is kept."""
 
@@ -91,6 +110,8 @@ def _backward(ctx, *grads: Tensor | None) -> tuple:
 
 def _register() -> None:
     _library.impl("paged_fwd", _math, "CPU")
+    _library.impl("paged_fwd_out", _math_out, "CPU")
+    torch.library.register_fake("torch_flashplug::paged_fwd_out", _out_fake, lib=_library)
     _library.impl("_paged_math", _math, "CompositeExplicitAutograd")
     for name in ("paged_fwd", "_paged_math"):
         torch.library.register_fake(f"torch_flashplug::{name}", _fake, lib=_library)

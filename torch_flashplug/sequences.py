@@ -6,27 +6,30 @@ import torch
 from torch import Tensor
 
 from . import paged, problem
-from .cached import FORMATS, IN_WORDS
 from .operands import (
-    Scale,
+    NO_SCALES,
+    Scales,
     are_few_rows,
     as_sinks,
     check_dtypes,
     check_operands,
     check_rank,
-    check_same,
     have_kernels,
+    heads_fit,
+    in_16_bits,
     refuse_forward_mode,
-    scale_of,
+    scales_of,
+    written,
 )
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
-# seen: of Window, then softcap and scale
+# seen: of Window, then softcap, scale and splits. into: where the output goes, as it is returned.
 
 
 def on_end(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple
-) -> tuple[Tensor, Tensor]:
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple,
+    scales: Scales = NO_SCALES, into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(T, Hq, Dv) and (Hq, T)."""
     for name, x in zip("qkv", operands, strict=True):
         check_rank(name, x, 3, "beside cu_seqlens give a tensor (rows, heads, head dim)")
@@ -38,46 +41,60 @@ def on_end(
     if cu_q.shape != cu_k.shape or not cu_q.shape[0] or (used_k is not None and used_k.shape[0] + 1 != cu_q.shape[0]):
         shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
-    check_same(*operands)
+    eight = check_dtypes(*operands)
     refuse_forward_mode()
-    batch = [x.unsqueeze(0) for x in problem.under_autocast(operands[0].device.type, *operands)]
+    batch = [x.unsqueeze(0) for x in operands]
     check_operands(*batch)
     lengths = (None if x is None else x.contiguous() for x in given)
-    batch = [x.transpose(1, 2) for x in batch]
-    out, lse = torch.ops.torch_flashplug.attention_fwd(*batch, as_sinks(sinks, q), *lengths, *seen)
-    return out.transpose(1, 2).squeeze(0), lse.squeeze(0)
+    query, *pair = (x.transpose(1, 2) for x in batch)
+    into = None if into is None else into.unsqueeze(0).transpose(1, 2)
+    batch = in_16_bits(query, *pair, *scales_of(eight, scales, *pair))
+    out, lse = written("attention_fwd", into, *batch, as_sinks(sinks, q), *lengths, *seen)
+    out = out.transpose(1, 2).squeeze(0)
+    return out.to(q.dtype) if eight else out, lse.squeeze(0)
 
 
 def some_of_each(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple
-) -> tuple[Tensor, Tensor]:
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, used: Tensor, seen: tuple,
+    scales: Scales = NO_SCALES, into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Batches, of whose keys some count: (B, Sq, Hq, Dv) and (B, Hq, Sq)."""
     check_operands(*operands)
-    q, k = operands[:2]
-    check_numbers("seqused_k", given[2], "batch", q.device)
-    if given[2].shape[0] != q.shape[0]:
-        raise ValueError(f"attention: seqused_k is {tuple(given[2].shape)}; give (batch,) = ({q.shape[0]},)")
-    turned = [x.transpose(1, 2) for x in problem.under_autocast(q.device.type, *operands)]
+    (q, k, _), eight = operands, check_dtypes(*operands)
+    check_numbers("seqused_k", used, "batch", q.device)
+    if used.shape[0] != q.shape[0]:
+        raise ValueError(f"attention: seqused_k is {tuple(used.shape)}; give (batch,) = ({q.shape[0]},)")
+    refuse_forward_mode()
+    turned = [x.transpose(1, 2) for x in operands]
+    found = scales_of(eight, scales, *turned[1:])
+    turned = turned if eight else problem.under_autocast(q.device.type, *turned)
     if are_few_rows(*turned):  # each cache is a page
-        check_same(*operands)
-        refuse_forward_mode()
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
-        given = (*turned, pages, given[2].contiguous(), None, None, as_sinks(sinks, q))
-        out, lse = torch.ops.torch_flashplug.paged_fwd(*given, *seen)
+        into = None if into is None else into.transpose(1, 2)
+        given = (*turned, pages, used.contiguous(), *map(_packed, found), as_sinks(sinks, q))
+        out, lse = written("paged_fwd", into, *given, *seen)
         return out.transpose(1, 2), lse
-    of_keys = [rows_on_end(x) for x in operands[1:]]
-    if of_keys[0][1] != of_keys[1][1] or not have_kernels(*(x.transpose(1, 2) for x in operands)):
-        of_keys = [(x.flatten(0, 1), k.shape[1]) for x in operands[1:]]
-    rows, steps, used = q.flatten(0, 1), (q.shape[1], of_keys[0][1]), given[2].clamp(max=k.shape[1])
+    turned = in_16_bits(*turned, *found)
+    rows, *keys = (x.transpose(1, 2) for x in turned)
+    of_keys = [rows_on_end(x) for x in keys]
+    if of_keys[0][1] != of_keys[1][1] or not have_kernels(*turned):
+        of_keys = [(x.flatten(0, 1), k.shape[1]) for x in keys]
+    steps = (q.shape[1], of_keys[0][1])
     starts = [torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * step for step in steps]
     starts[1][-1:].clamp_(max=of_keys[0][0].shape[0])
-    out, lse = on_end((rows, *(x for x, _ in of_keys)), sinks, (*starts, used), seen)
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    lengths = (*starts, used.clamp(max=k.shape[1]))
+    out, lse = on_end((rows.flatten(0, 1), *(x for x, _ in of_keys)), sinks, lengths, seen)
+    out = out.unflatten(0, q.shape[:2]).to(q.dtype if eight else out.dtype)
+    return out if into is None else into.copy_(out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+
+
+def _packed(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.contiguous()
 
 
 def in_pages(  # noqa: PLR0913
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor, given: Lengths,
-    scales: tuple[Scale | None, Scale | None], seen: tuple, longest: int | None,
+    scales: Scales, seen: tuple, longest: int | None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and LSE, of batches or on end as q is. longest: rows of a sequence at most, where that is known."""
     (q, k, v), (cu_q, cu_k, used_k) = operands, given
@@ -88,23 +105,21 @@ def in_pages(  # noqa: PLR0913
         check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
         check_pages(q.unsqueeze(0), k, v, block_table, used_k, cu_q.shape[0] - 1)
         if type(longest) is not int or longest != 1:
-            return _gathered(operands, sinks, block_table, (cu_q, used_k), scales, seen)
+            return _gathered(operands, sinks, block_table, (cu_q, used_k), seen, scales, into)
         block_table, used_k = _of_rows(cu_q, q.shape[0], block_table, used_k)
     batch = q if cu_q is None else q.unsqueeze(1)
     check_rank("q", batch, 4, "give a tensor (batch, rows, heads, head dim)")
     check_pages(batch, k, v, block_table, used_k, batch.shape[0])
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
-    of_scales = (None, None)
-    if check_dtypes(batch, k, v):
-        named = zip(("k_scale", "v_scale"), scales, pools, strict=True)
-        of_scales = tuple(scale_of(name, scale, x).contiguous() for name, scale, x in named)
-    elif any(x is not None for x in scales):
-        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {k.dtype} and {v.dtype}")
-    else:
+    eight = check_dtypes(batch, k, v)
+    found = map(_packed, scales_of(eight, scales, *pools))
+    if not eight:
         query, *pools = problem.under_autocast(q.device.type, query, *pools)
-    given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *of_scales, as_sinks(sinks, batch))
-    out, lse = torch.ops.torch_flashplug.paged_fwd(*given, *seen)
+    given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *found, as_sinks(sinks, batch))
+    if into is not None:
+        into = (into if cu_q is None else into.unsqueeze(1)).transpose(1, 2)
+    out, lse = written("paged_fwd", into, *given, *seen)
     out = out.transpose(1, 2)
     return (out, lse) if cu_q is None else (out.squeeze(1), lse.squeeze(2).transpose(0, 1))
 
@@ -121,17 +136,18 @@ def _of_rows(cu_q: Tensor, rows: int, block_table: Tensor, used_k: Tensor) -> tu
 
 def _gathered(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor,
-    given: tuple[Tensor, Tensor], scales: tuple[Scale | None, Scale | None], seen: tuple,
+    given: tuple[Tensor, Tensor], seen: tuple, scales: Scales, into: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of queries on end, which may be many: (T, Hq, Dv) and (Hq, T)."""
+    """Of queries on end, which may be many: (T, Hq, Dv) and (Hq, T). Memory for a copy of all that tables name."""
     (q, *pools), (cu_q, used_k) = operands, given
-    if any(x is not None for x in scales) or pools[0].dtype in FORMATS:
-        raise ValueError("attention: pages in 8 bits beside cu_seqlens_q are not built; give q (B, Sq, Hq, D)")
-    keys = block_table.shape[1] * pools[0].shape[1]
+    pools = [x.transpose(1, 2) for x in pools]
+    found = scales_of(check_dtypes(*operands), scales, *pools)
+    found = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in found)
+    keys = block_table.shape[1] * pools[0].shape[2]
     steps = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys
-    rows = (paged.gathered(x.transpose(1, 2), block_table) for x in pools)
+    rows = (paged.gathered(x, block_table) for x in pools)
     used = used_k.clamp(0, keys if len(pools[0]) else 0)
-    return on_end((q, *rows), sinks, (cu_q, steps, used), seen)
+    return on_end((q, *rows), sinks, (cu_q, steps, used), seen, found, into)
 
 
 def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Tensor | None, B: int) -> None:
@@ -148,7 +164,7 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
         devices = f"{q.device}, {k.device}, {v.device}, {block_table.device}"
         raise ValueError(f"attention: q, k, v, block_table are on {devices}; give one device")
     (Hq, D), (*pool, Hkv, _) = q.shape[-2:], k.shape
-    fits = k.shape[3] == D and v.shape[:3] == (*pool, Hkv) and not (Hkv and Hq % Hkv) and not (Hq and not Hkv)
+    fits = k.shape[3] == D and v.shape[:3] == (*pool, Hkv) and heads_fit(Hq, Hkv)
     if not fits or used_k.shape[0] != B or block_table.shape[0] != B:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, block_table, used_k))
         raise ValueError(f"attention: {shapes} do not fit; give q (B, Sq, Hq, D), k, v (pages, rows, Hkv, D), B tables")

@@ -25,19 +25,26 @@ from . import native, reference
 from .ops import empty_in_layout_of, never_a_frame
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
+_SPLITS = "int num_splits=0"  # 1: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at it
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("attention_fwd", "_attention_math_fwd"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
-        f"Tensor? used_k, {_WINDOW}) -> (Tensor out, Tensor lse)",
+        f"Tensor? used_k, {_WINDOW}, {_SPLITS}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
+_library.define(
+    "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}) -> Tensor lse",
+    tags=_TAGS,
+)
 for _name in ("attention_bwd", "_attention_math_bwd"):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
+        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {_SPLITS}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
 
@@ -119,6 +126,7 @@ class BackwardArgs(NamedTuple):
     softcap: float  # 0: none
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
+    num_splits: int = 0
 
     @property
     def seen(self) -> Tensor:
@@ -201,8 +209,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """more: of OnEnd, of Window, and the scale."""
-    lengths, (*bounds, softcap, scale) = more[:3], more[3:]
+    """more: of OnEnd, of Window, the softcap and the scale; splits, which are kernels'."""
+    lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
     on_end = check_lengths(query, lengths)
@@ -216,6 +224,16 @@ def _math_forward(
         probabilities = probabilities * share.unsqueeze(-1)
     out, _ = _forward_fake(query, key, value)
     return out.copy_(probabilities @ s.value), lse
+
+
+def _math_forward_out(out: Tensor, *given: object) -> Tensor:
+    found, lse = _math_forward(*given)
+    out.copy_(found)
+    return lse
+
+
+def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
+    return _forward_fake(*given)[1]
 
 
 @never_a_frame
@@ -251,7 +269,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         return None, None, None, None, *unasked
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
-    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *ctx.settings, of_sinks and cu_q is None)
+    *window, splits = ctx.settings
+    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, splits)
     if of_sinks and cu_q is not None:
         delta = _delta(grad_out, out, grad_lse, lse.dtype)
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
@@ -284,6 +303,8 @@ def _register() -> None:
         for op, key in ((name, "CPU"), (of_math, "CompositeExplicitAutograd")):
             _library.impl(op, math_of, key)
             torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
+    _library.impl("attention_fwd_out", _math_forward_out, "CPU")
+    torch.library.register_fake("torch_flashplug::attention_fwd_out", _forward_out_fake, lib=_library)
     forward, backward = "torch_flashplug::attention_fwd", "torch_flashplug::attention_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)
     torch.library.register_autograd(backward, _double_backward, lib=_library)

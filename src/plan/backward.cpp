@@ -12,9 +12,10 @@ constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward
 
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
 // bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
-// and dV are four, but narrow ones lose more by their halves of the columns.
+// and dV are four, but narrow ones lose more by their halves of the columns. Parts add up in one order, too.
 int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
+  if (parts >= 0 && p.by_kind) return parts;
   if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
   const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
@@ -29,7 +30,7 @@ int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& de
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
-  if (row.shares_heads == 0 || (p.needs & kRagged) != 0) return best;
+  if (row.shares_heads == 0 || (p.needs & kRagged) != 0 || p.by_kind) return best;
   for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
     if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
   }

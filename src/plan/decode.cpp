@@ -10,7 +10,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxSplits = 255;  // what a mode word holds
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
 

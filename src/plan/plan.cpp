@@ -18,8 +18,9 @@ namespace {
 int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
   if (p.grad && (p.needs & kMask) != 0) return -1;  // gradients want a digest, which these kernels do without
-  const int64_t wanted = mode.num_splits();
+  const int64_t wanted = p.by_kind ? 1 : mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
+  if (!few && p.by_kind) return -1;
   if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
   const int found = find_kernel_row(p, kDecode, family, device, tables);
   if (found < 0) return -1;
@@ -130,10 +131,10 @@ Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const
   return whole;
 }
 
-Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables, int64_t splits) {
   Plan plan;
   any_family(tables, [&](int family) {
-    plan = plan_call(p, device, Mode::forcing(family), tables);
+    plan = plan_call(p, device, Mode::forcing(family).with_splits(splits), tables);
     return plan.ours();
   });
   return plan;

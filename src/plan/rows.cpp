@@ -47,6 +47,22 @@ Problem of_one_length(const Problem& p) {
   return mean;
 }
 
+// What kernels are chosen by where a sequence's results must not tell what is beside it: enough sequences for any GPU.
+// How many rows batches have, each of them has; lengths on end, of caches and of tables, and what a window is cut to,
+// are of all together.
+Problem of_its_kind(const Problem& p) {
+  if (!p.by_kind) return p;
+  constexpr int64_t sequences = 64, length = 4096;
+  Problem kind = p;
+  kind.Sk = length;
+  if (p.sequences > 0)
+    kind.sequences = sequences, kind.Sq = kind.Sk = sequences * length;
+  else
+    kind.B = sequences;
+  kind.left = kind.right = kind.Sq + kind.Sk;
+  return kind;
+}
+
 // Blocks of keys that the tiles of a head walk over, and the longest tile's (kernels/parts/window.py).
 struct WindowBlocks {
   double all = 0, longest = 0;
@@ -103,7 +119,8 @@ double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& d
 
 // Of the rows that fit those with the fewest features that the call does not need; of these, those for the smallest
 // head dims (all, where few of the smallest suit); of these the one that should be done first.
-int find_kernel_row(const Problem& p, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
+int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
+  const Problem p = of_its_kind(given);
   int best = -1, fewest = 0;
   double least = 0;
   for (int i : tables.of(kind, family, p.dtype[0])) {

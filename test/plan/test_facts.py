@@ -323,6 +323,7 @@ ONE_FACT_OF_FORCED = {
     **{bound: (_IN_A_WINDOW, 8192) for bound in ("left", "right")},
     "bottom_right": (call((8, 8, 8), (320, 8192), (64, 64), **_WINDOW | {"left": 512}), -1),
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
+    "by_kind": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
 }
 FA3 = BACKENDS.index("fa3")
 

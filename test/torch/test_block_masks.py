@@ -158,6 +158,13 @@ def test_64k_keys() -> None:
         assert float((got.double().transpose(1, 2) - one).norm() / one.norm()) < 1e-2
 
 
+def test_out() -> None:
+    given, into = operands(130, 200), torch.empty(2, 130, 4, 16)
+    mask = block_mask(sliding, 130, 200)
+    assert attention(*given, block_mask=mask, out=into) is into
+    assert torch.equal(into, attention(*given, block_mask=mask))
+
+
 def test_known_again() -> None:
     """Made once for a mask, again where it is written to or gradients come to be wanted."""
     mask = block_mask(sliding, 256, 256)
@@ -223,6 +230,15 @@ def test_on_kernels(kernels_on: str, Sq: int) -> None:
     assert float((out.double() - right).norm() / right.norm()) < 6e-3
 
 
+def test_explained() -> None:
+    given = operands(130, 200, D=64, dtype=torch.bfloat16)
+    plan = torch_flashplug.explain_attention(*given, block_mask=block_mask(sliding, 130, 200), device="h100")
+    assert plan.backend == "fa3" and plan.kernel.startswith("fwd_sm90_bf16_d64_mask") and "block_mask" in plan.call
+    wide = [x.double() for x in given]
+    plan = torch_flashplug.explain_attention(*wide, block_mask=block_mask(sliding, 130, 200), device="h100")
+    assert plan.backend == "math" and "dtype" in plan.reasons["fa3"]
+
+
 def test_lse_has_no_gradient() -> None:
     leaves = [x.requires_grad_() for x in operands(130, 200)]
     _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200), return_lse=True)
@@ -237,6 +253,7 @@ def refused(message: str, error: type[Exception] = ValueError, **arguments: obje
 
 def test_refused() -> None:
     refused("beside causal or window", causal=True)
+    refused("beside num_splits", num_splits=1)
     refused("beside sinks", sinks=torch.zeros(4))
     refused("beside softcap", softcap=3.0)
     refused("beside lengths", seqused_k=torch.ones(2, dtype=torch.int32))

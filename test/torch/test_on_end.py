@@ -184,7 +184,7 @@ def test_what_is_refused_on_end() -> None:
         (ValueError, "on meta; give int32", (q, k, v), {"cu_seqlens_q": cu.to("meta")}),
         (TypeError, "q is 4-D; beside cu_seqlens", (q[None], k, v), {"cu_seqlens_q": cu}),
         (ValueError, "do not fit", (q, k[:5], v), {"cu_seqlens_q": cu}),
-        (ValueError, "beside lengths are not built", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
+        (ValueError, "k_scale, v_scale are for torch.int8", (q, k, v), {"cu_seqlens_q": cu, "k_scale": 1.0}),
         (ValueError, r"sinks are \(3,\)", (q, k, v), {"cu_seqlens_q": cu, "sinks": torch.zeros(3)}),
     ):
         with pytest.raises(error, match=says):

@@ -181,7 +181,8 @@ def test_nothing_is_written_ahead_of_an_error() -> None:
     q, new, cache = drawn(2, 1, HQ, D), drawn(2, 1, HKV, D), torch.zeros(2, 8, HKV, D)
     pool, table = torch.zeros(4, 4, HKV, D), torch.zeros(2, 2).long()
     for changed in (
-        {"window_size": (-2, 1)}, {"softcap": -1}, {"causal": 1}, {"s_aux": torch.zeros(3)}, {"block_table": table},
+        {"window_size": (-2, 1)}, {"num_splits": 256}, {"softcap": -1}, {"causal": 1}, {"s_aux": torch.zeros(3)},
+        {"block_table": table},
     ):  # fmt: skip
         mine = pool if "block_table" in changed else cache
         with pytest.raises(ValueError, match="attention: "):

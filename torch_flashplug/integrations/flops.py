@@ -13,6 +13,7 @@ def register() -> None:
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, ops.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)
+    register_flop_formula(windowed.namespace.attention_fwd_out)(lambda out, *given, **told: _forward(*given, **told))
     register_flop_formula(windowed.namespace.attention_bwd)(_windowed_backward)
 
 

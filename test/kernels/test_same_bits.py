@@ -1,0 +1,113 @@
+"""num_splits=1: results and gradients of a sequence are the same bits alone and in any batch, by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_flashplug import native
+from torch_flashplug.quantised import in_int8
+from torch_flashplug.testing import assert_bitwise_equal
+
+OPS = torch.ops.torch_flashplug
+HQ, HKV = 2, 1
+CAUSAL, EVERYTHING = (-1, 0, True), (-1, -1, True)
+
+
+def drawn(*sizes: int, seed: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def by_kernels(call: Callable[[], tuple[Tensor, ...]], directions: int = 1) -> tuple[Tensor, ...]:
+    native.counters(reset=True)
+    found = call()
+    taken = native.counters(reset=True)
+    assert taken["ours_fwd"] == 1 and taken["ours_bwd"] == directions - 1 and not taken["math_fwd"] + taken["math_bwd"]
+    return tuple(x.cpu() for x in found)
+
+
+def both(operands: list[Tensor], grads: list[Tensor], lengths: tuple[Tensor | None, ...], window: tuple) -> tuple:
+    """Output, LSE, and gradients of query, key and value."""
+    out, lse = OPS.attention_fwd(*operands, None, *lengths, None, *window, 0.0, None, 1)
+    kept = (*grads, *operands, out, lse, *lengths)
+    return out, lse, *OPS.attention_bwd(*kept, *window, 0.0, None, False, 1)[:3]
+
+
+# ---- on end ----
+
+MINE = 150
+OTHERS = {"alone": ([], []), "short": ([4] * 9, [3] * 30), "long": ([], [400]), "none": ([0, 0], [0]),
+          "many": ([1] * 70, [65, 64, 63])}  # fmt: skip
+
+
+def of_end(before: list[int], behind: list[int], device: str, D: int, window: tuple) -> list[Tensor]:
+    """What sequences of so many rows leave of the one in their middle."""
+    start, rows = sum(before), MINE + sum(before) + sum(behind)
+    heads = (HQ, HKV, HKV, HQ)
+    whole = [drawn(1, of, rows, D, seed=7 + i) for i, of in enumerate(heads)]
+    for i, (x, of) in enumerate(zip(whole, heads, strict=True)):
+        x[:, :, start : start + MINE] = drawn(1, of, MINE, D, seed=100 + i)
+    grad_lse = torch.zeros(1, HQ, rows)
+    cu = torch.tensor([0, *before, MINE, *behind]).cumsum(0).int()
+    *operands, grad_out, grad_lse, cu = (x.to(device) for x in (*whole, grad_lse, cu))
+    found = by_kernels(lambda: both(operands, [grad_out, grad_lse], (cu, cu), window), 2)
+    return [x[:, :, start : start + MINE] for x in found]
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (40, 3, True)], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_sequences_on_end(kernels_on: str, D: int, window: tuple) -> None:
+    found = {name: of_end(*others, kernels_on, D, window) for name, others in OTHERS.items()}
+    for name, results in found.items():
+        for what, got, alone in zip(("out", "lse", "dq", "dk", "dv"), results, found["alone"], strict=True):
+            assert_bitwise_equal(f"{name} {what}", got, alone)
+
+
+# ---- batches ----
+
+
+@pytest.mark.parametrize("rows", [70, 200])
+def test_batches(kernels_on: str, rows: int) -> None:
+    found = []
+    for B in (1, 2, 5):
+        operands = [drawn(B, of, rows, 64, seed=i) for i, of in enumerate((HQ, HKV, HKV, HQ))]
+        for i, x in enumerate(operands):
+            x[B // 2] = drawn(x.shape[1], rows, 64, seed=50 + i)
+        *operands, grad_out = (x.to(kernels_on) for x in operands)
+        grads = [grad_out, None]
+        results = by_kernels(lambda: both(operands, grads, (None, None), CAUSAL), 2)  # noqa: B023
+        found.append([x[B // 2] for x in results])
+    for results in found[1:]:
+        for what, got, alone in zip(("out", "lse", "dq", "dk", "dv"), results, found[0], strict=True):
+            assert_bitwise_equal(what, got, alone)
+
+
+# ---- pages ----
+
+
+@pytest.mark.parametrize("eight", [False, True], ids=["16", "8"])
+@pytest.mark.parametrize("Sq", [1, 5])
+@pytest.mark.parametrize("window", [CAUSAL, (50, 0, True)], ids=str)
+def test_pages(kernels_on: str, Sq: int, eight: bool, window: tuple) -> None:
+    """Others are shorter or longer, tables wider, pages elsewhere."""
+    found = []
+    for used, width in (([130], 9), ([130], 40), ([3, 130, 0], 9), ([130, 600], 38), ([20] * 9 + [130], 12)):
+        place, B = used.index(130), len(used)
+        order = torch.randperm(B * width, generator=torch.Generator().manual_seed(B + width)).view(B, width).int()
+        pools = [drawn(B * width, 16, 64, seed=90 + i).unsqueeze(1) for i in range(2)]
+        q = drawn(B, HQ, Sq, 64, seed=3)
+        q[place] = drawn(HQ, Sq, 64, seed=33)
+        for i, pool in enumerate(pools):
+            pool[order[place, :9].long()] = drawn(9, 1, 16, 64, seed=60 + i)
+        scales = [None, None]
+        if eight:
+            pools, scales = map(list, zip(*(in_int8(x.float()) for x in pools), strict=True))
+        given = [None if x is None else x.to(kernels_on) for x in (q, *pools, order, torch.tensor(used).int(), *scales)]
+        out, lse = by_kernels(lambda: OPS.paged_fwd(*given, None, *window, 0.0, None, 1))  # noqa: B023
+        found.append((out[place], lse[place]))
+    for results in found[1:]:
+        for what, got, alone in zip(("out", "lse"), results, found[0], strict=True):
+            assert_bitwise_equal(what, got, alone)

@@ -1,0 +1,155 @@
+"""explain_attention(): the op that attention() comes to, and its plan; what the log says of calls that ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_flashplug import _start, attention, explain, explain_attention, sdpa_backend, up_calls
+
+HQ, HKV, D = 8, 2, 128
+
+
+def meta(*sizes: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    return torch.empty(*sizes, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def ints(*sizes: int) -> Tensor:
+    return meta(*sizes, dtype=torch.int32)
+
+
+def dense(Sq: int, Sk: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    return meta(2, Sq, HQ, D, grad=grad), meta(2, Sk, HKV, D, dtype=dtype), meta(2, Sk, HKV, D, dtype=dtype)
+
+
+def in_pages(*rows: int, page: int = 16, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    return meta(*rows, HQ, D), meta(200, page, HKV, D, dtype=dtype), meta(200, page, HKV, D, dtype=dtype)
+
+
+PAGES = {"block_table": ints(2, 50), "seqused_k": ints(2)}
+EIGHT = {"k_scale": 0.5, "v_scale": 0.5}
+ON_END = meta(900, HQ, D), meta(900, HKV, D), meta(900, HKV, D)
+# Operands, arguments, and what begins the kernel's name and the words about operands.
+ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
+    "causal": (dense(512, 512), {"causal": True}, "fwd_sm90_bf16_d128_causal_", ""),
+    "window": (dense(512, 512), {"window": (100, 0)}, "fwd_sm90_bf16_d128_window_", ""),
+    "softcap": (dense(512, 512, grad=True), {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_", ""),
+    "few": (dense(1, 512), {"sinks": meta(HQ)}, "decode_sm90_bf16_d128_full_", ""),
+    "used_few": (dense(1, 512), {"seqused_k": ints(2)}, "decode_sm80_bf16_d128_window+paged_", ""),
+    "used": (dense(90, 512), {"seqused_k": ints(2)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
+    "on_end": (ON_END, {"cu_seqlens_q": ints(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
+    "pages": (in_pages(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
+    "pages_of_15": (in_pages(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
+                    "pages are gathered first: of 15 rows"),
+    "pages_many": (in_pages(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: no kernel"),
+    "pages_on_end": (in_pages(90), PAGES | {"cu_seqlens_q": ints(3)}, "fwd_sm90_bf16_d128_window+ragged_",
+                     "pages are gathered first"),
+    "pages_of_ones": (in_pages(2), PAGES | {"cu_seqlens_q": ints(3), "max_seqlen_q": 1},
+                      "decode_sm80_bf16_d128_window+paged_", ""),
+    "eight": (dense(3, 512, torch.int8), EIGHT, "decode_sm80_bf16_int8_d128_cache8_", ""),
+    "eight_softcap": (dense(3, 512, torch.int8), EIGHT | {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_",
+                      "key and value are made 16 bits first"),
+    "eight_sinks": (dense(3, 512, torch.int8), EIGHT | {"sinks": meta(HQ)}, "decode_sm90_bf16_d128_full_",
+                    "key and value are made 16 bits first"),
+    "eight_many": (dense(90, 512, torch.int8), EIGHT, "", "key and value are made 16 bits first"),
+    "eight_pages": (in_pages(2, 3, dtype=torch.int8), EIGHT | PAGES, "decode_sm80_bf16_int8_d128_window+cache8+paged_",
+                    ""),
+    "eight_pages_softcap": (in_pages(2, 3, dtype=torch.int8), EIGHT | PAGES | {"softcap": 2.0},
+                            "fwd_sm90_bf16_d128_window+softcap+ragged_", "pages are gathered first, and made 16 bits"),
+    "eight_pages_on_end": (in_pages(90, dtype=torch.int8), EIGHT | PAGES | {"cu_seqlens_q": ints(3)},
+                           "fwd_sm90_bf16_d128_window+ragged_",
+                           "pages are gathered first; key and value are made 16 bits first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_every_road(road: str) -> None:
+    operands, arguments, kernel, words = ROADS[road]
+    plan = explain_attention(*operands, **arguments, device="h100")
+    assert plan.kernel.startswith(kernel) and bool(plan.kernel) == bool(kernel)
+    assert plan.backend == ("fa3" if "sm90" in kernel else "fa2" if kernel else "stock")
+    assert plan.copies.startswith(words) and bool(plan.copies) == bool(words) and not plan.error
+    assert str(plan).startswith("call        q [") and plan.gradients.startswith("bwd_sm90" * (road == "softcap"))
+
+
+def test_splits_are_told() -> None:
+    operands = dense(1, 8192)
+    plans = [explain_attention(*operands, seqused_k=ints(2), num_splits=n, device="h100") for n in (None, 1, 5)]
+    assert plans[0].splits > 1 and [plan.splits for plan in plans[1:]] == [1, 5]
+    assert "splits 5 of" in plans[2].gate
+
+
+def test_f_sdpas_plan_is_explains() -> None:
+    q, k, v = dense(512, 512)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    plan = explain_attention(q, k, v, causal="top_left", device="h100")
+    right = explain(*turned, is_causal=True, enable_gqa=True, device="h100")
+    assert (plan.kernel, plan.row, plan.reasons) == (right.kernel, right.row, right.reasons)
+    assert plan.call == "q [2, 512, 8, 128], k [2, 512, 2, 128], v [2, 512, 2, 128], bfloat16, causal=top_left"
+
+
+def test_modes() -> None:
+    q, k, v = dense(512, 512)
+    for mode in ("math", "stock"):
+        with sdpa_backend(mode):
+            plan = explain_attention(q, k, v, softcap=2.0, device="h100")
+        assert plan.backend == "math" and set(plan.reasons.values()) == {f"{mode} is asked for"}
+    with sdpa_backend("fa2"):
+        assert explain_attention(q, k, v, softcap=2.0, device="h100").backend == "fa2"
+    wide = [meta(2, 512, 2, 512) for _ in range(3)]
+    assert "head dim 512, kernels take up to 256" in str(explain_attention(*wide, softcap=2.0, device="h100"))
+    with sdpa_backend("fa3"):
+        plan = explain_attention(*wide, softcap=2.0, device="h100")
+    assert plan.backend == "math" and "is forced and cannot run this call" in plan.error
+
+
+def test_nothing_runs_and_what_is_wrong_is_said() -> None:
+    """On tensors that are here."""
+    q, k, v = (torch.zeros(1, 9, 2, 16, requires_grad=True) for _ in range(3))
+    plan = explain_attention(q, k, v, window=(1, 1), return_lse=True, out=torch.zeros(1, 9, 2, 16))
+    assert plan.backend == "math" and "no CUDA device" in plan.reasons["fa3"] and plan.call.endswith("grad")
+    assert explain_attention(q, k, v).backend == "stock"
+    for error, says, arguments in (
+        (ValueError, "window=3; give", {"window": 3}),
+        (ValueError, r"sinks are \(3,\)", {"sinks": torch.zeros(3)}),
+        (ValueError, "on meta; give int32", {"seqused_k": ints(1)}),
+        (TypeError, "unexpected keyword", {"sofcap": 1.0}),
+        (ValueError, "presets are h100", {"device": "h101"}),
+    ):
+        with pytest.raises(error, match=says):
+            explain_attention(q, k, v, **arguments)
+    with pytest.raises(TypeError, match="q is str"):
+        explain_attention("q", k, v)
+
+
+@pytest.fixture
+def told() -> list[str]:
+    """What the log of plans says from here on, each once."""
+    said: list[str] = []
+    up_calls.set_log(lambda _, text: said.append(text), plans=True)
+    yield said
+    up_calls.set_log(_start._plan_log.log, plans=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("road", [road for road in ROADS if road not in {"causal", "softcap", "eight_many"}])
+def test_what_ran_is_what_was_explained(road: str, told: list[str]) -> None:
+    """The kernel of the last plan of an op; of calls that F.sdpa decides the router tells, too."""
+    _, arguments, *_ = ROADS[road]
+    operands, arguments = on_gpu(ROADS[road][0], arguments)
+    plan = explain_attention(*operands, **arguments)
+    torch.cuda.synchronize()
+    assert not told
+    with torch.no_grad():
+        attention(*operands, **arguments)
+    kernels = re.findall(r'"kernel": "([^"]+)"', "".join(told))
+    assert kernels[-1:] == [plan.kernel] * bool(plan.kernel), str(plan)
+
+
+def on_gpu(operands: tuple[Tensor, ...], arguments: dict[str, object]) -> tuple[list[Tensor], dict[str, object]]:
+    made: Callable[[Tensor], Tensor] = lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cuda")  # noqa: E731
+    return [made(x) for x in operands], {n: made(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}

@@ -1,0 +1,202 @@
+"""attention() into a given tensor, with num_splits, and of keys and values in 8 bits beside lengths, softcaps and
+sinks: on every road the result is that of the call without.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_flashplug import attention
+from torch_flashplug.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+INTO = (torch.ops.torch_flashplug.attention_fwd_out, torch.ops.torch_flashplug.paged_fwd_out)
+HQ, HKV, D = 4, 2, 32
+
+
+def drawn(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TABLE = {"block_table": torch.arange(6, dtype=torch.int32).flip(0).view(2, 3), "seqused_k": numbers(40, 17)}
+# By the road that a call takes: shapes of q, and of k and v, and what it says beside them.
+CALLS = {
+    "plain": ((2, 40), (2, 40), {}),
+    "window": ((2, 40), (2, 40), {"window": (5, 0)}),
+    "sinks": ((2, 40), (2, 40), {"sinks": drawn(HQ)}),
+    "few": ((2, 1), (2, 40), {"causal": True, "sinks": drawn(HQ)}),
+    "on_end": ((9,), (9,), {"cu_seqlens_q": numbers(0, 4, 9), "causal": True}),
+    "used": ((2, 40), (2, 40), {"seqused_k": numbers(7, 40)}),
+    "used_few": ((2, 2), (2, 40), {"seqused_k": numbers(7, 40)}),
+    "pages": ((2, 3), (6, 16), TABLE),
+    "pages_on_end": ((5,), (6, 16), TABLE | {"cu_seqlens_q": numbers(0, 3, 5)}),
+    "pages_of_ones": ((2,), (6, 16), TABLE | {"cu_seqlens_q": numbers(0, 1, 2), "max_seqlen_q": 1}),
+}
+EIGHT = {"k_scale": 0.03, "v_scale": torch.tensor([0.02, 0.04])}
+MORE = {
+    "eight": ((2, 3), (2, 40), EIGHT),
+    "eight_softcap": ((2, 3), (2, 40), EIGHT | {"softcap": 2.0}),
+    "eight_sinks": ((2, 3), (2, 40), EIGHT | {"sinks": drawn(HQ)}),
+    "eight_used": ((2, 3), (2, 40), EIGHT | {"seqused_k": numbers(7, 40), "causal": True}),
+    "eight_used_many": ((2, 40), (2, 40), EIGHT | {"seqused_k": numbers(7, 40), "causal": True}),
+    "eight_on_end": ((9,), (9,), EIGHT | {"cu_seqlens_q": numbers(0, 4, 9), "softcap": 2.0}),
+    "eight_pages": ((2, 3), (6, 16), EIGHT | TABLE),
+    "eight_pages_softcap": ((2, 3), (6, 16), EIGHT | TABLE | {"softcap": 2.0, "causal": True}),
+    "eight_pages_on_end": ((5,), (6, 16), EIGHT | TABLE | {"cu_seqlens_q": numbers(0, 3, 5), "softcap": 2.0}),
+}
+
+
+def made(call: str, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], dict[str, object]]:
+    rows, keys, arguments = (CALLS | MORE)[call]
+    kv = [drawn(*keys, HKV, D, seed=i) for i in (1, 2)]
+    kv = [(x * 30).to(torch.int8) for x in kv] if "k_scale" in arguments else [x.to(dtype) for x in kv]
+    moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    return [x.to(device) for x in (drawn(*rows, HQ, D).to(dtype), *kv)], moved
+
+
+@pytest.mark.parametrize("call", CALLS | MORE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_out(device: str, call: str, dtype: torch.dtype) -> None:
+    """Also where it has strides of its own, or is of no unit's address; nothing beside it is written."""
+    operands, arguments = made(call, device, dtype)
+    right, of_keys = attention(*operands, **arguments, return_lse=True)
+    for shift in (0, 8, 1):
+        room = torch.full((*right.shape[:-2], HQ + 2, D + 24), -7.0, dtype=dtype, device=device)
+        out = room[..., 1 : 1 + HQ, shift : shift + D]
+        found, lse = attention(*operands, **arguments, out=out, return_lse=True)
+        assert found is out and torch.equal(out, right) and torch.equal(lse, of_keys)
+        out.fill_(-7.0)
+        assert (room == -7.0).all()
+    assert attention(*operands, **arguments, out=out) is out
+    torch.testing.assert_close(out, attention(*operands, **arguments))
+
+
+@pytest.mark.parametrize("call", CALLS | MORE)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_splits_move_no_number_by_more_than_a_rounding(device: str, call: str, num_splits: int) -> None:
+    operands, arguments = made(call, device)
+    right = attention(*operands, **arguments)
+    found = attention(*operands, **arguments, num_splits=num_splits)
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=1e-2)
+
+
+def test_one_split_keeps_gradients(device: str) -> None:
+    for call in ("plain", "window", "on_end"):
+        operands, arguments = made(call, device, torch.float32)
+        leaves = [x.requires_grad_() for x in operands]
+        right = torch.autograd.grad(attention(*leaves, **arguments).sum(), leaves)
+        found = torch.autograd.grad(attention(*leaves, **arguments, num_splits=1).sum(), leaves)
+        for got, exact in zip(found, right, strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("call", MORE)
+def test_8_bits_are_their_numbers(device: str, call: str) -> None:
+    """Against the same call of what they say, in 16 bits."""
+    (q, *kv), arguments = made(call, device)
+    pages = "block_table" in arguments
+    scales = [torch.as_tensor(arguments.pop(name), device=device) for name in ("k_scale", "v_scale")]
+    wide = [(x.float() * s.view(*s.shape, 1)).to(q.dtype) for x, s in zip(kv, scales, strict=True)]
+    right = attention(q, *wide, **arguments)
+    found = attention(q, *kv, **arguments, k_scale=scales[0], v_scale=scales[1])
+    assert found.dtype == q.dtype and pages == call.startswith("eight_pages")
+    assert float((found.float() - right.float()).norm() / right.float().norm()) < 0.02
+
+
+@pytest.mark.parametrize("call", MORE)
+def test_8_bits_have_no_gradient(device: str, call: str) -> None:
+    (q, *kv), arguments = made(call, device)
+    out = attention(q.requires_grad_(), *kv, **arguments)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("op, road", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
+def test_opcheck_of_the_ops_that_write(device: str, op: torch._ops.OpOverloadPacket, road: str) -> None:
+    (q, k, v), arguments = made(road, device, torch.float32)
+    if road == "on_end":
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        given = (None, arguments["cu_seqlens_q"], arguments["cu_seqlens_q"], None)
+    else:
+        given = (arguments["block_table"], arguments["seqused_k"], None, None, None)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *given, -1, 0, True, 0.0, None), test_utils=tests)
+
+
+def test_opcheck_of_what_makes_16_bits(device: str) -> None:
+    (q, k, _), _ = made("eight", device, torch.float16)
+    scale = torch.rand(k.shape[:3], device=device)
+    torch.library.opcheck(torch.ops.torch_flashplug.dequantise, (q, k, scale))
+    assert torch.ops.torch_flashplug.dequantise(q, k, scale).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("call", ["plain", "window", "on_end", "pages", "eight_softcap"])
+def test_compiled(device: str, call: str) -> None:
+    operands, arguments = made(call, device)
+    right = attention(*operands, **arguments, num_splits=1)
+
+    def into(out: Tensor, *operands: Tensor) -> Tensor:
+        return attention(*operands, **arguments, num_splits=1, out=out) * 2
+
+    out = torch.empty_like(right)
+    found = torch.compile(into, fullgraph=True, backend="aot_eager")(out, *operands)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(found, right * 2)
+
+
+def test_what_is_refused() -> None:
+    operands, _ = made("plain", "cpu", torch.float32)
+    out = torch.empty(2, 40, HQ, D)
+    for error, says, arguments in (
+        (ValueError, r"out is torch.float32 \(2, 40, 4, 31\) on cpu; give torch.float32 \(2, 40, 4, 32\)",
+         {"out": out[..., 1:]}),
+        (ValueError, "out is torch.float16", {"out": out.half()}),
+        (ValueError, "on meta; give", {"out": out.to("meta")}),
+        (ValueError, "out is bool", {"out": True}),
+        (RuntimeError, "no gradients through out", {"out": out.clone().requires_grad_()}),
+        (RuntimeError, "no gradients through out", {"out": out, "sinks": torch.zeros(HQ, requires_grad=True)}),
+        *((ValueError, f"num_splits={x}; give 1 to 255", {"num_splits": x}) for x in (0, 256, 1.0, True)),
+        (TypeError, "max_seqlen_q is str; give an int", {"max_seqlen_q": "z"}),
+        (TypeError, "max_seqlen_k is Tensor; give an int", {"max_seqlen_k": torch.tensor(3)}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            attention(*operands, **arguments)
+    with pytest.raises(TypeError, match="q is str"):
+        attention("q", *operands[1:], out=out)
+
+
+def test_autocast_casts_no_fp64(device: str) -> None:
+    """The error names what was given. out has autocast's dtype."""
+    q, k, v = made("plain", device, torch.float32)[0]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        for arguments in ({}, {"window": (3, 0), "return_lse": True}, {"seqused_k": numbers(3, 4).to(device)}):
+            with pytest.raises(ValueError, match="q, k, v are torch.float32, torch.float64, torch.float32; give one"):
+                attention(q, k.double(), v, **arguments)
+        out = torch.empty_like(q, dtype=torch.bfloat16)
+        assert torch.equal(attention(q, k, v, window=(3, 0), out=out), attention(q, k, v, window=(3, 0)))
+
+
+def test_flash_attns_num_splits_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is None there."""
+    import torch_flashplug.flash_attn as names
+
+    seen: list[int | None] = []
+
+    def recorded(*operands: Tensor, num_splits: int | None = None, **more: object) -> Tensor | tuple[Tensor, Tensor]:
+        seen.append(num_splits)
+        return attention(*operands, num_splits=num_splits, **more)
+
+    monkeypatch.setattr(names, "attention", recorded)
+    q, k, v = made("plain", "cpu", torch.float32)[0]
+    right = flash_attn_func(q, k, v)
+    for splits in (0, 1, 4):
+        torch.testing.assert_close(flash_attn_func(q, k, v, num_splits=splits), right)
+        torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, num_splits=splits), right)
+    assert seen == [None, None, None, 1, 1, 4, 4]

@@ -1,0 +1,215 @@
+"""explain_attention(): what attention() would do with a call. Its own code runs, on tensors that hold nothing, up to
+the op that it comes to; the dispatcher is asked what it makes of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from . import _start, features, native, paged, problem
+from .api import DEVICES, SPLITS_SHIFT, Plan, explain
+from .attention import attention
+from .block_masks import BlockLists, block_lists
+from .families import BACKENDS, KERNEL_BACKENDS
+from .windowed import Window, namespace
+
+_F_SDPA = F.scaled_dot_product_attention
+_IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
+_ENDS = (
+    *(namespace.attention_fwd, namespace.paged_fwd, namespace.cached_fwd, namespace.listed_fwd, namespace.sdpa_fwd),
+)
+_WHOLE = "key and value are made 16 bits first"
+_TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/own_ops.cpp
+
+
+def explain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **arguments: object
+) -> Plan:  # fmt: skip
+    """The plan for the same call of attention(), with all its arguments, made without running it: nothing is launched,
+    nothing waited for but what block_lists() waits for. autograd, autocast and sdpa_backend state count. It raises what
+    attention() raises of arguments.
+
+    The backend is "math" where no kernel of ours runs the call. `device` names a preset, as for explain().
+    """
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own")
+    _start.load()
+    given = (q, k, v)
+    if not all(isinstance(x, Tensor) for x in given):
+        attention(*given, **arguments)  # which says so
+    arguments = {name: x for name, x in arguments.items() if x is not None and name != "out"}
+    if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
+        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))
+    road = _Road(q.device if device is None else torch.device("cuda"), device)
+    operands, told = [road.faked(x) for x in given], {name: road.faked(x) for name, x in arguments.items()}
+    plan = road.follow(lambda: attention(*operands, **told))
+    if plan is None:
+        plan = _of_sdpa(road, given, device)
+        plan = _behind(_WHOLE, plan) if road.dequantises else plan
+    elif "block_table" in arguments and road.ends[0] is namespace.attention_fwd:
+        plan = _behind("pages are gathered first", plan)
+    return replace(plan, call=_in_one_line(given, arguments))
+
+
+class _Road(TorchFunctionMode):
+    """Records the op of _ENDS that a call comes to, and what it is given; of one that is made of another, that, too.
+    Tensors are meta's, and say that they lie where the call's do.
+    """
+
+    def __init__(self, where: torch.device, device: str | None):
+        super().__init__()
+        self.where, self.device = where, device
+        self.ends, self.args, self.dequantises = [], (), False
+
+    def faked(self, x: object) -> object:
+        """Like a tensor of the call; other things as they are."""
+        if isinstance(x, BlockLists):
+            return x._replace(digest=self.faked(x.digest))
+        if not isinstance(x, Tensor):
+            return x
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        like.lies_on = x.device if self.device is None else self.where
+        return like.requires_grad_(x.requires_grad)
+
+    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in (_IS_CUDA, _DEVICE):
+            where = getattr(args[0], "lies_on", self.where)
+            return where if func == _DEVICE else where.type == "cuda"
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs or {}))
+        self.dequantises |= func is namespace.dequantise
+        if func is _F_SDPA or func in _ENDS:
+            self.ends.append(func)
+            self.args = (*args, *kwargs.values())
+        if func is _F_SDPA:
+            query, _, value, *_ = args
+            return query.new_empty(*query.shape[:3], value.shape[3])
+        return func(*args, **kwargs)
+
+    def follow(self, call: Callable[[], object]) -> Plan | None:
+        """None of what F.scaled_dot_product_attention decides, or its op."""
+        with self:
+            call()
+        end = self.ends[-1]
+        if end is namespace.paged_fwd:
+            plan = self._of_pages()
+        elif end is namespace.attention_fwd:
+            given = _Given(*self.args)
+            plan = self._of_op(self.args, given.needs(given.key.shape[2]), given.num_splits, forced=True)
+        elif end is namespace.cached_fwd:
+            plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0)
+            if not plan.kernel:
+                plan = _behind(_WHOLE, replace(plan, backend="stock"))
+        elif end is namespace.listed_fwd:
+            plan = self._of_op(self.args, {"mask": 1, "grad": 1}, 0, forced=True)
+        else:
+            return None
+        return _behind(_WHOLE, plan) if self.dequantises else plan
+
+    def _of_pages(self) -> Plan:
+        q, k, v, pages, used, k_scale, _, sinks, *settings = given = self.args
+        keys, told = pages.shape[1] * k.shape[2], _Given(q, k, v, sinks, None, None, used, *settings)
+        needs = told.needs(keys) | {"paged": 1, "cache8": k_scale is not None, "Sk": keys}
+        plan = self._of_op(given, needs, told.num_splits)
+        whole = len(k) and (k.shape[2] % _TOGETHER == 0 or pages.shape[1] == 1)
+        if plan.kernel and whole:
+            return plan
+        why = f"of {k.shape[2]} rows" if plan.kernel else plan.reasons.get(KERNEL_BACKENDS[-1], "math is asked for")
+        made = ", and made 16 bits" * (k_scale is not None)
+        return _behind(f"pages are gathered first{made}: {why}", self.follow(lambda: paged._math(*given)))
+
+    def _of_op(self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False) -> Plan:
+        """By the first family of kernels that can, or the mode's; else mathematics. forced: what such a mode's kernels
+        cannot run raises.
+        """
+        described = problem.describe(*args[:3], None, 0.0, False, None) | needs
+        described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
+        described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
+        mode, facts, reasons, error = self._mode(), self._facts(), {}, ""
+        if native.backend_of(mode) in {"math", "stock"}:
+            return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, f"{native.backend_of(mode)} is asked for"))
+        only = native.forced_kernels(mode) if forced else None
+        for backend in KERNEL_BACKENDS if only is None else (only,):
+            word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
+            made = native.plan(described, facts, word)
+            if made["backend"] == backend:
+                fields = {name: made[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
+                gate = made["gate"] if made["kernel"].startswith("decode") else ""  # nothing stands before the others
+                return Plan("", backend, **fields, gate=gate, reasons=reasons)
+            reasons[backend] = made["reasons"].get(backend, "")
+            error = "" if only is None else native.forced_error(described, facts, word)
+        return Plan("", "math", reasons=reasons, error=error)
+
+    def _mode(self) -> int:
+        return native.effective_mode() if self._is_cuda() else 0
+
+    def _facts(self) -> dict[str, int]:
+        if self.device is not None:
+            return DEVICES[self.device]
+        return native.device_facts(self.where.index or 0) if self._is_cuda() else native.NO_DEVICE
+
+    def _is_cuda(self) -> bool:
+        return self.where.type == "cuda"
+
+
+class _Given(NamedTuple):
+    """Arguments of attention_fwd, in schema order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    used_k: Tensor | None
+    left: int
+    right: int
+    bottom_right: bool
+    softcap: float
+    scale: float | None
+    num_splits: int = 0
+
+    def needs(self, keys: int) -> dict[str, float]:
+        """Facts of the call beside its tensors', of so many keys."""
+        rows = self.query.shape[2]
+        bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
+        said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
+        said |= {"window": 1, "softcap": self.softcap, "by_kind": self.num_splits == 1, "ragged": self.cu_q is not None}
+        return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
+
+
+def _behind(first: str, plan: Plan) -> Plan:
+    return replace(plan, copies="; ".join(x for x in (first, plan.copies) if x))
+
+
+def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan:
+    """Of a call of F.scaled_dot_product_attention, on what the call's own tensors hold."""
+    query, key, value, mask, *more = road.args
+    twins = [_twin(x, like) for x, like in zip(given, (query, key, value), strict=True)]
+    if mask is not None:
+        mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
+    causal, scale = (more[0], more[1]) if road.ends[-1] is _F_SDPA else (False, more[2])
+    grouped = twins[0].shape[1] != twins[1].shape[1]
+    return explain(*twins, mask, 0.0, causal, scale=scale, enable_gqa=grouped, device=device)
+
+
+def _twin(x: Tensor, like: Tensor) -> Tensor:
+    """The part of x that `like` stands for; of one that was made 16 bits, nothing."""
+    if x.dtype != like.dtype:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=x.device)
+    return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
+
+
+def _in_one_line(given: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
+    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", given, strict=True)]
+    parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in given)))
+    arguments = {name: x.digest if isinstance(x, BlockLists) else x for name, x in arguments.items()}
+    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in arguments.items()]
+    return ", ".join(parts + ["grad"] * problem.wants_grad(*given))
