@@ -99,6 +99,8 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
 }
 
+}  // namespace
+
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
@@ -114,6 +116,28 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (p.Sq + p.Sk >= most)
     throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
 }
+
+bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
+  const Problem& p = facts.problem;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_of_own(p, device, by);
+  note_plan(where, p, device, by, plan);
+  if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
+  // Of nothing there is nothing that a backend could do.
+  if (call.mode.forces_kernels() && !is_empty(p))
+    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  return false;
+}
+
+bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+  Problem p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  // Whatever is forced where the backward runs: another thread's mode is not this call's.
+  const Mode any = Mode::forcing(std::max(call.forward.mode.family(), 0));
+  return our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, result);
+}
+
+namespace {
 
 // Others are the mathematics' to look at.
 bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
@@ -132,15 +156,8 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_lengths(call, facts);
   const Problem& p = facts.problem;
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
-  const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_of_own(p, device, call.mode);
-  note_plan("attention_fwd", p, device, call.mode, plan);
   ForwardResult result;
-  const bool ours = plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result);
-  // Of nothing there is nothing that a backend could do.
-  if (!ours && call.mode.forces_kernels() && !is_empty(p))
-    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  if (!ours) result = attention_math(call);
+  if (!attend("attention_fwd", call, facts, call.mode, &result)) result = attention_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
@@ -214,19 +231,15 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   check_lengths(forward, facts);
   if (call.wants_delta && is_there(forward.cu_q))
     throw std::runtime_error("torch_flashplug: attention_bwd has no delta of sequences on end; leave wants_delta out");
-  Problem p = facts.problem;
-  p.deterministic = torch_symbols().deterministic();
+  const Problem& p = facts.problem;
   if (are_kernels(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
   const Backend wanted = forward.mode.backend();
   const bool math = wanted == Backend::kMath || wanted == Backend::kStock;
-  // Whatever is forced where the backward runs: another thread's mode is not this call's.
-  const Mode any = Mode::forcing(std::max(forward.mode.family(), 0));
   BackwardResult result;
-  if (math || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, &result))
-    result = attention_math_backward(call);
+  if (math || !differentiate(call, facts, &result)) result = attention_math_backward(call);
   if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));

@@ -87,7 +87,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
   static const int32_t fp32 = aoti_torch_dtype_float32();
-  result->out = new_like(call.q, 4, out_size, out_stride, nullptr);
+  const bool given_out = writable && call.into != nullptr;
+  result->out = given_out ? Owned::share(call.into) : new_like(call.q, 4, out_size, out_stride, nullptr);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
   Owned partials;

@@ -76,6 +76,30 @@ def repair(*backends: str) -> bool:
     return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
+# ---- torch's own doors to attention on end ----
+
+
+def open_varlen(dispatch_key: str) -> None:
+    """Kernels of ours at the ops of torch.nn.attention.varlen, which need not be defined yet."""
+    if lib().flashplug_open_varlen(dispatch_key.encode()) != 0:
+        raise RuntimeError(f"torch_flashplug: no door at {dispatch_key}: {last_error()}")
+
+
+def close_varlen() -> None:
+    lib().flashplug_close_varlen()
+
+
+def know_varlen(op: str, schema: str) -> None:
+    """What one of these ops takes in the running torch."""
+    if lib().flashplug_know_varlen(op.encode(), schema.encode()) != 0:
+        raise RuntimeError(f"torch_flashplug: {last_error()}")
+
+
+def set_stock_error(said: str) -> None:
+    """What stock's body raised on this thread."""
+    lib().flashplug_set_stock_error(said.encode())
+
+
 # ---- switches ----
 
 
