@@ -91,10 +91,10 @@ Owned rows_of(AtenTensorHandle lse, const Problem& p) {
   return view(packed.get(), 3, size, stride);
 }
 
-Owned marked_state(const TensorClass& query) {
-  const int64_t size = kMark + kState, one = 1;
+Owned new_state(const TensorClass& query, int64_t mark) {
+  const int64_t size = mark + kState, one = 1;
   const Owned storage = empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
-  return view(storage.get(), 1, &kState, &one, kMark);
+  return view(storage.get(), 1, &kState, &one, mark);
 }
 
 // Whether kernels can write the output there.
@@ -189,7 +189,7 @@ FlashResult as_stocks(ForwardResult result, const DoorCall& door, AtenTensorHand
     left.lse = std::move(result.lse);
   }
   if (may_see_nothing(call, p)) positive_infinities(left.lse.get());
-  left.rng = marked_state(facts);
+  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);  // its backward is told of all keys, as stock's
   return left;
 }
 

@@ -52,4 +52,12 @@ using PrepareCallback = void (*)();
 void set_prepare_callback(PrepareCallback callback);
 void set_stock_error(const char* text);  // what one of those bodies raised on this thread
 
+// ---- flash_door.cpp ----
+
+bool know_flash(const char* schema);  // of the running torch's op; false: it is none that stock can be called by
+// At one dispatch key, over stock's kernels and those of anyone else. Throws where stock could not be called below.
+void open_flash(const char* dispatch_key);
+void close_flash();
+void prefer_flash(bool on);  // few rows, too
+
 }  // namespace flashplug

@@ -131,6 +131,13 @@ FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
 FLASHPLUG_EXPORT void flashplug_set_stock_error(const char* text) { set_stock_error(text); }
 
+FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return know_flash(schema); }
+FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {
+  return guarded([&] { open_flash(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_flash() { close_flash(); }
+FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
+
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
 FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word & kModeMask); }

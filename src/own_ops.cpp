@@ -73,7 +73,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
 // it.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
   if (mode.backend() == Backend::kMath || mode.backend() == Backend::kStock) return {};
-  return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
+  return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
 }
 

@@ -76,6 +76,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "close_varlen",
         "set_prepare_callback",
         "set_stock_error",
+        "close_flash",
+        "prefer_flash",
     ):
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):

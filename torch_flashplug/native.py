@@ -100,6 +100,25 @@ def set_stock_error(said: str) -> None:
     lib().flashplug_set_stock_error(said.encode())
 
 
+def know_flash(schema: str) -> bool:
+    """Of one of torch's flash attention ops; False: stock's kernel could not be called by it."""
+    return bool(lib().flashplug_know_flash(schema.encode()))
+
+
+def open_flash(dispatch_key: str) -> bool:
+    """Kernels of ours over torch's flash attention, at that key alone; False: this torch's cannot be called below."""
+    return lib().flashplug_open_flash(dispatch_key.encode()) == 0
+
+
+def close_flash() -> None:
+    lib().flashplug_close_flash()
+
+
+def prefer_flash(on: bool) -> None:
+    """Few rows are taken there, too."""
+    lib().flashplug_prefer_flash(int(on))
+
+
 # ---- switches ----
 
 

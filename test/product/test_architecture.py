@@ -28,7 +28,7 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "api", "_start", "composite", "repair"),
     *("integrations", "flash_attn", "attention", "sequences", "operands", "problem", "tracing", "paged", "windowed"),
-    *("ops", "cached", "up_calls"),
+    *("ops", "cached", "up_calls", "overrides"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices", "rescues"),
     *("configs", "blocks", "spec"),

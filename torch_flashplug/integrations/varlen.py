@@ -1,5 +1,5 @@
-"""torch.nn.attention.varlen on kernels of ours: what src/varlen.cpp, whose kernels stand at its private ops, cannot know
-before torch's module is imported, and the bodies that torch would have run, for what is not ours.
+"""torch.nn.attention.varlen on kernels of ours: what src/varlen.cpp, whose kernels stand at its private ops, cannot
+know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
 
 In auto calls are ours on the GPUs where suite ragged found every class of them faster than stock (docs/benchmarks.md);
 else where a block of sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as
