@@ -66,8 +66,9 @@ class Boxed {
   ~Boxed() {
     if (!given_away_) signature_.free(given_.data());
   }
-  AtenTensorHandle tensor(Arg arg) const;     // null: there is none
-  AtenTensorHandle undefined(Arg arg) const;  // likewise, but for undefined ones
+  bool has(Arg arg) const { return at(arg) != nullptr; }  // and it is not None
+  AtenTensorHandle tensor(Arg arg) const;                 // null: there is none
+  AtenTensorHandle undefined(Arg arg) const;              // likewise, but for undefined ones
   std::optional<double> real(Arg arg) const;
   std::optional<int64_t> integer(Arg arg) const;
   bool flag(Arg arg) const;                                   // false where this torch's op has none

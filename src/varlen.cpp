@@ -6,9 +6,11 @@
 // is asked for at the first call.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -26,7 +28,7 @@ using torch::stable::detail::StableLibrary;
 struct Op {
   const char* name;   // in torch_attn
   const char* stock;  // its body
-  std::atomic<const LiveSchema*> signature{nullptr};
+  std::atomic<const LiveSchema*> schema{nullptr};
 };
 Op forward_op{"_varlen_attn", "torch_flashplug::_stock_varlen_attn"};
 Op forward_out_op{"_varlen_attn_out", "torch_flashplug::_stock_varlen_attn_out"};
@@ -35,11 +37,11 @@ Op backward_op{"_varlen_attn_backward", "torch_flashplug::_stock_varlen_attn_bac
 std::atomic<PrepareCallback> prepare{nullptr};
 thread_local std::string stock_error;
 
-const LiveSchema& signature_of(Op& op) {
-  const LiveSchema* known = op.signature.load(std::memory_order_acquire);
+const LiveSchema& schema_of(Op& op) {
+  const LiveSchema* known = op.schema.load(std::memory_order_acquire);
   if (known == nullptr) {
     if (const PrepareCallback callback = prepare.load()) callback();
-    known = op.signature.load(std::memory_order_acquire);
+    known = op.schema.load(std::memory_order_acquire);
   }
   if (known == nullptr)
     throw std::runtime_error(std::string("torch_flashplug: what torch_attn::") + op.name + " takes is not known");
@@ -54,13 +56,15 @@ void go_on(Boxed& given, const Op& op) {
 
 // ---- whose a call is ----
 
+int64_t last_dim(AtenTensorHandle tensor) {
+  const int64_t dims = dims_of(tensor);
+  return dims == 0 ? 0 : shape_of(tensor).size[dims - 1];
+}
+
 [[noreturn]] void refuse(const Boxed& given, Mode mode) {
   TensorClass query;
-  Shape q, v;
-  const AtenTensorHandle of_q = given.tensor(Arg::kQuery), of_v = given.tensor(Arg::kValue);
-  read_class(of_q, &query);
-  read_shape(of_q, &q), read_shape(of_v, &v);
-  const int64_t D = q.size[query.dim - 1], Dv = v.size[dims_of(of_v) - 1];
+  read_class(given.tensor(Arg::kQuery), &query);
+  const int64_t D = last_dim(given.tensor(Arg::kQuery)), Dv = last_dim(given.tensor(Arg::kValue));
   const auto is_odd = [](int64_t dim) { return dim % 8 != 0 || dim > 256; };
   const std::string dims =
       D == Dv ? std::to_string(D) : std::to_string(std::min(D, Dv)) + ", " + std::to_string(std::max(D, Dv));
@@ -80,6 +84,7 @@ void go_on(Boxed& given, const Op& op) {
 bool are_asked(const Boxed& given) {
   const Mode mode = effective_mode();
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
+  if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock says what is wrong with it
   const bool takes = given.tensor(Arg::kCuK) != nullptr && kernels_take(given, 3);
   if (mode.forces_kernels() && !takes) refuse(given, mode);
   return takes && (mode.forces_kernels() || is_measured(given.tensor(Arg::kQuery)));
@@ -103,7 +108,7 @@ bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
 // ---- kernels ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(signature_of(forward_op), stack, count);
+  Boxed given(schema_of(forward_op), stack, count);
   FlashResult result;
   if (!ours(given, nullptr, &result)) return go_on(given, forward_op);
   stack[0] = box::from_tensor(std::move(result.out));
@@ -112,7 +117,7 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(signature_of(forward_out_op), stack, count);
+  Boxed given(schema_of(forward_out_op), stack, count);
   FlashResult result;
   const AtenTensorHandle out = given.tensor(Arg::kOut);
   if (!ours(given, out, &result)) return go_on(given, forward_out_op);
@@ -121,7 +126,7 @@ void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(signature_of(backward_op), stack, count);
+  Boxed given(schema_of(backward_op), stack, count);
   Owned grads[3];
   if (!is_ours(given.tensor(Arg::kRng)) || !gradients_by_kernels(given, window_of_call(given), grads))
     return go_on(given, backward_op);
@@ -129,8 +134,9 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 std::mutex mutex;
-std::vector<std::unique_ptr<StableLibrary>>& libraries() {
-  static auto* instance = new std::vector<std::unique_ptr<StableLibrary>>();  // outlives the dispatcher's own teardown
+using Libraries = std::map<std::string, std::unique_ptr<StableLibrary>>;  // by dispatch key
+Libraries& libraries() {
+  static auto* instance = new Libraries();  // outlives the dispatcher's own teardown
   return *instance;
 }
 
@@ -138,12 +144,12 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 
 void open_varlen(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
-  auto made =
-      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, __FILE__, __LINE__);
+  std::unique_ptr<StableLibrary>& made = libraries()[dispatch_key];
+  if (made != nullptr) return;
+  made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, __FILE__, __LINE__);
   made->impl(forward_op.name, &forward);
   made->impl(forward_out_op.name, &forward_out);
   made->impl(backward_op.name, &backward);
-  libraries().push_back(std::move(made));
 }
 
 void close_varlen() {
@@ -154,7 +160,7 @@ void close_varlen() {
 void know_varlen(const char* op, const char* schema) {
   for (Op* one : {&forward_op, &forward_out_op, &backward_op}) {
     // Never freed: other threads may be reading it.
-    if (std::strcmp(op, one->name) == 0) one->signature.store(new LiveSchema(schema), std::memory_order_release);
+    if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);
   }
 }
 

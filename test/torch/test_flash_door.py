@@ -261,10 +261,10 @@ def test_schemas_are_known() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None or not INTO, reason="stock's own library, or an older form of it")
 def test_what_is_not_ours_is_stocks(tmp_path: Path) -> None:
     """In a process that has stock's library from its start."""
-    library, here = tmp_path / "libtorch_cuda.so", Path(__file__).parent
+    library, here = tmp_path / "libtorch_cuda.so", Path(__file__).parents[1]
     options = ("-UTORCH_TARGET_VERSION", "-O1", "-shared", "-fPIC", "-Wl,-soname,libtorch_cuda.so", "-o", str(library))
     assert cpp.compiles((here / "stock_flash.cpp").read_text(), *options, "-lc10")
-    paths = os.pathsep.join(map(str, (here.parents[1], here.parent)))
+    paths = os.pathsep.join(map(str, (here.parent, here)))
     command, environment = [sys.executable, str(here / "over_stock_flash.py"), str(library)], os.environ
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=False

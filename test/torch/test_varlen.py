@@ -222,11 +222,10 @@ def test_lse_of_rows_without_keys(door: str) -> None:
     assert int(lse.isinf().sum()) == 4 * len(blind)
 
 
-def test_what_stocks_body_raises_is_said(stock_on_cpu: list[str]) -> None:
-    integrations.varlen.install("CPU")
-    q, cu = torch.randn(9, 2, 64, dtype=torch.bfloat16), starts((4, 5), "cpu")
-    with pytest.raises((RuntimeError, ValueError), match="window_size must have length 2, got 3"):
-        varlen.varlen_attn(q, q, q, cu, cu, 5, 5, window_size=(1, 2, 3))
+@pytest.mark.parametrize("backend", ["auto", "fa3", "stock"])
+def test_what_stocks_body_raises_is_said(door: str, backend: str) -> None:
+    with torch_flashplug.sdpa_backend(backend), pytest.raises(RuntimeError, match="size must have length 2, got 3$"):
+        varlen.varlen_attn(*operands(door), *given(door), **GROUPED, window_size=(1, 2, 3))
 
 
 def test_any_layout(door: str) -> None:

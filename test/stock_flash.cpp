@@ -1,5 +1,5 @@
-// A libtorch_cuda.so for torch's CPU builds: flash attention of sequences on end by stock's C++ names, declared as torch
-// does. It computes nothing; its LSE says what it was told, and its gradients who they come from.
+// A libtorch_cuda.so for torch's CPU builds: flash attention of sequences on end by stock's C++ names, declared as
+// torch does. It computes nothing; its LSE says what it was told, and its gradients who they come from.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
