@@ -93,12 +93,17 @@ bool hides_from_many(const Boxed& given, const Window& window) {
   return (left || right) && !plain && (!few || preferred.load());
 }
 
+bool one_dim(const Boxed& given, int last) {
+  return shape_of(given.tensor(Arg::kQuery)).size[last] == shape_of(given.tensor(Arg::kValue)).size[last];
+}
+
 bool are_asked(const Boxed& given, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (given.real(Arg::kDropout).value_or(0.0) != 0.0 || given.flag(Arg::kDebugMask)) return false;
   const bool cu_q = given.tensor(Arg::kCuQ) != nullptr, cu_k = given.tensor(Arg::kCuK) != nullptr;
   if (cu_q != cu_k || !kernels_take(given, cu_q ? 3 : 4) || (!cu_q && !hides_from_many(given, window))) return false;
   if (!cu_q && given.tensor(Arg::kUsedK) != nullptr) return false;
+  if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fakes know no other
   return mode.family() >= 0 || is_measured(given.tensor(Arg::kQuery));
 }
 
