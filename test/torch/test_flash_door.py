@@ -211,6 +211,33 @@ def test_lower_right_masks(Sq: int) -> None:
 
 
 @CUDA
+def test_strided_nested_tensors() -> None:
+    """Theirs is a kernel of its own, which asks flash attention."""
+    leaves, cu = drawn("cuda", *[(sum(ROWS), 2, 64)] * 3), starts(ROWS, "cuda")
+    given = [torch.nested.nested_tensor(list(x.detach().split(ROWS))).transpose(1, 2) for x in leaves]
+    native.counters(reset=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
+        out = F.scaled_dot_product_attention(*given, is_causal=True)
+    assert native.counters(reset=True)["ours_fwd"] == 1
+    found = torch.cat([x.transpose(0, 1) for x in out.unbind()])
+    assert_right((found,), right(leaves, found, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)[:1])
+
+
+@CUDA
+def test_what_autograd_kept_on_the_cpu_is_stocks_to_differentiate() -> None:
+    """The mark of our forward is lost with the copy: stock's backward reads our output and LSE."""
+    leaves, cu = drawn("cuda", *[(sum(ROWS), 2, 64)] * 3), starts(ROWS, "cuda")
+    native.counters(reset=True)
+    with torch.autograd.graph.save_on_cpu():
+        out = aten._flash_attention_forward(*leaves, cu, cu, 130, 130, 0.0, True, False)[0]
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == 0
+    exact = right(leaves, torch.ones_like(out), causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert_right((out.detach(), *grads), (exact[0], *exact[2:]))
+
+
+@CUDA
 def test_plain_dense_flash_is_stocks_bit_for_bit() -> None:
     q, k, v = drawn("cuda", *[(2, 2, 130, 64)] * 3)
     do = torch.ones_like(q)
