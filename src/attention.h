@@ -87,6 +87,10 @@ Owned placeholder(const ForwardCall& call, int32_t dtype);
 // ---- own_ops.cpp: ops of attention() ----
 
 void register_own_ops(torch::stable::detail::StableLibrary* library);
+void check_lengths(const ForwardCall& call, const Facts& facts);  // throws where kernels could not read them
+// By kernels that a mode allows; false where there are none. Throws where the call's mode forces one.
+bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
+bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no kernel of ours
 
 // ---- window.cpp: what windows and sequences on end bring ----
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "doors.h"
 #include "flashplug.h"
 #include "schemas.h"
 #include "state.h"
@@ -119,6 +120,23 @@ FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
 FLASHPLUG_EXPORT int flashplug_repair(int backends) {
   return guarded([&] { repair(backends); });
 }
+
+FLASHPLUG_EXPORT int flashplug_open_varlen(const char* dispatch_key) {
+  return guarded([&] { open_varlen(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_varlen() { close_varlen(); }
+FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
+  return guarded([&] { know_varlen(op, schema); });
+}
+FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
+FLASHPLUG_EXPORT void flashplug_set_stock_error(const char* text) { set_stock_error(text); }
+
+FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return know_flash(schema); }
+FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {
+  return guarded([&] { open_flash(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_flash() { close_flash(); }
+FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }

@@ -73,14 +73,11 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
-// Whatever is forced where the backward runs: another thread's mode is not this call's.
-Mode any_kernels(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
-
 // What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
 // it. None of these kernels splits keys, whatever a call asks for.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
-  return mode.forces_kernels() ? plan_call(p, device, Mode::forcing(mode.family()), tables())
+  return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
 }
 
@@ -114,6 +111,8 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
   call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
 }
 
+}  // namespace
+
 // Values are the device's to clamp.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
@@ -129,6 +128,28 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (p.Sq + p.Sk >= most)
     throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
 }
+
+bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
+  const Problem& p = facts.problem;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_of_own(p, device, by);
+  note_plan(where, p, device, by, plan);
+  if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
+  // Of nothing there is nothing that a backend could do.
+  if (call.mode.forces_kernels() && !is_empty(p))
+    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  return false;
+}
+
+bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+  Problem p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  // Whatever is forced where the backward runs: another thread's mode is not this call's.
+  const Mode any = Mode::forcing(std::max(call.forward.mode.family(), 0));
+  return our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, result);
+}
+
+namespace {
 
 // Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
 Facts read_lists(const ForwardCall& call) {
@@ -160,7 +181,7 @@ StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
 }
 
 template <const Schema& op>
-ForwardResult attend(StableIValue* stack, AtenTensorHandle out = nullptr) {
+ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
@@ -175,27 +196,20 @@ ForwardResult attend(StableIValue* stack, AtenTensorHandle out = nullptr) {
   check_lengths(call, facts);
   const Problem& p = facts.problem;
   if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
-  const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_of_own(p, device, call.mode);
-  note_plan("attention_fwd", p, device, call.mode, plan);
   ForwardResult result;
-  const bool ours = plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result);
-  // Of nothing there is nothing that a backend could do.
-  if (!ours && call.mode.forces_kernels() && !is_empty(p))
-    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  return ours ? std::move(result) : attention_math(call);
+  return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
 }
 
 void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionForward;
-  ForwardResult result = attend<kAttentionForward>(stack);
+  ForwardResult result = attend_on_stack<kAttentionForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const Owned out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
-  stack[0] = lse_beside(out.get(), attend<kAttentionForwardOut>(stack, out.get()));
+  stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
 }
 
 // Values are the device's to clamp.
@@ -279,16 +293,13 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   check_lengths(forward, facts);
   if (call.wants_delta && is_there(forward.cu_q))
     throw std::runtime_error("torch_flashplug: attention_bwd has no delta of sequences on end; leave wants_delta out");
-  Problem p = facts.problem;
-  p.deterministic = torch_symbols().deterministic();
+  const Problem& p = facts.problem;
   if (are_kernels(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
   BackwardResult result;
-  if (wants_math(forward.mode) || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(),
-                                                any_kernels(forward.mode), &result))
-    result = attention_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = attention_math_backward(call);
   if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
@@ -301,15 +312,8 @@ void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   const Facts facts = read_lists(call);
-  const Problem& p = facts.problem;
-  const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_of_own(p, device, call.mode);
-  note_plan("listed_fwd", p, device, call.mode, plan);
   ForwardResult result;
-  const bool ours = plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result);
-  if (!ours && call.mode.forces_kernels() && !is_empty(p))
-    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
-  if (!ours) result = listed_math(call);
+  if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
@@ -324,13 +328,10 @@ void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);
-  Problem p = facts.problem;
-  p.deterministic = torch_symbols().deterministic();
+  const Problem& p = facts.problem;
   if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
-  if (wants_math(forward.mode) || !our_backward(call, p, device_facts(facts.device_index()), facts.device_index(),
-                                                any_kernels(forward.mode), &result))
-    result = listed_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 

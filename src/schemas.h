@@ -178,6 +178,8 @@ inline constexpr Schema kSum(
     "aten::sum.IntList_out(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None, "
     "Tensor(a!) out) -> Tensor(a!)");
 
+inline constexpr Schema kNanToNum(
+    "aten::nan_to_num_(Tensor(a!) self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor(a!)");
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
@@ -198,6 +200,7 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kNegate.text(),
                                            kRepeat.text(),
                                            kSum.text(),
+                                           kNanToNum.text(),
                                            kRandom.text(),
                                            kAttentionForward.text(),
                                            kAttentionBackward.text(),

@@ -29,6 +29,18 @@ constexpr const char* kEfficientBackward =
     "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
     "dSt5arrayIbLm4EEbSt8optionalIdE";
 
+// at::cuda::_flash_attention_forward, whose later form has pages and splits as well; ..._no_dropout_inplace, which only
+// that one has; and ..._backward: seen in torch 2.11, 2.12 and 2.14
+constexpr const char* kOnEndForward =
+    "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_";
+constexpr const char* kPagedOnEndForward =
+    "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_S7_S9_";
+constexpr const char* kOnEndInto =
+    "_ZN2at4cuda43_flash_attention_forward_no_dropout_inplaceERNS_6TensorERKS1_S4_S4_RKSt8optionalIS1_ES8_lldbbS5_IdE"
+    "S5_IlESA_S8_S8_S8_SA_";
+constexpr const char* kOnEndBackward =
+    "_ZN2at4cuda25_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_St8optionalIdES4_IlES6_";
+
 // Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
 struct TensorValue {  // at::Tensor: one pointer
   void* impl = nullptr;
@@ -48,6 +60,8 @@ using T = TensorValue;
 using Reference = const void*;  // const at::Tensor&
 using OptionalReference = const std::optional<void*>*;
 using MaybeScale = std::optional<double>;
+using MaybeInt = std::optional<int64_t>;
+using Five = std::tuple<T, T, T, T, T>;
 
 using Fused = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T>;
 
@@ -67,6 +81,18 @@ struct StockKernels {
   std::tuple<T, T, T, T> (*efficient_backward)(Reference, Reference, Reference, Reference, Reference, Reference,
                                                Reference, Reference, Reference, double, std::array<bool, 4>, bool,
                                                MaybeScale) = nullptr;
+  Five (*on_end_forward)(Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                         double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference,
+                         OptionalReference) = nullptr;
+  Five (*paged_on_end_forward)(Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                               double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference, OptionalReference,
+                               OptionalReference, MaybeInt) = nullptr;
+  T (*on_end_into)(Reference, Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                   double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference, OptionalReference,
+                   OptionalReference, MaybeInt) = nullptr;
+  std::tuple<T, T, T> (*on_end_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                         Reference, int64_t, int64_t, double, bool, Reference, Reference, MaybeScale,
+                                         MaybeInt, MaybeInt) = nullptr;
 };
 
 const StockKernels& stock_kernels() {
@@ -83,6 +109,10 @@ const StockKernels& stock_kernels() {
     look(found.cudnn_backward, kCudnnBackward);
     look(found.flash_backward, kFlashBackward);
     look(found.efficient_backward, kEfficientBackward);
+    look(found.on_end_forward, kOnEndForward);
+    look(found.paged_on_end_forward, kPagedOnEndForward);
+    look(found.on_end_into, kOnEndInto);
+    look(found.on_end_backward, kOnEndBackward);
     return found;
   }();
   return instance;
@@ -149,6 +179,41 @@ void stock_efficient_backward(const AtenTensorHandle t[9], double dropout_p, std
                               MaybeScale scale, AtenTensorHandle grads[4]) {
   hand_out(stock_kernels().efficient_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], dropout_p, wanted,
                                               is_causal, scale),
+           grads);
+}
+
+bool has_stock_on_end() {
+  const StockKernels& stock = stock_kernels();
+  return (stock.on_end_forward || stock.paged_on_end_forward) && stock.on_end_backward;
+}
+bool has_stock_on_end_into() { return stock_kernels().on_end_into != nullptr; }
+
+void stock_on_end_forward(const OnEndCall& c, AtenTensorHandle results[5]) {
+  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
+             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  const StockKernels& stock = stock_kernels();
+  if (stock.paged_on_end_forward)
+    return hand_out(
+        stock.paged_on_end_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
+                                   c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi, &pages, c.splits),
+        results);
+  hand_out(stock.on_end_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
+                                c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi),
+           results);
+}
+
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& c) {
+  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
+             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  return stock_kernels()
+      .on_end_into(out, c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal, c.returns_debug_mask,
+                   c.scale, c.left, c.right, &used_k, &alibi, &pages, c.splits)
+      .handle();
+}
+
+void stock_on_end_backward(const AtenTensorHandle t[10], const OnEndCall& c, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().on_end_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], c.max_q, c.max_k,
+                                           c.dropout_p, c.is_causal, t[8], t[9], c.scale, c.left, c.right),
            grads);
 }
 

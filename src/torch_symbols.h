@@ -104,4 +104,24 @@ void stock_flash_backward(const AtenTensorHandle tensors[10], int64_t max_q, int
 void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_p, std::array<bool, 4> wanted,
                               bool is_causal, std::optional<double> scale, AtenTensorHandle grads[4]);
 
+// Flash of sequences on end, or of (B, S, H, D), and of windows: aten::_flash_attention_forward, below what may stand
+// over it. Tensors may be null from cu_q on.
+struct OnEndCall {
+  AtenTensorHandle q, k, v, cu_q, cu_k;
+  int64_t max_q, max_k;
+  double dropout_p;
+  bool is_causal, returns_debug_mask;
+  std::optional<double> scale;
+  std::optional<int64_t> left, right;
+  AtenTensorHandle used_k, alibi, pages;
+  std::optional<int64_t> splits;
+};
+bool has_stock_on_end();
+bool has_stock_on_end_into();
+// Results: output, logsumexp, rng_state, unused, debug mask.
+void stock_on_end_forward(const OnEndCall& call, AtenTensorHandle results[5]);
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& call);  // logsumexp
+// `tensors`: those of the backward's arguments, in order; of the call its numbers.
+void stock_on_end_backward(const AtenTensorHandle tensors[10], const OnEndCall& call, AtenTensorHandle grads[3]);
+
 }  // namespace flashplug

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start, choices, composite, configs, native, repair, rescues
+from torch_flashplug import _start, choices, composite, configs, native, overrides, rescues
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY, ChoiceRow
 
@@ -85,7 +85,7 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
     native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, rescues.RESCUES)
     if device == "cpu":
-        repair.spend_override_warning()
+        overrides.spend_warning()
         native.set_facts_override(DEVICES["h100"])
         native.set_standin(True)
         native.register_ops("CPU")

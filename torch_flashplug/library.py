@@ -73,6 +73,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "set_facts_override",
         "clear_rows",
         "read_operands",
+        "close_varlen",
+        "set_prepare_callback",
+        "set_stock_error",
+        "close_flash",
+        "prefer_flash",
     ):
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):

@@ -76,6 +76,49 @@ def repair(*backends: str) -> bool:
     return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
+# ---- torch's own doors to attention on end ----
+
+
+def open_varlen(dispatch_key: str) -> None:
+    """Kernels of ours at the ops of torch.nn.attention.varlen, which need not be defined yet."""
+    if lib().flashplug_open_varlen(dispatch_key.encode()) != 0:
+        raise RuntimeError(f"torch_flashplug: no door at {dispatch_key}: {last_error()}")
+
+
+def close_varlen() -> None:
+    lib().flashplug_close_varlen()
+
+
+def know_varlen(op: str, schema: str) -> None:
+    """What one of these ops takes in the running torch."""
+    if lib().flashplug_know_varlen(op.encode(), schema.encode()) != 0:
+        raise RuntimeError(f"torch_flashplug: {last_error()}")
+
+
+def set_stock_error(said: str) -> None:
+    """What stock's body raised on this thread."""
+    lib().flashplug_set_stock_error(said.encode())
+
+
+def know_flash(schema: str) -> bool:
+    """Of one of torch's flash attention ops; False: stock's kernel could not be called by it."""
+    return bool(lib().flashplug_know_flash(schema.encode()))
+
+
+def open_flash(dispatch_key: str) -> bool:
+    """Kernels of ours over torch's flash attention, at that key alone; False: this torch's cannot be called below."""
+    return lib().flashplug_open_flash(dispatch_key.encode()) == 0
+
+
+def close_flash() -> None:
+    lib().flashplug_close_flash()
+
+
+def prefer_flash(on: bool) -> None:
+    """Few rows are taken there, too."""
+    lib().flashplug_prefer_flash(int(on))
+
+
 # ---- switches ----
 
 

@@ -155,7 +155,7 @@ def outside_dispatcher(
     if has_no_elements(query, key, value):
         return "operands have no elements; stock attention takes or rejects them, its math if the plugin is asked"
     if any(tensor.is_nested for tensor in (query, key, value)):
-        return "nested tensors are stock attention's"
+        return "nested tensors go by stock's choice; what comes to its flash attention may be ours (docs/support.md)"
     if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
         return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
     sizes = [_hints(tensor.shape) for tensor in (query, key, value)]

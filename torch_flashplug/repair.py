@@ -9,29 +9,15 @@ own; operands that stock misreads are not repaired there.
 
 from __future__ import annotations
 
-import functools
-import warnings
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import env, native
+from .overrides import spend_warning
 
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-
-
-@functools.cache
-def spend_override_warning() -> None:
-    """torch warns once in a process when a kernel is registered over another one, which the repair does on purpose."""
-    library = torch.library.Library("flashplug_warned", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            library.impl("twice", torch.clone, "CPU", allow_override=True)
-    library._destroy()
 
 
 def _in_order_of(out: Tensor, grad_out: Tensor) -> Tensor:
@@ -88,7 +74,7 @@ def install() -> str:
         return ""
     changed = _changed()
     backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
-    spend_override_warning()
+    spend_warning()
     in_graphs("cudnn" in backends)
     if not native.repair(*backends):
         return native.last_error()

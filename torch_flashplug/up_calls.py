@@ -16,6 +16,7 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
+_PREPARE_TYPE = ctypes.CFUNCTYPE(None)
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
 _keep: dict[str, object] = {}  # callbacks that C holds
@@ -75,6 +76,19 @@ def set_trace(sizes_of: Callable[[object, object, object, object], Sequence[Sequ
 
     _keep["trace"] = _TRACE_TYPE(up_call)
     lib().flashplug_set_trace_callback(_keep["trace"])
+
+
+def set_prepare(prepare: Callable[[], None]) -> None:
+    """The up-call at the first call of one of varlen_attn's ops; what it did not make known, C++ says."""
+
+    def up_call() -> None:
+        try:
+            prepare()
+        except Exception:
+            return
+
+    _keep.setdefault("prepare", _PREPARE_TYPE(up_call))
+    lib().flashplug_set_prepare_callback(_keep["prepare"])
 
 
 def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 import torch_flashplug
-from torch_flashplug import attention, integrations, native
+from torch_flashplug import _start, attention, integrations, native
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
@@ -54,8 +54,10 @@ def starts(lengths: tuple[int, ...], device: str) -> Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
 
-def operands(device: str, *, heads: tuple[int, int] = (4, 2), D: int = 64, dtype=torch.bfloat16) -> list[Tensor]:
-    sizes = ((sum(ROWS), heads[0]), (sum(KEYS), heads[1]), (sum(KEYS), heads[1]))
+def operands(
+    device: str, *, heads: tuple[int, int] = (4, 2), D: int = 64, dtype=torch.bfloat16, rows: tuple[int, ...] = ROWS
+) -> list[Tensor]:
+    sizes = ((sum(rows), heads[0]), (sum(KEYS), heads[1]), (sum(KEYS), heads[1]))
     draws = (torch.Generator().manual_seed(SEED + i) for i in range(3))
     return [torch.randn(*size, D, generator=draw).to(device, dtype) for size, draw in zip(sizes, draws)]
 
@@ -66,8 +68,7 @@ def given(device: str) -> tuple[Tensor, Tensor, int, int]:
 
 @pytest.mark.parametrize("backend", ["fa3", "auto"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (5, 9)], ids=str)
-def test_ours(door: str, window: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrations.varlen, "_LEAST_FLOP", 0)
+def test_ours(door: str, window: tuple[int, int], backend: str) -> None:
     leaves = [x.requires_grad_() for x in operands(door)]
     cu_q, cu_k, *_ = lengths = given(door)
     settings = {"window_size": window, "scale": 0.2, **GROUPED}
@@ -190,28 +191,59 @@ def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]
     assert stock_on_cpu == ["forward"]
 
 
-def test_auto_leaves_to_stock_what_has_no_kernel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_to_stock_what_has_no_kernel(
+    door: str, stock_on_cpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pack that is not there: nothing is computed by mathematics, whose memory is that of all scores."""
+    monkeypatch.setenv("TORCH_FLASHPLUG_JIT", "0")
+    native.clear_packs()
+    native.counters(reset=True)
+    try:
+        _start.push_tables()  # kernels are looked for again
+        varlen.varlen_attn(*operands(door), *given(door), **GROUPED)
+    finally:
+        _start.register_packs()
+        _start.push_tables()
+    assert not any(native.counters(reset=True).values()) and native.mode() == 0
+    assert stock_on_cpu == ["forward"] * (door == "cpu")
 
-    def none(*given: object) -> None:
-        raise RuntimeError("no kernel")
 
-    asked = []
-    monkeypatch.setattr(integrations.varlen, "_LEAST_FLOP", 0)
-    monkeypatch.setattr(integrations.varlen.windowed, "namespace", type("", (), {"attention_fwd": staticmethod(none)}))
-    monkeypatch.setattr(integrations.varlen, "_stocks", lambda name: lambda *given: asked.append(name) or (1, 2, 3))
+def test_lse_of_rows_without_keys(door: str) -> None:
+    """inf, where more rows than keys are causal; stock's backward takes it, should ours lack a kernel."""
     q, k, v = operands(door)
-    assert integrations.varlen._forward(q, k, v, *given(door), False, None, [-1, 0]) == (1, 2, 3)
-    assert asked == ["_varlen_attn"] and native.mode() == 0
+    cu_q, cu_k = starts((70, 0, 130, 3), door), starts((7, 76, 120, 19), door)
+    aux = varlen.AuxRequest(lse=True)
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        out, lse = varlen.varlen_attn(
+            q, k, v, cu_q, cu_k, 130, 120, window_size=(-1, 0), return_aux=aux, **GROUPED
+        )
+    blind = [*range(63), *range(70, 80)]
+    assert bool((lse[:, blind] == math.inf).all()) and not out[blind].any()
+    assert int(lse.isinf().sum()) == 4 * len(blind)
 
 
-def test_auto_takes_long_calls(door: str) -> None:
-    """Host time is stock's."""
-    cu, calls = starts(ROWS, door), integrations.varlen._asked
-    settings = (0, 0, True)
+@pytest.mark.parametrize("backend", ["auto", "fa3", "stock"])
+def test_what_stocks_body_raises_is_said(door: str, backend: str) -> None:
+    with torch_flashplug.sdpa_backend(backend), pytest.raises(RuntimeError, match="size must have length 2, got 3$"):
+        varlen.varlen_attn(*operands(door), *given(door), **GROUPED, window_size=(1, 2, 3))
+
+
+def test_any_layout(door: str) -> None:
+    """Projections in one tensor: output and gradients are laid out as torch's fakes say."""
+    packed = torch.stack(operands(door, heads=(2, 2), rows=KEYS), 1).requires_grad_()
+    cu = starts(KEYS, door)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = varlen.varlen_attn(*packed.unbind(1), cu, cu, 140, 140, window_size=(-1, 0))
+        apart = varlen.varlen_attn(*(x.contiguous() for x in packed.unbind(1)), cu, cu, 140, 140, window_size=(-1, 0))
+    assert out.is_contiguous() and torch.equal(out, apart)
+    (found,) = torch.autograd.grad(out.float().square().sum(), packed)
+    assert found.shape == packed.shape and bool(found.isfinite().all()) and bool(found.any())
+
+
+def test_state_of_dropout_is_what_graphs_assert(door: str) -> None:
+    """Aligned, of torch's size: Inductor checks both of an op that it does not know."""
     q, k, v = operands(door)
-    assert calls((q, k, v), cu, settings) is None
-    with torch.device("meta"):
-        long = [torch.empty(16384, 16, 128, dtype=torch.bfloat16) for _ in range(3)]
-    asked = integrations.varlen._is_long(*long[:2], cu)
-    assert asked and not integrations.varlen._is_long(q, k, cu)
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        _, lse, drawn = torch.ops.torch_attn._varlen_attn(q, k, v, *given(door))
+    assert drawn.shape == (2,) and drawn.dtype == torch.uint64 and drawn.data_ptr() % 16 == 0
+    assert lse.is_contiguous()

@@ -1,6 +1,8 @@
-"""What other parts of torch must be told about our ops, a module each: FLOP counting, vmap, varlen_attn."""
+"""What other parts of torch must be told about our ops, a module each: FLOP counting, vmap, varlen_attn, its flash
+attention and the name that this one has.
+"""
 
-from . import flops, varlen, vmap
+from . import flash_door, flash_name, flops, varlen, vmap
 
-ALL = (flops, vmap)  # each has register(), called once by _start.load()
-SWITCHED = (varlen,)  # each has install() and uninstall(), called by enable() and disable()
+ALL = (flops, vmap, flash_name)  # each has register(), called once by _start.load()
+SWITCHED = (varlen, flash_door)  # each has install() and uninstall(), called by enable() and disable()

@@ -1,0 +1,110 @@
+"""Stock's flash attention under our door, on a CPU: a process that test_flash_door.py runs, with a library that it made
+of stock_flash.cpp. Every argument arrives, what stock raises is raised, and a backward follows its own forward.
+"""
+
+import ctypes
+import sys
+
+import torch
+
+ctypes.CDLL(sys.argv[1])  # before the plugin asks what torch has
+
+import on_cpu  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import torch_flashplug  # noqa: E402
+from torch_flashplug import integrations, native, sdpa_backend  # noqa: E402
+
+aten = torch.ops.aten
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+OPS = [f"aten::{name}" for name in integrations.flash_door._OPS]
+x = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16).requires_grad_()
+wide = torch.randn(1, 90, 2, 64, dtype=torch.bfloat16)
+packed, cu = x.detach()[0].requires_grad_(), torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+def told(**said: float) -> list[float]:
+    """What stock says it was told, of a plain call of 9 rows."""
+    plain = {"cu_q": -1, "cu_k": -1, "max_q": 9, "max_k": 9, "p": 0, "causal": 0, "debug": 0, "scale": -1, "left": -1}
+    return list((plain | {"right": -1, "used": -1, "alibi": -1, "pages": -1, "splits": -1} | said).values())
+
+
+def forward(x: Tensor, *more: object, p: float = 0.0, causal: bool = False, **settings: object) -> tuple:
+    return aten._flash_attention_forward(x, x, x, *(more or (None, None)), 9, 9, p, causal, False, **settings)
+
+
+def is_stocks(out: Tensor) -> bool:
+    return bool((out == 7).all())
+
+
+def arguments_arrive() -> None:
+    some = {"seqused_k": cu[:2], "block_table": torch.zeros(2, 1, dtype=torch.int32)}
+    on_end = {"cu_q": 3, "cu_k": 3}
+    for call, settings, said in (
+        ((x,), {}, {}),
+        ((x,), {"causal": True, "scale": 0.5}, {"causal": 1, "scale": 0.5}),
+        ((x,), {"window_size_left": 2, "window_size_right": 3}, {"left": 2, "right": 3}),  # of few rows
+        ((packed, cu, cu), {"p": 0.25}, on_end | {"p": 0.25}),
+        ((packed.float(), cu, cu), {"num_splits": 1}, on_end | {"splits": 1}),
+        ((packed, cu, cu), {"alibi_slopes": torch.ones(2)}, on_end | {"alibi": 2}),
+        ((packed[:, :, :60], cu, cu), some, on_end | {"used": 2, "pages": 2}),
+    ):
+        for backend in ("auto", "fa3"):
+            with sdpa_backend(backend):
+                out, lse, state, *_ = forward(*call, **settings)
+            assert is_stocks(out) and lse.tolist() == told(**said) and state.storage_offset() == 0
+    out = torch.empty_like(packed)
+    operands = (packed, packed, packed, cu, cu)
+    lse = aten._flash_attention_forward_no_dropout_inplace(out, *operands, 9, 9, 0.5, True, False)
+    assert bool((out == 8).all()) and lse.tolist() == told(**on_end, p=0.5, causal=1)
+    assert not any(native.counters(reset=True).values())
+
+
+def errors_are_stocks() -> None:
+    try:
+        forward(x.double())
+    except NotImplementedError as error:
+        assert "stock has no fp64" in str(error)
+    else:
+        raise AssertionError("stock's error was lost")
+
+
+def a_backward_follows_its_forward() -> None:
+    """Whatever is asked for when it runs."""
+    with sdpa_backend("stock"):
+        stocks = forward(packed, cu, cu, causal=True, window_size_left=6)[0]
+    with sdpa_backend("fa3"):
+        ours = forward(packed, cu, cu, causal=True)[0]
+        (grad,) = torch.autograd.grad(stocks.float().sum(), packed)
+    assert bool((grad == (3 + 16) + (9 + 6) + (9 + 32)).all()) and native.counters(reset=True) == counted("ours_fwd")
+    with sdpa_backend("stock"):
+        torch.autograd.grad(ours.float().sum(), packed)
+    assert native.counters(reset=True) == counted("ours_bwd")
+    # Keys that do not all count: no backward is told of them, stock's as little as ours.
+    state = forward(packed, cu, cu, seqused_k=cu[1:])[2]
+    assert native.counters(reset=True) == counted("ours_fwd") and state.storage_offset() == 0
+
+
+def counted(path: str) -> dict[str, int]:
+    return dict.fromkeys(native.PATHS, 0) | {path: 1}
+
+
+def a_name_takes_few_rows() -> None:
+    torch.nn.attention.activate_flash_attention_impl("FLASHPLUG")
+    integrations.flash_door.install("CPU")
+    assert not is_stocks(forward(x, window_size_left=2)[0])
+    torch.nn.attention.restore_flash_attention_impl()
+    assert is_stocks(forward(x, window_size_left=2)[0]) and not is_stocks(forward(wide, window_size_left=2)[0])
+
+
+with on_cpu.kernels():
+    integrations.flash_door.install("CPU")
+    assert all(has_kernel(op, "CPU") for op in OPS)
+    native.counters(reset=True)
+    arguments_arrive()
+    errors_are_stocks()
+    a_backward_follows_its_forward()
+    a_name_takes_few_rows()
+    torch_flashplug.disable()
+    assert not any(has_kernel(op, "CPU") for op in OPS)
+print("right")

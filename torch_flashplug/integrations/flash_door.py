@@ -1,0 +1,42 @@
+"""aten::_flash_attention_forward and its backward on kernels of ours (src/flash_door.cpp): there arrive nested tensors,
+lower-right causal masks and whoever calls these ops. Stock's kernel stays callable below, by its C++ name, so this is
+put in place only where torch's schemas are those that it is called by.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .. import native
+from ..overrides import spend_warning
+
+NAME = "FLASHPLUG"  # in torch.nn.attention's registry
+_OPS = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_flash_attention_backward")
+_log = logging.getLogger("torch_flashplug")
+
+
+def install(device: str = "CUDA") -> None:
+    """Not over an implementation that somebody has activated: it is to get what it gets. "CPU" serves the tests'
+    stand-in.
+    """
+    if another_is_active():
+        return
+    for name in _OPS:
+        packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks one
+        if packet is not None and not native.know_flash(schema := str(packet.default._schema)):
+            _log.debug("flash attention stays stock's: this torch has %s", schema)
+            return
+    spend_warning()
+    if not native.open_flash(device):
+        _log.debug("flash attention stays stock's: %s", native.last_error())
+
+
+def uninstall() -> None:
+    native.close_flash()
+
+
+def another_is_active() -> bool:
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return current not in (None, NAME)

@@ -1,0 +1,30 @@
+"""Our name among torch's flash attentions: torch.nn.attention.activate_flash_attention_impl("FLASHPLUG").
+
+Enabled, we serve what arrives at flash attention anyway, as measured, unless another implementation was active before.
+Activated by name we take that one's place, and few rows, too; restore_flash_attention_impl() ends that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import native
+from . import flash_door
+
+
+class Handle:
+    """Of an activation; torch's registry ends it by remove()."""
+
+    def __init__(self) -> None:
+        native.prefer_flash(True)
+        if native.enabled():
+            flash_door.install()  # over what was there before
+
+    def remove(self) -> None:
+        native.prefer_flash(False)
+
+
+def register() -> None:
+    offer = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if offer is not None:
+        offer(flash_door.NAME, register_fn=Handle)
