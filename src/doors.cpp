@@ -103,7 +103,8 @@ bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
   if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
     return false;
   const Shape have = shape_of(out), query = shape_of(q);
-  return beside(out, of_q) && std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
+  return beside(out, of_q) && !layout_in_memory(out, have).broadcast &&
+         std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
 }
 
 }  // namespace
@@ -211,7 +212,11 @@ bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3]) {
   const BackwardCall call{grad_out.get(),           door.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
-  if (!differentiate(call, facts, &result)) return false;
+  if (!differentiate(call, facts, &result)) {
+    // Of nothing, which a forced backend takes as well, and which stock's kernels need not.
+    if (!is_empty(facts.problem) && standin() != Standin::kMath) return false;
+    result = attention_math_backward(call);
+  }
   constexpr Arg operands[3] = {Arg::kQuery, Arg::kKey, Arg::kValue};
   for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), given.tensor(operands[i]));
   return true;

@@ -208,6 +208,16 @@ def test_auto_leaves_to_stock_what_has_no_kernel(
     assert stock_on_cpu == ["forward"] * (door == "cpu")
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 9), (9, 0)])
+def test_nothing(door: str, rows: int, keys: int) -> None:
+    """Forced: no rows, or no keys."""
+    leaves = [torch.ones(n, 2, 64, dtype=torch.bfloat16, device=door, requires_grad=True) for n in (rows, keys, keys)]
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = varlen.varlen_attn(*leaves, starts((rows,), door), starts((keys,), door), rows, keys)
+        found = torch.autograd.grad(out.sum(), leaves)
+    assert out.shape == (rows, 2, 64) and not any(bool(x.any()) for x in (out, *found))
+
+
 def test_lse_of_rows_without_keys(door: str) -> None:
     """inf, where more rows than keys are causal; stock's backward takes it, should ours lack a kernel."""
     q, k, v = operands(door)
