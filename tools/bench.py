@@ -14,11 +14,12 @@ picture.
     --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, beside FA3's FP8 and caches
     --suite maskdecode       few query rows against caches that a bool mask hides parts of
     --suite cache8           one query row against caches in 8 bits, beside our own decode of 16
-    --suite ragged           sequences of different lengths on end, forward, then both, beside torch's varlen and FA3's
+    --suite ragged           sequences of different lengths on end, forward, then both, beside torch's varlen and the
+                             FlashAttention wheels'
     --suite window           sliding windows by size and length, forward, then both
     --suite softcap          capped scores, forward, then both
     --suite sinks            sinks with and without a window, forward, then both
-    --suite paged            one query row against keys in pages, beside our own decode of rows on end
+    --suite paged            one query row against keys in pages, beside FA3, FlashInfer and our decode of rows on end
     --suite blocks           FlexAttention's block masks by pattern and length, forward, then both
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
@@ -295,7 +296,7 @@ WANTED = {
     "eightbit": {"ours_fa3", "fa3"},
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
-    "paged": {"ours_fa2", "ours_fa3"},
+    "paged": {"ours_fa2", "ours_fa3", "fa3"},
     "blocks": {"ours_fa3", "stock", "flex"},
     **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }

@@ -1,17 +1,21 @@
-"""Suite paged: one query row of each sequence against keys and values in pages, from memory, beside our own decode of
-rows on end, without lengths. Device time of replayed CUDA graphs, which go through so many pools that none is still in
-L2. Pages lie in any order.
+"""Suite paged: one query row of each sequence against keys and values in pages, from memory, beside FlashAttention-3
+and FlashInfer on pages of 16, and our own decode of rows on end, without lengths. Device time of replayed CUDA graphs,
+which go through so many pools that none is still in L2. Pages lie in any order. What a peer plans once a step, for all
+layers, is not timed.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import providers as who
 import torch
 import workloads
 from decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
-from harness import Bench, facts_of, graphed, row_of
+from harness import Bench, facts_of, graphed, refusal, row_of
 from torch import Tensor
 
 from torch_flashplug import attention, sdpa_backend
@@ -19,7 +23,9 @@ from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs
 
 SEED = 20261126
 PAGES = {"ours_fa2": 16, "ours_page64": 64, "ours_page256": 256}  # rows of one
+PAGE = PAGES["ours_fa2"]  # of peers too: the one that is held against them
 LARGEST_ERROR = 0.01  # relative, of normal inputs: more is a wrong number
+SCRATCH_BYTES = 512 << 20  # of FlashInfer's splits, all of whose calls share it
 
 
 def suite_paged(bench: Bench) -> None:
@@ -28,7 +34,17 @@ def suite_paged(bench: Bench) -> None:
             _measure(bench, case)
 
 
-def _in_pages(inputs: Inputs, rows: int) -> Callable[[], Tensor]:
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """One call's operands."""
+
+    q: Tensor  # (B, 1, Hq, D)
+    pools: tuple[Tensor, ...]  # of keys and of values, (pages, rows, Hkv, D)
+    table: Tensor  # (B, pages of a sequence)
+    used: Tensor  # (B,)
+
+
+def _in_pages(inputs: Inputs, rows: int) -> Paged:
     """The same keys, in pages of so many rows."""
     (B, _, S, _), device = inputs.k.shape, inputs.k.device
     of_sequence = S // rows
@@ -40,40 +56,105 @@ def _in_pages(inputs: Inputs, rows: int) -> Callable[[], Tensor]:
         pool[table.long()] = pages
         pools.append(pool)
     used = torch.full((B,), S, dtype=torch.int32, device=device)
-    q, given = inputs.q.transpose(1, 2), {"block_table": table.view(B, of_sequence), "seqused_k": used}
-    return lambda: attention(q, *pools, causal=True, **given)
+    return Paged(inputs.q.transpose(1, 2), tuple(pools), table.view(B, of_sequence), used)
 
 
-def _with_lengths(inputs: Inputs) -> Callable[[], Tensor]:
+# ---- who takes part: each makes of its operands a function that gives (B, 1, Hq, D) ----
+
+Attend = Callable[[], Tensor]
+
+
+def _ours(x: Paged) -> Attend:
+    return lambda: attention(x.q, *x.pools, causal=True, block_table=x.table, seqused_k=x.used)
+
+
+def _with_lengths(inputs: Inputs) -> Attend:
     used = torch.full((len(inputs.q),), inputs.k.shape[2], dtype=torch.int32, device=inputs.k.device)
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return lambda: attention(q, k, v, causal=True, seqused_k=used)
 
 
-def _on_end(inputs: Inputs) -> Callable[[], Tensor]:
+def _on_end(inputs: Inputs) -> Attend:
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return lambda: attention(q, k, v)
+
+
+def _fa3(x: Paged, planned: bool) -> Attend:
+    module = sys.modules[who.wheel("fa3").__module__]
+    given = {"page_table": x.table, "cache_seqlens": x.used}
+    if planned:
+        (B, _, Hq, D), Hkv, keys = x.q.shape, x.pools[0].shape[2], x.table.shape[1] * PAGE
+        given["scheduler_metadata"] = module.get_scheduler_metadata(B, 1, keys, Hq, Hkv, D, x.used, page_size=PAGE)
+    return lambda: module.flash_attn_with_kvcache(x.q, *x.pools, **given)
+
+
+@functools.cache
+def _scratch(device: torch.device) -> Tensor:
+    return torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+
+
+def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    (B, pages), device = x.table.shape, x.q.device
+    starts = torch.arange(B + 1, dtype=torch.int32, device=device) * pages
+    lists = {"indptr": starts, "indices": x.table.flatten(), "last_page_len": torch.full_like(x.used, PAGE)}
+    kept = {f"paged_kv_{name}_buffer": one.clone() for name, one in lists.items()}
+    step = BatchDecodeWithPagedKVCacheWrapper(
+        _scratch(device), use_cuda_graph=True, use_tensor_cores=tensor_cores, **kept
+    )
+    facts = x.q.shape[2], *x.pools[0].shape[2:], PAGE
+    step.plan(*lists.values(), *facts, q_data_type=x.q.dtype, kv_data_type=x.pools[0].dtype)
+    rows = x.q[:, 0]
+    return lambda: step.run(rows, x.pools)[:, None]
+
+
+# The same peer twice: the better one counts.
+PEERS = {
+    "fa3": functools.partial(_fa3, planned=False),
+    "fa3_planned": functools.partial(_fa3, planned=True),
+    "flashinfer": functools.partial(_flashinfer, tensor_cores=False),
+    "flashinfer_mma": functools.partial(_flashinfer, tensor_cores=True),
+}
+
+
+def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[Attend]]]:
+    """Who takes part: all of its calls, one for each copy of the operands."""
+    in_pages = {rows: [_in_pages(one, rows) for one in inputs] for rows in PAGES.values()}
+    of_all = {"ours_on_end": (_on_end, inputs)}
+    of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
+    of_all |= {"ours_lengths": (_with_lengths, inputs)}
+    absent = who.WHEELS.keys() - bench.providers.keys()
+    of_all |= {name: (make, in_pages[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
+    return {name: functools.partial(lambda make, of: [make(one) for one in of], *row) for name, row in of_all.items()}
 
 
 @torch.no_grad()
 def _measure(bench: Bench, case: Case) -> None:
     copies = min(MAX_COPIES, copies_of(case))
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
-    makers = {name: functools.partial(_in_pages, rows=rows) for name, rows in PAGES.items()}
-    makers |= {"ours_lengths": _with_lengths, "ours_on_end": _on_end}
-    right, errors, candidates = None, {}, {}
+    right, errors, refused, candidates = None, {}, {}, {}
     scope = functools.partial(sdpa_backend, "auto")
     kept = []
-    for name, make in {"ours_on_end": makers.pop("ours_on_end"), **makers}.items():
-        calls = [make(one) for one in inputs]
-        kept.append(calls)
-        with scope():
-            out = calls[0]().float()
-        right = out if right is None else right
-        errors[name] = float((out - right).norm() / right.norm())
-        candidates[name] = graphed(Candidate(in_turn(calls), scope), 1)
-    if max(errors.values()) > LARGEST_ERROR:
-        raise SystemExit(f"{case.name}: wrong, nothing is timed: {errors}")
+    for name, make in _makers(bench, inputs).items():
+        try:
+            with scope():
+                calls = make()
+                out = calls[0]().float()
+            kept.append(calls)
+            right = out if right is None else right
+            errors[name] = float((out - right).norm() / right.norm())
+            if not errors[name] <= LARGEST_ERROR:
+                raise ValueError(f"wrong by {errors[name]:.2g}")
+            candidates[name] = graphed(Candidate(in_turn(calls), scope), 1)
+        except Exception as reason:  # a peer that cannot run is noted, whatever it raises, and the others are measured
+            refused[name] = refusal(reason)
+            if name not in PEERS or "CUDA error" in refused[name]:
+                raise SystemExit(f"{case.name}: {name}: nothing is timed: {reason}") from reason
     timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     timings = {name: Timing(tuple(ms / copies for ms in t.rounds)) for name, t in timings.items()}
-    bench.add(row_of(case.name, timings, **facts_of(case), errors=errors) | {"kv_bytes": kv_bytes(case)})
+    others = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}  # ours, otherwise
+    held = {name: t for name, t in timings.items() if name not in others}
+    row = row_of(case.name, held, **facts_of(case), errors=errors, refused=refused)
+    row["all_ms"] |= others
+    bench.add(row | {"kv_bytes": kv_bytes(case)})

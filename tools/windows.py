@@ -27,6 +27,7 @@ LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
 ROUND_MS, GRAPH_MS, GRAPH_CALLS = 10.0, 2.0, 10
 ROWS_CHECKED = 64  # the last of the first and of the longest sequence
 CAP = 50.0  # Gemma 2's
+SINKS = {"fa3": ("sinks", torch.bfloat16), "fa4": ("learnable_sink", torch.float32)}  # a wheel's name and dtype of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +188,30 @@ def _varlen(call: Call, x: Operands) -> Attend:
     return lambda: varlen.varlen_attn(*x.leaves, x.cu, x.cu, longest, longest, **seen)
 
 
-def _fa3(call: Call, x: Operands) -> Attend:
-    _only(call, on_end=True, softcap=True)
-    if call.what == "train":
-        raise NotImplementedError("the wheel has no backward")
-    function = who.wheel("fa3")
+def _wheel(name: str, call: Call, x: Operands) -> Attend:
+    """A peer of the (B, S, H, D) school, and its sibling for sequences on end."""
+    function = who.wheel(name)
     if function is None:
         raise ImportError("not installed")
-    seen = {"causal": call.causal, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
+    given = {"causal": call.causal, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
+    if call.sinks:
+        sinks, dtype = SINKS[name]
+        given[sinks] = x.of_heads.to(dtype)
     if not call.on_end:
-        return lambda: _first(function(*x.batch(call), **seen)).flatten(0, 1)
+        return lambda: _first(function(*x.batch(call), **given)).flatten(0, 1)
     of_lengths, longest = sys.modules[function.__module__].flash_attn_varlen_func, max(call.lengths)
-    return lambda: _first(of_lengths(*x.leaves, x.cu, x.cu, longest, longest, **seen))
+    given |= {"cu_seqlens_q": x.cu, "cu_seqlens_k": x.cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda: _first(of_lengths(*x.leaves, **given))
+
+
+def _fa3(call: Call, x: Operands) -> Attend:
+    if call.what == "train":
+        raise NotImplementedError("the wheel has no backward")
+    return _wheel("fa3", call, x)
+
+
+def _fa4(call: Call, x: Operands) -> Attend:
+    return _wheel("fa4", call, x)
 
 
 def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -220,8 +233,9 @@ def _flex(call: Call, x: Operands) -> Attend:
     return attend
 
 
-FUNCTIONS = {"ours_fa3": _ours, "ours_plain": _plain, "varlen": _varlen, "fa3": _fa3, "flex": _flex}
-WANTED = {"ours_fa3", "stock", "fa3", "flex"}  # of bench.py's --providers
+FUNCTIONS = {"ours_fa3": _ours, "ours_plain": _plain, "varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex}
+PEERS = {"fa3", "fa4", "flex"}  # that can be left out
+WANTED = {"ours_fa3", "stock", *PEERS}  # of bench.py's --providers
 
 
 def _scope(name: str) -> Callable:
@@ -249,7 +263,7 @@ def _measure(bench: Bench, call: Call) -> None:
     x, candidates, errors, refused = _operands(call, bench.device), {}, {}, {}
     for name, function in FUNCTIONS.items():
         scope = _scope(name)
-        if name in ("fa3", "flex") and name not in bench.providers:
+        if name in PEERS and name not in bench.providers:
             continue
         try:
             with scope():
@@ -259,8 +273,7 @@ def _measure(bench: Bench, call: Call) -> None:
                     if name != "ours_plain":
                         errors[name] = _error(call, x, out)
                 candidates[name] = graphed(Candidate(functools.partial(_once, call, x, attend), scope), _calls(call))
-        # What cannot run is noted, and the others are measured.
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError, AssertionError) as reason:
+        except Exception as reason:  # what cannot run is noted, whatever it raises, and the others are measured
             refused[name] = refusal(reason)
             if "CUDA error" in refused[name]:
                 raise SystemExit(f"{call.name}: {name}: {reason}") from reason
