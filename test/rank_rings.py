@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import integrations, native, tracing
+from torch_flashplug import integrations, native, ops, tracing
+from torch_flashplug.integrations import ring as ring_module
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
 
 SDPA = F.scaled_dot_product_attention
@@ -211,23 +212,22 @@ def case_forced(rank: Rank) -> None:
         assert "ours_fwd" not in rank.took()
 
 
-def case_mode_survives_other_numbers_of_rows(rank: Rank) -> None:
-    """torch 2.14 writes the rows of each step over max_q, in whose upper bits the forward's mode lies."""
+def case_mode_of_the_forward(rank: Rank) -> None:
+    """The backward's steps have it, when its block is left; torch 2.14's ring loses what lies in max_q."""
     case = problem(rank.world)
-    inputs, seen = whole(case, rank.device), []
-    real = tracing.OVERRIDEABLE_BACKWARD.default
+    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
 
-    def watch(*args: object, **settings: object) -> tuple:
-        seen.append(args[10])
-        return real(*args, **settings)
+    def watch(*args: object) -> tuple:
+        seen.append(native.backend_of(ops.BackwardArgs(*args).mode))
+        return real.sdpa_bwd(*args)
 
     with ring(rank, case.Sq, Way()) as module:
         parts = part_of(rank, inputs, True)
         with torch_flashplug.sdpa_backend("fa2"):
             out = module(*parts[:3], is_causal=True, enable_gqa=True)
-        with mock.patch.object(integrations.context_parallel, "_BACKWARD", watch):
+        with mock.patch.object(ring_module, "namespace", SimpleNamespace(ring_bwd=real.ring_bwd, sdpa_bwd=watch)):
             torch.autograd.grad(out, parts[:3], parts[3])
-    assert len(seen) == rank.world and all(native.backend_of(max_q >> 40) == "fa2" for max_q in seen), seen
+    assert seen == ["fa2"] * rank.world
 
 
 def case_backward_outside_of_the_block(rank: Rank) -> None:
@@ -334,5 +334,5 @@ def case_changed_torch(rank: Rank) -> None:
     module = integrations.context_parallel
     assert module.unknown(torchs) is None
     assert "custom_ops" in module.unknown(SimpleNamespace())
-    changed = SimpleNamespace(**{**vars(torchs), "_templated_ring_attention": lambda query, mesh: None})
-    assert module.unknown(changed) == "_templated_ring_attention takes query, mesh"
+    changed = SimpleNamespace(**{**vars(torchs), "_create_rotater": lambda pg, method: None})
+    assert module.unknown(changed) == "_create_rotater has no seq_dim"

@@ -31,7 +31,7 @@ def test_two_ranks(module: str, device: str) -> None:
 
 FOUR = {
     "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
-    "rank_rings": ("both_apis", "heads", "not_balanced", "deterministic"),
+    "rank_rings": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
 }
 
 

@@ -1,5 +1,5 @@
 """torch's context_parallel on kernels of ours: two entries in torch's own table of handlers, which it gives to DTensor
-each time context parallelism is switched on. Load balance, rotation and collectives are torch's.
+each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is ring.py's.
 
 All of torch's that is named here is private: where it is not what we know, one warning, and stock serves the calls.
 """
@@ -13,21 +13,25 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .. import tracing
+from .. import native, tracing
+from . import ring
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _SEQ = 2  # dim of the rows
 _STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
-# Names of torch's, and the parameters that we give them.
+_WORD = (1 << native.PRECISION_SHIFT) - 1  # of a mode: all but its precision, since steps are of 16 bits
+# Names of torch's: parameters of a function, members of others.
 _KNOWN = {
-    "_templated_ring_attention": ("group", "seq_dim", "op", "query", "key", "value", "is_causal"),
-    "_templated_ring_attention_backward": (
-        *("group", "seq_dim", "op", "grad_out", "grad_out_name", "query", "key", "value", "out", "logsumexp"),
-        "is_causal",
-    ),
+    "_create_rotater": ("pg", "seq_dim", "method"),
+    "_cp_options": ("enable_load_balance", "rotate_method", "convert_to_f32"),
+    "_RotateMethod": ("ALL_TO_ALL", "ALL_GATHER"),
+    "_AllToAllRotater": ("exchange_buffers", "next_buffer"),
+    "_AllGatherRotater": ("exchange_buffers", "next_buffer"),
 }
 
 
@@ -45,11 +49,11 @@ def unknown(torchs: object) -> str | None:
     """What of torch's module is not as we know it; None: nothing."""
     if not isinstance(getattr(torchs, "custom_ops", None), dict):
         return "custom_ops is no dict"
-    for name, parameters in _KNOWN.items():
-        function = getattr(torchs, name, None)
-        has = tuple(inspect.signature(function).parameters) if callable(function) else ()
-        if has[: len(parameters)] != parameters:
-            return f"{name} takes {', '.join(has) or 'nothing'}"
+    for name, wanted in _KNOWN.items():
+        found = getattr(torchs, name, None)
+        has = tuple(inspect.signature(found).parameters) if inspect.isfunction(found) else dir(found)
+        if lacking := [part for part in wanted if part not in has]:
+            return f"{name} has no {', '.join(lacking)}"
     return None
 
 
@@ -109,51 +113,59 @@ def _replicated(tensor: Tensor) -> tuple:
     return (sys.modules["torch.distributed.tensor"].Replicate(),) * tensor.device_mesh.ndim
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropout_p: float, scale: float | None):
-    return _FORWARD(query, key, value, None, dropout_p, is_causal, False, scale=scale)
+def _is_traced(x: Tensor) -> bool:
+    return isinstance(x, (FakeTensor, FunctionalTensor))
+
+
+def _mode_of(x: Tensor) -> int:
+    """Of a forward: what surrounds it, or the trace. A backend of the process is read by each step."""
+    mode = tracing.traced_mode() if _is_traced(x) else native.effective_mode()
+    return 0 if native.is_preference(mode) else mode & _WORD
+
+
+def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int) -> ring.Settings:
+    """torch's options are the process's."""
+    options, group = sys.modules[_MODULE]._cp_options, query.device_mesh.get_group()
+    how = (options.rotate_method.name, options.enable_load_balance, options.convert_to_f32)
+    return ring.Settings(group.group_name, *how, bool(is_causal), scale, mode)
 
 
 def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
     defaults = (None, 0.0, False, False)
     query, key, value, bias, dropout_p, is_causal, _ = (*args, *defaults[len(args) - 3 :])
-    scale = kwargs.get("scale")
+    scale, local = kwargs.get("scale"), tuple(map(_local, (query, key, value)))
     if not _check(query, key, value):
-        given = map(_local, (query, key, value, bias))
-        out, lse, _, _, max_q, max_k, seed, offset, _ = _FORWARD(*given, dropout_p, is_causal, False, scale=scale)
-    elif bias is not None:
-        raise NotImplementedError("torch_flashplug: context_parallel takes no attn_mask")
+        given = (*local, _local(bias), dropout_p, is_causal, False)
+        out, lse, _, _, max_q, max_k, *drawn, _ = _FORWARD(*given, scale=scale)
+    elif bias is not None or dropout_p:
+        raise NotImplementedError("torch_flashplug: context_parallel takes no attn_mask and no dropout")
     else:
-        out, lse, _, _, max_q, max_k, seed, offset, _ = sys.modules[_MODULE]._templated_ring_attention(
-            query.device_mesh.get_group(), _SEQ, _step, *map(_local, (query, key, value)), is_causal=is_causal,
-            dropout_p=dropout_p, scale=scale,
-        )  # fmt: skip
-    # While a graph is traced they are tensors, by which the backward finds its mode.
-    drawn = (_wrap(x, query, _replicated(query)) for x in (seed, offset))
-    return _wrap(out, query), _wrap(lse, query), None, None, max_q, max_k, *drawn, None
-
-
-def _step_backward(
-    *, query, key, value, out, logsumexp, is_causal, grad_out, carried, drawn, scale
-) -> tuple[Tensor | None, ...]:
-    wanted = [True, True, True, False]  # the ring adds up all three
-    return _BACKWARD(grad_out, query, key, value, None, wanted, out, logsumexp, None, None, *carried, 0.0, is_causal,
-                     *drawn, scale=scale)  # fmt: skip
+        # By max_q the backward finds its forward's mode.
+        max_q, max_k = _mode_of(local[0]), 0
+        out, lse = ring.namespace.ring_fwd(*local, *_settings(query, is_causal, scale, max_q))
+        # Nothing is drawn, but graphs have to have tensors there.
+        drawn = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
+    return (
+        _wrap(out, query),
+        _wrap(lse, query),
+        None,
+        None,
+        max_q,
+        max_k,
+        *(_wrap(x, query, _replicated(query)) for x in drawn),
+        None,
+    )
 
 
 def _backward(op: object, args: tuple, kwargs: dict) -> tuple:
-    grad, query, key, value, bias, wanted, out, lse, _, _, max_q, max_k, dropout_p, is_causal, seed, offset = args
-    scale, drawn = kwargs.get("scale"), (_local(seed), _local(offset))
+    grad, query, key, value, bias, wanted, out, lse, _, _, max_q, max_k, dropout_p, is_causal, *drawn = args
+    scale = kwargs.get("scale")
     if grad.placements != query.placements:
         grad = grad.redistribute(query.device_mesh, query.placements)
-    if not _check(query, key, value):
-        given = map(_local, (grad, query, key, value, bias))
-        grads = _BACKWARD(*given, wanted, _local(out), _local(lse), None, None, max_q, max_k, dropout_p, is_causal,
-                          *drawn, scale=scale)  # fmt: skip
-        return tuple(_wrap(x, query) for x in grads)
-    dq, dk, dv, *_ = sys.modules[_MODULE]._templated_ring_attention_backward(
-        query.device_mesh.get_group(), _SEQ, _step_backward, grad_out=_local(grad), grad_out_name="grad_out",
-        query=_local(query), key=_local(key), value=_local(value), out=_local(out), logsumexp=_local(lse),
-        # Under another name than max_q, which holds the forward's mode: torch 2.14 writes numbers of rows over max_q.
-        is_causal=is_causal, carried=(max_q, max_k), drawn=drawn, scale=scale,
-    )  # fmt: skip
-    return (*(_wrap(x, query) for x in (dq, dk, dv)), None)
+    local = tuple(map(_local, (grad, query, key, value)))
+    known = tuple(map(_local, (out, lse)))
+    if _check(query, key, value):
+        grads = ring.namespace.ring_bwd(*local, *known, *_settings(query, is_causal, scale, max_q))
+        return (*(_wrap(x, query) for x in grads), None)
+    given = (*local, _local(bias), wanted, *known, None, None, max_q, max_k, dropout_p, is_causal, *map(_local, drawn))
+    return tuple(_wrap(x, query) for x in _BACKWARD(*given, scale=scale))
