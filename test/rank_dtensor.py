@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Rank, assert_right, problem, whole
-from torch import Tensor, nn
+from ranks import Block, Rank, assert_right, problem, whole
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
@@ -162,27 +162,12 @@ def case_explained(rank: Rank) -> None:
     assert plain.backend == "stock" and "subclass" in plain.reasons["fa3"]
 
 
-class Attention(nn.Module):
-    """Of a Llama block."""
-
-    def __init__(self, heads: int = 4, kv_heads: int = 4, d: int = 64) -> None:
-        super().__init__()
-        self.d = d
-        self.wq, self.wo = (nn.Linear(heads * d, heads * d, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(heads * d, kv_heads * d, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
-
-
-def _block(rank: Rank) -> tuple[Attention, Tensor]:
+def _block(rank: Rank) -> tuple[Block, Tensor]:
     torch.manual_seed(7)
-    return Attention().to(rank.device, torch.bfloat16), torch.randn(2, 64, 256).to(rank.device, torch.bfloat16)
+    return Block(kv_heads=4).to(rank.device, torch.bfloat16), torch.randn(2, 64, 256).to(rank.device, torch.bfloat16)
 
 
-def _tensor_parallel(rank: Rank, block: Attention, local: bool) -> Attention:
+def _tensor_parallel(rank: Rank, block: Block, local: bool) -> Block:
     column = {name: ColwiseParallel(use_local_output=local) for name in ("wq", "wk", "wv")}
     return parallelize_module(block, rank.mesh(), {**column, "wo": RowwiseParallel(input_layouts=Shard(-1))})
 

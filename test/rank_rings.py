@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Rank, assert_right, problem, whole
+from ranks import Block, Rank, assert_right, problem, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -291,21 +291,6 @@ def case_deterministic(rank: Rank) -> None:
         torch.use_deterministic_algorithms(False)
     for name, first, second in zip(("out", "dq", "dk", "dv"), *found):
         assert_bitwise_equal(name, first, second)
-
-
-class Block(nn.Module):
-    """Llama's attention with a skip."""
-
-    def __init__(self, heads: int = 4, kv_heads: int = 2, d: int = 64) -> None:
-        super().__init__()
-        self.d = d
-        self.wq, self.wo = (nn.Linear(heads * d, heads * d, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(heads * d, kv_heads * d, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.wo(out.transpose(1, 2).flatten(2))
 
 
 def case_fully_sharded(rank: Rank) -> None:

@@ -24,6 +24,8 @@ from pathlib import Path
 import standin
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_flashplug import env
@@ -170,11 +172,11 @@ def whole(case: Case, device: str) -> Inputs:
     return Inputs(*(_as(x, device) for x in (*on_cpu, on_cpu.grad_out)))
 
 
-def _as(x: torch.Tensor, device: str) -> torch.Tensor:
+def _as(x: Tensor, device: str) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def assert_right(case: Case, inputs: Inputs, out: torch.Tensor, grads: Sequence[torch.Tensor] = ()) -> None:
+def assert_right(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor] = ()) -> None:
     """Within the budget of one device: whole results, on every rank."""
     assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if not grads:
@@ -183,6 +185,24 @@ def assert_right(case: Case, inputs: Inputs, out: torch.Tensor, grads: Sequence[
     for name, got, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
         limits = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
         assert_within_budget(f"{case.name} {name}", got, exact, low, **limits)
+
+
+# ---- a program ----
+
+
+class Block(nn.Module):
+    """Llama's attention with a skip."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2, d: int = 64) -> None:
+        super().__init__()
+        self.d = d
+        self.wq, self.wo = (nn.Linear(heads * d, heads * d, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(heads * d, kv_heads * d, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.wo(out.transpose(1, 2).flatten(2))
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_dtensor", "rank_rings")
+MODULES = ("rank_dtensor", "rank_plain", "rank_rings")
+OFF = {"TORCH_FLASHPLUG": "0"}
 
 
 @pytest.mark.parametrize("device", ON)
@@ -31,6 +32,7 @@ def test_two_ranks(module: str, device: str) -> None:
 
 FOUR = {
     "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
+    "rank_plain": ("ulysses", "lengths"),
     "rank_rings": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
 }
 
@@ -38,6 +40,16 @@ FOUR = {
 @pytest.mark.parametrize("module", FOUR)
 def test_four_ranks(module: str) -> None:
     ranks.run(module, 4, cases=FOUR[module])
+
+
+@pytest.mark.parametrize("device", ON)
+def test_off_on_one_rank(device: str) -> None:
+    """No decision of ours changes what is exchanged."""
+    ranks.run("rank_mixed", 2, device, settings={1: OFF})
+
+
+def test_off_on_the_first_of_four_ranks() -> None:
+    ranks.run("rank_mixed", 4, cases=("rings",), settings={0: OFF})
 
 
 @pytest.fixture
