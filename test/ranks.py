@@ -85,7 +85,7 @@ def run(
         for rank in range(world):
             surroundings = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"))),
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))),
                 "OMP_NUM_THREADS": "1",
                 "NCCL_NVLS_ENABLE": "0",
                 "RANK": str(rank),

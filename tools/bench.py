@@ -19,6 +19,7 @@ picture.
     --suite softcap          capped scores, forward, then both
     --suite sinks            sinks with and without a window, forward, then both
     --suite paged            one query row against keys in pages, beside our own decode of rows on end
+    --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, a block of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -47,6 +48,7 @@ import dropout
 import eightbit
 import masked_decode
 import masks
+import multi
 import paged_decode
 import providers as who
 import report
@@ -273,6 +275,7 @@ SUITES = {
     "softcap": windows.suite_softcap,
     "sinks": windows.suite_sinks,
     "paged": paged_decode.suite_paged,
+    "multi": multi.suite_multi,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -293,6 +296,7 @@ WANTED = {
     "accuracy": {"ours_fa3", "fa3"},
     "cache8": {"ours_fa2", "ours_fa3"},
     "paged": {"ours_fa2", "ours_fa3"},
+    "multi": {"ours_auto", "stock"},
     **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }
 
@@ -321,6 +325,8 @@ def main() -> None:
     options = _options()
     if options.rounds < 7:
         print(f"--rounds {options.rounds}: fewer than 7 rounds say little; fine for a try, not for a result")
+    if options.suite == "multi":
+        multi.start(options.device)
     clocks = report.read_clocks()
     found, absent = who.providers(set(options.providers.split(",")) if options.providers else WANTED.get(options.suite))
     deadline = time.monotonic() + options.budget_seconds
@@ -328,7 +334,9 @@ def main() -> None:
     with warnings.catch_warnings():  # sdpa_kernel warns once per reason where a peer has no kernel; rows say "refused"
         warnings.simplefilter("ignore", UserWarning)
         SUITES[options.suite](bench)
+    ranks = multi.end() if options.suite == "multi" else 1
     document = report.header(options.suite, clocks, options.commit or report.commit())
+    document["gpu"] += f" x{ranks}" * (ranks > 1)
     document["clocks"]["under_load"] = bench.clocks
     document |= {"rounds": options.rounds, "absent": absent, "skipped": bench.skipped, "rows": bench.rows}
     if not bench.rows:

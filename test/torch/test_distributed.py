@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_dtensor", "rank_plain", "rank_rings")
+MODULES = ("rank_bench", "rank_dtensor", "rank_plain", "rank_rings")
 OFF = {"TORCH_FLASHPLUG": "0"}
 
 

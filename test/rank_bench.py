@@ -1,0 +1,41 @@
+"""Suite multi of the benchmark on ranks (ranks.py), small: who is timed, what rows say. On a CPU peers refuse: DTensor
+does not know stock's op there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from unittest import mock
+
+from ranks import ROOT, Rank
+
+sys.path.append(str(ROOT / "tools"))
+
+import multi  # noqa: E402
+from harness import Bench  # noqa: E402
+
+SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128, "ROUND_MS": 1.0}
+
+
+def case_suite(rank: Rank) -> None:
+    s = 64 * rank.world
+    calls = [
+        multi.Call("train_ring_allgather_small", s, "ring", margins=True),
+        multi.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", what="fwd"),
+        multi.Call("train_ulysses_small", s, "ulysses"),
+        multi.Call("train_block_small", s, "block"),
+    ]
+    bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
+    with mock.patch.multiple(multi, calls=lambda: calls, watch=lambda: None, **SMALL), mock.patch("builtins.print"):
+        multi.suite_multi(bench)
+    if rank.number > 0:
+        assert not bench.rows
+        return
+    assert [row["case"] for row in bench.rows] == [call.name for call in calls], (bench.rows, bench.skipped)
+    for row, call in zip(bench.rows, calls):
+        assert row["ours_ms"] > 0 and row["ranks"] == rank.world and row["flop"] > 0
+        peers = set(row["peers_ms"]) | set(row["refused"])
+        assert {"stock"} <= peers and ("stock_flash" in peers) == (call.way != "block"), row
+        assert (row.get("steps_ms", 0) > 0) == (call.way == "ring")
+        assert set(row["margin_ms"]) == ({"8", "16"} if call.margins else set())
