@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import math
 from types import ModuleType
 
@@ -17,6 +18,7 @@ _library.define("ring_merge(Tensor(a!) out, Tensor(b!) lse, Tensor step_out, Ten
 _library.define("ring_add(Tensor(a!) total, Tensor part, int first) -> ()")
 
 namespace = torch.ops.torch_flashplug
+_log = logging.getLogger("torch_flashplug")
 
 
 def merged_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
@@ -39,10 +41,16 @@ def added_in_torch(total: Tensor, part: Tensor, first: int) -> None:
 
 @functools.cache
 def _triton() -> ModuleType | None:
+    """Its kernels, if they can be compiled here: Triton needs a C compiler at run time."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from . import merge_triton
+    try:
+        from . import merge_triton
 
+        merge_triton.try_out("cuda")
+    except Exception as problem:  # each version fails in a way of its own
+        _log.warning("steps of rings are merged in plain torch, which takes longer: Triton: %s", problem)
+        return None
     return merge_triton
 
 

@@ -18,9 +18,9 @@ def _merge(
     out, lse, step_out, step_lse, heads, rows, all_rows, first, dims,
     out_b, out_h, out_s, step_b, step_h, step_s, ROWS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0).to(tl.int64)
     b, h = head // heads, head % heads
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
     at = head * all_rows + first + row
     old = tl.load(lse + at, mask=row < rows, other=0.0)
@@ -45,9 +45,9 @@ def _add(
     total, part, heads, rows, first, dims,
     total_b, total_h, total_s, part_b, part_h, part_s, ROWS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0).to(tl.int64)
     b, h = head // heads, head % heads
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     dim = tl.arange(0, DIMS)
     inside = (row < rows)[:, None] & (dim < dims)[None, :]
     to = total + b * total_b + h * total_h + (first + row)[:, None] * total_s + dim[None, :]
@@ -60,7 +60,7 @@ def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     B, H, S, D = part.shape
     dims = triton.next_power_of_2(D)
     rows = max(1, _ELEMENTS // dims)
-    return (triton.cdiv(S, rows), B * H), {"ROWS": rows, "DIMS": dims}
+    return (B * H, triton.cdiv(S, rows)), {"ROWS": rows, "DIMS": dims}
 
 
 def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
@@ -78,3 +78,10 @@ def add(total: Tensor, part: Tensor, first: int) -> None:
     grid, sizes = _grid(part)
     with torch.cuda.device_of(total):
         _add[grid](total, part, H, S, first, D, *total.stride()[:3], *part.stride()[:3], **sizes)
+
+
+def try_out(device: str) -> None:
+    """Raises where they cannot be compiled."""
+    out, lse = torch.zeros(1, 2, 4, 8, device=device), torch.zeros(1, 2, 4, device=device)
+    merge(out, lse, out.bfloat16(), lse.clone(), 0)
+    add(out, out.bfloat16(), 0)
