@@ -4,9 +4,11 @@ each rank; the cases are those of test/rank_*.py. On the CPU with gloo and the s
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ranks
@@ -20,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_bench", "rank_dtensor", "rank_plain", "rank_rings")
+MODULES = ("rank_bench", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
 OFF = {"TORCH_FLASHPLUG": "0"}
 
 
@@ -74,6 +76,30 @@ def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
         want.float().square().sum().backward()
         for one, other in zip(sharded, plain):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad, atol=6e-2, rtol=6e-2)
+
+
+def test_demo(tmp_path: Path) -> None:
+    """On the CPU, where stock serves the calls: what is shown of two ways to divide a model."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch_flashplug",
+        "demo",
+        "--gpus",
+        "2",
+        "--picture",
+        str(tmp_path / "losses.png"),
+    ]
+    surroundings = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    limits = {"cwd": ranks.ROOT, "env": surroundings, "timeout": 90}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **limits)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [line.split("\u2502")[1:-1] for line in done.stdout.splitlines() if " to " in line and "\u2502" in line]
+    assert [row[0].strip() for row in rows] == ["auto", "plugin off"] * 2, done.stdout
+    for row in rows:
+        first, last = map(float, row[1].split(" to "))
+        assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels: the same losses
+    assert "tensor parallel" in done.stdout and ((tmp_path / "losses.png").exists() or "No picture" in done.stdout)
 
 
 def test_import_brings_no_dtensor() -> None:
