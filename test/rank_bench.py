@@ -12,10 +12,11 @@ from ranks import ROOT, Rank
 
 sys.path.append(str(ROOT / "tools"))
 
+import in_step  # noqa: E402
 import multi  # noqa: E402
 from harness import Bench  # noqa: E402
 
-SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128, "ROUND_MS": 1.0}
+SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128}
 
 
 def case_suite(rank: Rank) -> None:
@@ -27,8 +28,10 @@ def case_suite(rank: Rank) -> None:
         multi.Call("train_block_small", s, "block"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
-    with mock.patch.multiple(multi, calls=lambda: calls, watch=lambda: None, **SMALL), mock.patch("builtins.print"):
-        multi.suite_multi(bench)
+    quiet = {"watch": lambda: None}  # the watch is ranks.py's
+    with mock.patch.multiple(multi, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
+        with mock.patch.multiple(in_step, ROUND_MS=1.0, **quiet):
+            multi.suite_multi(bench)
     if rank.number > 0:
         assert not bench.rows
         return
@@ -38,4 +41,5 @@ def case_suite(rank: Rank) -> None:
         peers = set(row["peers_ms"]) | set(row["refused"])
         assert {"stock"} <= peers and ("stock_flash" in peers) == (call.way != "block"), row
         assert (row.get("steps_ms", 0) > 0) == (call.way == "ring")
-        assert set(row["margin_ms"]) == ({"8", "16"} if call.margins else set())
+        variants = {"margin8", "margin16", "gather"} if call.margins else set()
+        assert set(row["variants_ms"]) == variants, row

@@ -146,6 +146,28 @@ def case_not_balanced(rank: Rank) -> None:
         check(rank, problem(rank.world, causal=causal, layout="bhsd"), Way(rotate, balanced=False, by_module=True))
 
 
+def case_gathered(rank: Rank) -> None:
+    """Instead of a ring: a call for each chunk of rows."""
+    with pytest.raises(ValueError, match="use one of ring, gather"):
+        integrations.context_parallel.use("mesh")
+    integrations.context_parallel.use("gather")
+    try:
+        for causal, balanced in ((True, True), (True, False), (False, False)):
+            for layout, heads in (("bshd", (4, 2)), ("bhsd", (2, 2))):
+                case, way = problem(rank.world, heads, causal=causal, layout=layout), Way(balanced=balanced)
+                inputs = whole(case, rank.device)
+                with ring(rank, case.Sq, way) as module:
+                    rank.took()
+                    out, grads = attend(case, part_of(rank, inputs, balanced), module)
+                    took = rank.took()
+                assert (
+                    took.get("routed_ours") == 1 and took.get("ours_fwd", 0) + took.get("math_fwd", 0) == 1 + balanced
+                )
+                assert_right(case, inputs, *unshard(rank, [out], balanced), unshard(rank, grads, balanced))
+    finally:
+        integrations.context_parallel.use("ring")
+
+
 def case_forward_alone(rank: Rank) -> None:
     case = problem(rank.world)
     inputs = whole(case, rank.device)
@@ -225,7 +247,7 @@ def case_mode_of_the_forward(rank: Rank) -> None:
         parts = part_of(rank, inputs, True)
         with torch_flashplug.sdpa_backend("fa2"):
             out = module(*parts[:3], is_causal=True, enable_gqa=True)
-        with mock.patch.object(ring_module, "namespace", SimpleNamespace(ring_bwd=real.ring_bwd, sdpa_bwd=watch)):
+        with mock.patch.object(ring_module, "namespace", SimpleNamespace(sdpa_bwd=watch)):
             torch.autograd.grad(out, parts[:3], parts[3])
     assert seen == ["fa2"] * rank.world
 

@@ -46,6 +46,7 @@ import cached_decode
 import decode
 import dropout
 import eightbit
+import in_step
 import masked_decode
 import masks
 import multi
@@ -326,7 +327,7 @@ def main() -> None:
     if options.rounds < 7:
         print(f"--rounds {options.rounds}: fewer than 7 rounds say little; fine for a try, not for a result")
     if options.suite == "multi":
-        multi.start(options.device)
+        in_step.start(options.device)
     clocks = report.read_clocks()
     found, absent = who.providers(set(options.providers.split(",")) if options.providers else WANTED.get(options.suite))
     deadline = time.monotonic() + options.budget_seconds
@@ -334,7 +335,7 @@ def main() -> None:
     with warnings.catch_warnings():  # sdpa_kernel warns once per reason where a peer has no kernel; rows say "refused"
         warnings.simplefilter("ignore", UserWarning)
         SUITES[options.suite](bench)
-    ranks = multi.end() if options.suite == "multi" else 1
+    ranks = in_step.end() if options.suite == "multi" else 1
     document = report.header(options.suite, clocks, options.commit or report.commit())
     document["gpu"] += f" x{ranks}" * (ranks > 1)
     document["clocks"]["under_load"] = bench.clocks

@@ -10,13 +10,7 @@ calls by themselves, on the rank with most of them. `margin_ms`: ours with so ma
 from __future__ import annotations
 
 import contextlib
-import datetime
-import faulthandler
-import math
 import os
-import random
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import Bench, refusal, row_of
+from in_step import agreed, largest, time_on_ranks, watch
 from records import GRADIENT_FLOP
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,12 +28,11 @@ from torch_flashplug import env, sdpa_backend
 from torch_flashplug.demo import llama
 from torch_flashplug.demo.model import Shape
 from torch_flashplug.demo.scopes import Scope, plugin_off, stock_backend
+from torch_flashplug.integrations import context_parallel
 from torch_flashplug.integrations.ring import steps_of
 from torch_flashplug.testing import (
     Candidate,
-    Timing,
     attention_math,
-    event_time,
     grads_math,
     make_inputs,
     measure_error,
@@ -48,8 +42,6 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
 from torch_flashplug.testing.oracle import Masking
 
-GROUP_S, HANG_S = 45, 60  # of one collective; of one case, then each rank says where it is, and ends
-ROUND_MS, WARM_CALLS = 60.0, 2
 HEADS, KV_HEADS, D = 32, 8, 128
 CHECKED_ROWS = 2048  # of the call that is held against fp64 first
 MARGINS = (8, 16)
@@ -87,93 +79,6 @@ def calls() -> Iterator[Call]:
     yield Call("train_block_dtensor_s4096", 4096, "block")
 
 
-# ---- ranks ----
-
-
-def start(device: str) -> None:
-    """The process group; where this process is none of several yet, it becomes as many as there are GPUs, or two."""
-    if "RANK" not in os.environ:
-        ranks = torch.cuda.device_count() if device == "cuda" else 2
-        more = ["--standalone", "--nproc_per_node", str(ranks), *sys.argv]
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *more])
-    faulthandler.enable()
-    watch()
-    timeout, local = datetime.timedelta(seconds=GROUP_S), int(os.environ["LOCAL_RANK"])
-    if device == "cuda":
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local))
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timeout)
-
-
-def watch() -> None:
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
-
-
-def end() -> int:
-    """How many ranks there were: for the first, which writes what was found. The others are done."""
-    faulthandler.cancel_dump_traceback_later()
-    ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    dist.destroy_process_group()
-    if not first:
-        raise SystemExit
-    return ranks
-
-
-def _told(value: float) -> Tensor:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return torch.tensor([value], dtype=torch.float64, device=device)
-
-
-def agreed(value: float) -> float:
-    """What the first rank says."""
-    if not dist.is_initialized():
-        return value
-    told = _told(value)
-    dist.broadcast(told, 0)
-    return told.item()
-
-
-def largest(value: float) -> float:
-    told = _told(value)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.item()
-
-
-def _span(call: Callable[[], object], times: int, device: str) -> float:
-    """Milliseconds per call on the slowest rank."""
-    dist.barrier()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return largest(event_time(call, times) if device == "cuda" else _host_ms(call, times))
-
-
-def _host_ms(call: Callable[[], object], times: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - begin) * 1e3 / times
-
-
-def time_on_ranks(candidates: Mapping[str, Candidate], rounds: int, device: str) -> dict[str, Timing]:
-    """As testing.time_interleaved, on ranks in step: orders are of one seed, numbers of calls the first rank's."""
-    times, found = {}, {name: [] for name in candidates}
-    for name, candidate in candidates.items():
-        with candidate.scope():
-            for _ in range(WARM_CALLS):
-                candidate.call()
-            ms = _span(candidate.call, 1, device)
-        times[name] = int(agreed(min(20, max(1, math.ceil(ROUND_MS / max(ms, 1e-3))))))
-    order = random.Random(0)
-    for _ in range(rounds):
-        watch()
-        for name in order.sample(list(candidates), len(candidates)):
-            with candidates[name].scope():
-                found[name].append(_span(candidates[name].call, times[name], device))
-    return {name: Timing(tuple(ms)) for name, ms in found.items()}
-
-
 # ---- calls ----
 
 
@@ -198,7 +103,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, what: str) -> list[Te
 @contextlib.contextmanager
 def ring(s: int, rotate: str, device: str) -> Iterator[None]:
     """torch's block; torch 2.11 leaves F.sdpa patched where it raises."""
-    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor import experimental
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
@@ -206,7 +111,7 @@ def ring(s: int, rotate: str, device: str) -> Iterator[None]:
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     sdpa = F.scaled_dot_product_attention
     try:
-        with context_parallel(mesh, buffers=[torch.zeros(s, device=device)], buffer_seq_dims=[0]):
+        with experimental.context_parallel(mesh, buffers=[torch.zeros(s, device=device)], buffer_seq_dims=[0]):
             yield
     finally:
         if F.scaled_dot_product_attention is not sdpa:
@@ -360,18 +265,30 @@ def _margin(ctas: int) -> Iterator[None]:
             os.environ[env.RING_MARGIN.name] = before
 
 
+@contextlib.contextmanager
+def _gathered() -> Iterator[None]:
+    context_parallel.use("gather")
+    try:
+        yield
+    finally:
+        context_parallel.use("ring")
+
+
 def _measure(bench: Bench, call: Call) -> None:
     device = bench.device
     around = ring(call.s, call.rotate, device) if call.way == "ring" else contextlib.nullcontext()
     with around:
         candidates, refused = _candidates(call, device)
         peaks = _peaks(candidates) if device == "cuda" else {}
-        margins = {}
-        if call.margins and "ours_auto" in candidates:
-            for ctas in MARGINS:
-                margins[f"margin{ctas}"] = Candidate(candidates["ours_auto"].call, lambda ctas=ctas: _margin(ctas))
-        timings = time_on_ranks({**candidates, **margins}, bench.rounds, device)
-    more = {"margin_ms": {name.removeprefix("margin"): timings.pop(name).ms for name in margins}}
+        variants = {}
+        if call.way == "ring" and "ours_auto" in candidates:
+            scopes = {f"margin{ctas}": lambda ctas=ctas: _margin(ctas) for ctas in MARGINS} if call.margins else {}
+            scopes |= {"gather": _gathered} if call.rotate == "allgather" else {}
+            variants = {name: Candidate(candidates["ours_auto"].call, scope) for name, scope in scopes.items()}
+        timings = time_on_ranks({**candidates, **variants}, bench.rounds, device)
+        if variants and peaks:
+            peaks |= _peaks(variants)
+    more = {"variants_ms": {name: timings.pop(name).ms for name in variants}}
     if call.way == "ring":
         alone = {"steps": Candidate(_steps_call(call, device), PEERS["ours_auto"])}
         more["steps_ms"] = time_on_ranks(alone, bench.rounds, device)["steps"].ms

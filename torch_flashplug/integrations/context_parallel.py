@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import native, tracing
-from . import ring
+from . import gathered, ring
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -113,6 +113,24 @@ def _replicated(tensor: Tensor) -> tuple:
     return (sys.modules["torch.distributed.tensor"].Replicate(),) * tensor.device_mesh.ndim
 
 
+_METHODS = {
+    "ring": (ring.namespace.ring_fwd, ring.namespace.ring_bwd),
+    "gather": (gathered.namespace.gathered_fwd, gathered.namespace.gathered_bwd),
+}
+_method = "ring"
+
+
+def use(method: str) -> None:
+    """How keys and values come to the rows of other ranks, in calls that are ours from here on: "ring", the default,
+    step by step, or "gather", all at once (gathered.py). What ranks exchange differs, so all of them have to say the
+    same, also before a backward, and none may leave calls to stock.
+    """
+    global _method  # noqa: PLW0603  (as torch's own options, it is the process's)
+    if method not in _METHODS:
+        raise ValueError(f"method={method!r}; use one of {', '.join(_METHODS)}")
+    _method = method
+
+
 def _is_traced(x: Tensor) -> bool:
     return isinstance(x, (FakeTensor, FunctionalTensor))
 
@@ -142,7 +160,7 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
     else:
         # By max_q the backward finds its forward's mode.
         max_q, max_k = _mode_of(local[0]), 0
-        out, lse = ring.namespace.ring_fwd(*local, *_settings(query, is_causal, scale, max_q))
+        out, lse = _METHODS[_method][0](*local, *_settings(query, is_causal, scale, max_q))
         # Nothing is drawn, but graphs have to have tensors there.
         drawn = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
     return (
@@ -165,7 +183,7 @@ def _backward(op: object, args: tuple, kwargs: dict) -> tuple:
     local = tuple(map(_local, (grad, query, key, value)))
     known = tuple(map(_local, (out, lse)))
     if _check(query, key, value):
-        grads = ring.namespace.ring_bwd(*local, *known, *_settings(query, is_causal, scale, max_q))
+        grads = _METHODS[_method][1](*local, *known, *_settings(query, is_causal, scale, max_q))
         return (*(_wrap(x, query) for x in grads), None)
     given = (*local, _local(bias), wanted, *known, None, None, max_q, max_k, dropout_p, is_causal, *map(_local, drawn))
     return tuple(_wrap(x, query) for x in _BACKWARD(*given, scale=scale))

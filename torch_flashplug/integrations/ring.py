@@ -12,7 +12,7 @@ Then a step meets either the first half of the keys, or all of them with the sec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,14 @@ from .. import env, native, ops, reference
 from . import merge
 
 _SETTINGS = "str group, str rotate, bool balanced, bool wide, bool is_causal, float? scale, int mode"
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
-_library.define(
-    f"ring_fwd(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor out, Tensor lse)", tags=_TAGS
-)
+_library.define(f"ring_fwd(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor out, Tensor lse)", tags=TAGS)
 _library.define(
     f"ring_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_SETTINGS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 namespace = torch.ops.torch_flashplug
@@ -108,7 +106,7 @@ class _Ring:
         self._torchs, self._rotate = torchs, settings.rotate
         self._group = dist.distributed_c10d._resolve_process_group(settings.group)
         self.ranks = dist.get_world_size(self._group)
-        _check(settings, query, key)
+        check(settings, query, key)
         rank = dist.get_rank(self._group)
         steps = steps_of(rank, self.ranks, settings.is_causal, settings.balanced)
         rows, keys = query.shape[2], key.shape[2]
@@ -130,7 +128,7 @@ class _Ring:
             yield turn, cut, key, value
 
 
-def _check(settings: Settings, query: Tensor, key: Tensor) -> None:
+def check(settings: Settings, query: Tensor, key: Tensor) -> None:
     rows, keys = query.shape[2], key.shape[2]
     if settings.is_causal and rows != keys:
         raise NotImplementedError(f"context_parallel: is_causal with {rows} rows and {keys} keys on a rank")
@@ -214,10 +212,11 @@ def _backward_fake(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, 
     return tuple(map(torch.empty_like, (query, key, value)))
 
 
-def _register() -> None:
-    for name, function, fake in (("ring_fwd", _forward, _forward_fake), ("ring_bwd", _backward, _backward_fake)):
-        _library.impl(name, ops.never_a_frame(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"torch_flashplug::{name}", fake, lib=_library)
+def register(name: str, forward: Callable, backward: Callable, library: torch.library.Library) -> None:
+    """Both ops of that name, of which graphs know shapes alone."""
+    for op, function, fake in ((f"{name}_fwd", forward, _forward_fake), (f"{name}_bwd", backward, _backward_fake)):
+        library.impl(op, ops.never_a_frame(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=library)
 
 
-_register()
+register("ring", _forward, _backward, _library)
