@@ -88,3 +88,8 @@ def torch_is_loading_backends() -> bool:
 def torch_logs_us() -> bool:
     """TORCH_LOGS names us. torch sets the loggers' levels after it has imported what the variable names."""
     return "torch_flashplug" in os.environ.get("TORCH_LOGS", "")
+
+
+def local_rank() -> int:
+    """Which process of this host it is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

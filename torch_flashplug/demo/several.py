@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import datetime
 import faulthandler
-import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_flashplug
 
-from .. import native
+from .. import env, native
 from . import llama
 from .model import Shape
 from .scopes import Scope, all_scopes
@@ -247,7 +246,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     timeout, of_gpu = datetime.timedelta(seconds=HANG_S), {}
     if device == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
+        local = env.local_rank()
         torch.cuda.set_device(local)
         of_gpu = {"device_id": torch.device("cuda", local)}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, **of_gpu)
