@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import integrations, native, ops, tracing
+from torch_flashplug import env, integrations, native, ops, tracing
 from torch_flashplug.integrations import ring as ring_module
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
 
@@ -250,6 +251,27 @@ def case_mode_of_the_forward(rank: Rank) -> None:
         with mock.patch.object(ring_module, "namespace", SimpleNamespace(sdpa_bwd=watch)):
             torch.autograd.grad(out, parts[:3], parts[3])
     assert seen == ["fa2"] * rank.world
+
+
+def case_margin(rank: Rank) -> None:
+    """SMs are left to others by the launches of a ring, forward and backward, and by no others."""
+    case = problem(rank.world)
+    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
+
+    def watched(op: Callable) -> Callable:
+        def run(*args: object) -> tuple:
+            seen.append(native.set_cta_margin(0))
+            native.set_cta_margin(seen[-1])
+            return op(*args)
+
+        return run
+
+    steps = SimpleNamespace(sdpa_fwd=watched(real.sdpa_fwd), sdpa_bwd=watched(real.sdpa_bwd))
+    with mock.patch.dict(os.environ, {env.RING_MARGIN.name: "8"}), mock.patch.object(ring_module, "namespace", steps):
+        with ring(rank, case.Sq, Way()) as module:
+            out, grads = attend(case, part_of(rank, inputs, True), module)
+    assert seen == [8] * 2 * rank.world and native.set_cta_margin(0) == 0, seen
+    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 
 def case_backward_outside_of_the_block(rank: Rank) -> None:

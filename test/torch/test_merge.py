@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from torch_flashplug import native, sdpa_backend
 from torch_flashplug.integrations import merge
 from torch_flashplug.integrations.ring import Step, steps_of
+from torch_flashplug.testing import assert_bitwise_equal
 
 B, H, S, D = 2, 3, 70, 72
 
@@ -61,6 +64,20 @@ def test_add(device: str, first: int, dtype: torch.dtype) -> None:
     exact[:, :, first : first + part.shape[2]] += part.double()
     merge.namespace.ring_add(total, part, first)
     torch.testing.assert_close(total.double(), exact, atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("margin", [8, 131, 1000])
+def test_a_margin_changes_no_bit_of_outputs(kernels_on: str, margin: int) -> None:
+    """Fewer CTAs, in the end one, draw all tiles."""
+    q, k, v = (_draw(2, 2, 300, 64, dtype=torch.bfloat16, device=kernels_on, seed=i) for i in range(3))
+    with sdpa_backend("fa3"):
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert native.set_cta_margin(margin) == 0
+        try:
+            got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        finally:
+            assert native.set_cta_margin(0) == margin
+    assert_bitwise_equal(f"margin {margin}", got, want)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
