@@ -25,6 +25,8 @@ _SEQ = 2  # dim of the rows
 _STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
 _WORD = (1 << native.PRECISION_SHIFT) - 1  # of a mode: all but its precision, since steps are of 16 bits
+_NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # of the op, and what they are if not given
+_DEFAULTS = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 # Names of torch's: parameters of a function, members of others.
 _KNOWN = {
     "_create_rotater": ("pg", "seq_dim", "method"),
@@ -149,9 +151,9 @@ def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int) ->
 
 
 def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
-    defaults = (None, 0.0, False, False)
-    query, key, value, bias, dropout_p, is_causal, _ = (*args, *defaults[len(args) - 3 :])
-    scale, local = kwargs.get("scale"), tuple(map(_local, (query, key, value)))
+    given = _DEFAULTS | dict(zip(_NAMES, args)) | kwargs
+    query, key, value, bias, dropout_p, is_causal = (given[name] for name in _NAMES)
+    scale, local = given["scale"], tuple(map(_local, (query, key, value)))
     if not _check(query, key, value):
         given = (*local, _local(bias), dropout_p, is_causal, False)
         out, lse, _, _, max_q, max_k, *drawn, _ = _FORWARD(*given, scale=scale)

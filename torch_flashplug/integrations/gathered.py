@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import native, ops, windowed
+from .. import native, ops, reference, windowed
 from . import ring
 from .ring import Settings
 
@@ -56,21 +56,15 @@ class _Chunks:
         parts = torch.stack(x.chunk(len(self.mine), 2))  # (chunks here, B, H, rows, D)
         found = parts.new_empty(self.count, *parts.shape[1:])
         _ALL_GATHER(found, parts, group=self.group)
-        return _as_rows(found[torch.tensor(self._places, device=x.device)])
+        return torch.cat([found[place] for place in self._places], dim=2)
 
     def scatter(self, sum_: Tensor, like: Tensor) -> Tensor:
         """The reverse: what all ranks have for each row, added up."""
-        B, H, S, D = sum_.shape
-        parts = sum_.view(B, H, self.count, S // self.count, D).permute(2, 0, 1, 3, 4)
-        parts = parts[torch.tensor(self._in_turn, device=sum_.device)].contiguous()
+        chunks = sum_.chunk(self.count, 2)
+        parts = torch.stack([chunks[number] for number in self._in_turn])
         found = parts.new_empty(len(self.mine), *parts.shape[1:])
         _REDUCE_SCATTER(found, parts, group=self.group)
-        return torch.empty_like(like).copy_(_as_rows(found))
-
-
-def _as_rows(chunks: Tensor) -> Tensor:
-    """(chunks, B, H, rows, D) -> (B, H, chunks rows, D)."""
-    return chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return reference.like(torch.cat(found.unbind(0), dim=2), like)
 
 
 @contextlib.contextmanager
