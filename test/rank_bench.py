@@ -4,8 +4,11 @@ does not know stock's op there.
 
 from __future__ import annotations
 
+import io
 import sys
+import tempfile
 import time
+from pathlib import Path
 from unittest import mock
 
 from ranks import ROOT, Rank
@@ -14,7 +17,11 @@ sys.path.append(str(ROOT / "tools"))
 
 import in_step  # noqa: E402
 import multi  # noqa: E402
+import providers as who  # noqa: E402
+import records  # noqa: E402
+import report  # noqa: E402
 from harness import Bench  # noqa: E402
+from rich.console import Console  # noqa: E402
 
 SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128}
 
@@ -43,3 +50,19 @@ def case_suite(rank: Rank) -> None:
         assert (row.get("steps_ms", 0) > 0) == (call.way == "ring")
         variants = {"margin8", "margin16", "gather"} if call.margins else set()
         assert set(row["variants_ms"]) == variants, row
+    _check_what_is_kept(rank, bench)
+
+
+def _check_what_is_kept(rank: Rank, bench: Bench) -> None:
+    """The file is named after the GPUs; table and picture take its rows."""
+    document = report.header("multi", {}, "") | {"rounds": 2, "absent": {}, "skipped": {}, "rows": bench.rows}
+    document["gpu"] += f" x{rank.world}"
+    report.print_table(document, Console(file=io.StringIO()))
+    with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+        path = report.write_json(document, Path(folder))
+        assert path.name.endswith(f"x{rank.world}.json"), path
+        kept = records.read(path)["rows"]
+        assert [row["variants_ms"].keys() for row in kept if "variants_ms" in row] == [
+            bench.rows[0]["variants_ms"].keys()
+        ]
+        report.plot(records.read(path), who.labels(), path.with_suffix(".png"))

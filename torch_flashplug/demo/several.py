@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import torch_flashplug
 
@@ -66,8 +67,11 @@ class Program:
         self.mesh, self.device = mesh, mesh.device_type
         self.model = llama.build(recipe.shape, self.device, SEED)
         self.divide()
-        rate = LEARNING_RATE / recipe.shape.width
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+        divided = [x for x in self.model.parameters() if isinstance(x, DTensor)]
+        whole = [x for x in self.model.parameters() if not isinstance(x, DTensor)]
+        # Apart: an optimizer on a GPU takes all weights of a group at once, and DTensor mixes with nothing else.
+        groups = [{"params": weights} for weights in (divided, whole) if weights]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE / recipe.shape.width)
 
     def divide(self) -> None:
         raise NotImplementedError
