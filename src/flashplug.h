@@ -191,9 +191,9 @@ int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a
 int uninstall(int slot);  // puts the saved pointer back
 bool installed(int slot);
 // Where calls leave the router, the last one with a plan; test_exits meets every one.
-inline constexpr const char* kExitNames[] = {"disabled", "math everywhere", "math",   "not allowed", "other backend",
-                                             "dims",     "device",          "empty",  "class",       "nested",
-                                             "subclass", "no sizes",        "shapes", "mask",        "planned"};
+inline constexpr const char* kExitNames[] = {
+    "disabled", "math everywhere", "math",     "not allowed", "other backend", "dims", "device",  "empty",
+    "class",    "nested",          "subclass", "no sizes",    "shapes",        "mask", "planned", "part"};
 int take_last_exit();  // of this thread's latest call since it was asked; -1: there was none
 // SDPBackend
 inline constexpr int64_t kChoiceMath = 0, kChoiceFlash = 1, kChoiceEfficient = 2, kChoiceCudnn = 3,
@@ -337,10 +337,17 @@ void set_process_precision(int precision);
 // CPU memory with a null stream.
 enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
 Standin standin();
+int cta_margin();  // of this thread: SMs that its launches leave to others, a ring's collectives say
 DeviceFacts device_facts(int device_index);  // cached; the override where one is set
 // Up-call: what Python says of a call whose operands (at::Tensor*, all of four dims) it dispatches, and of its mask,
 // which may be null. No callback: not installed.
-enum class Traced : int { kStocks = 0, kSized = 1, kSizesLater = 2 };  // kSized: twelve hints of sizes are filled in
+enum class Traced : int {
+  kStocks = 0,
+  kSized = 1,  // twelve hints of sizes are filled in
+  kSizesLater = 2,
+  kPart = 3,  // of tensors on several devices; the sizes are those of what the op gets on each
+  kStep = 4   // the same, as the step of a ring, which knows no dropout
+};
 using TraceCallback = int (*)(const void* q, const void* k, const void* v, const void* mask, int64_t* sizes);
 TraceCallback trace_callback();
 enum class Path : int {

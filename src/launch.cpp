@@ -1,6 +1,8 @@
 // A kernel on the device: stream, counter, modules that are loaded at first use, errors.
 #include <dlfcn.h>
 
+#include <algorithm>
+
 #include "arguments.h"
 #include "torch_symbols.h"
 #include "values.h"
@@ -79,7 +81,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   void* stream = current_cuda_stream(device_index);
   if (arguments.takes("counter")) {  // a persistent kernel: its CTAs draw tiles
     arguments.one_number("counter", launch_counter(device_index, stream));
-    arguments.integer("num_ctas", device_facts(device_index).sm_count);
+    arguments.integer("num_ctas", std::max(1, device_facts(device_index).sm_count - cta_margin()));
   }
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;

@@ -142,6 +142,7 @@ FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on !
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
 FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word & kModeMask); }
 FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
+FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_margin(std::max(ctas, 0)); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }

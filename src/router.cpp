@@ -50,15 +50,15 @@ consteval int exit_named(std::string_view name) {
 
 using Sizes = int64_t[kNumOperands][4];
 
-// Python knows what C++ cannot ask of its subclasses: whether they are only traced, and hints of their symbolic sizes.
-// Where those depend on data (left as they are) the op decides at run time.
-bool python_agrees(const Call& call, Sizes* hints) {
+// Python knows what C++ cannot ask of its subclasses: whether they are only traced or lie on several devices, and hints
+// of their symbolic sizes. Where those depend on data (left as they are) the op decides at run time.
+Traced python_says(const Call& call, Sizes* hints) {
   const TraceCallback ask = trace_callback();
-  if (ask == nullptr) return call.mask == nullptr;
+  if (ask == nullptr) return call.mask == nullptr ? Traced::kSizesLater : Traced::kStocks;
   const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, **hints));
-  if (answer != Traced::kSized) return answer == Traced::kSizesLater;
+  if (answer == Traced::kStocks || answer == Traced::kSizesLater) return answer;
   const Shape shapes[kNumOperands] = {{(*hints)[0]}, {(*hints)[1]}, {(*hints)[2]}};
-  return shapes_fit(shapes, call.enable_gqa);
+  return shapes_fit(shapes, call.enable_gqa) ? answer : Traced::kStocks;
 }
 
 // Whether auto takes a call of these sizes, dense in memory.
@@ -92,7 +92,12 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   const bool only_traced = traced(call);
   Sizes hints = {};
-  if (only_traced && !python_agrees(call, &hints)) return {exit_named("subclass")};
+  const Traced said = only_traced ? python_says(call, &hints) : Traced::kSized;
+  if (said == Traced::kStocks) return {exit_named("subclass")};
+  if (said == Traced::kStep && (p.needs & kDropout) != 0) return {exit_named("subclass")};
+  // By sizes that are the same on all devices: they have to agree on the op, which may move what it is given.
+  if (said == Traced::kPart || said == Traced::kStep)
+    return {exit_named("part"), ours_if(forced || serves_hinted(p, hints, device, mode))};
   // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
   const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
   if (is_bool && (wrapped(call) || torch.jit_traced() || (leaves && torch.modes_set()))) return {exit_named("mask")};

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "state.h"
 #include "torch_symbols.h"
@@ -21,7 +22,8 @@ State& state() {
 
 namespace {
 thread_local int64_t thread_mode = 0;
-}
+thread_local int thread_margin = 0;
+}  // namespace
 
 int64_t exchange_thread_mode(int64_t word) {
   int64_t previous = thread_mode;
@@ -30,6 +32,10 @@ int64_t exchange_thread_mode(int64_t word) {
 }
 
 int64_t current_thread_mode() { return thread_mode; }
+
+int exchange_cta_margin(int ctas) { return std::exchange(thread_margin, ctas); }
+
+int cta_margin() { return thread_margin; }
 
 void Tables::add(FamilyRow row) {
   if (families.size() == kMostFamilies)

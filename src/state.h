@@ -47,5 +47,6 @@ struct State {
 State& state();
 int64_t exchange_thread_mode(int64_t word);
 int64_t current_thread_mode();
+int exchange_cta_margin(int ctas);
 
 }  // namespace flashplug

@@ -1,6 +1,6 @@
-"""Markers and fixtures. `gpu`: needs CUDA, skipped here and nowhere else. `interpreted`: runs kernels on the CPU, which
-a machine with a GPU need not. `isolated(seconds)`: runs in a process of its own that is killed when its time is over,
-for tests that could hang, poison the device or need a fresh torch.
+"""Markers and fixtures. `gpu`, `gpu2`: needs CUDA, or two devices, skipped here and nowhere else. `interpreted`: runs
+kernels on the CPU, which a machine with a GPU need not. `isolated(seconds)`: runs in a process of its own that is
+killed when its time is over, for tests that could hang, poison the device or need a fresh torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu2: needs two of them")
     config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
 
@@ -39,13 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    has_gpu = torch.cuda.is_available()
+    has_gpu, has_two = torch.cuda.is_available(), torch.cuda.device_count() > 1
     left_out = [item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("gpu2") and not has_two:
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
 def _is_small(item: pytest.Item) -> bool:

@@ -21,6 +21,7 @@ picture.
     --suite sinks            sinks with and without a window, forward, then both
     --suite paged            one query row against keys in pages, beside FA3, FlashInfer and our decode of rows on end
     --suite blocks           FlexAttention's block masks by pattern and length, forward, then both
+    --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, a block of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from
@@ -48,8 +49,10 @@ import cached_decode
 import decode
 import dropout
 import eightbit
+import in_step
 import masked_decode
 import masks
+import multi
 import paged_decode
 import providers as who
 import report
@@ -277,6 +280,7 @@ SUITES = {
     "sinks": windows.suite_sinks,
     "paged": paged_decode.suite_paged,
     "blocks": blocks.suite_blocks,
+    "multi": multi.suite_multi,
     "host": suite_host,
     "choice": suite_choice,
     "grad": suite_grad,
@@ -298,6 +302,7 @@ WANTED = {
     "cache8": {"ours_fa2", "ours_fa3"},
     "paged": {"ours_fa2", "ours_fa3", "fa3"},
     "blocks": {"ours_fa3", "stock", "flex"},
+    "multi": {"ours_auto", "stock"},
     **{suite: windows.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
 }
 
@@ -326,6 +331,8 @@ def main() -> None:
     options = _options()
     if options.rounds < 7:
         print(f"--rounds {options.rounds}: fewer than 7 rounds say little; fine for a try, not for a result")
+    if options.suite == "multi":
+        in_step.start(options.device)
     clocks = report.read_clocks()
     found, absent = who.providers(set(options.providers.split(",")) if options.providers else WANTED.get(options.suite))
     deadline = time.monotonic() + options.budget_seconds
@@ -333,7 +340,9 @@ def main() -> None:
     with warnings.catch_warnings():  # sdpa_kernel warns once per reason where a peer has no kernel; rows say "refused"
         warnings.simplefilter("ignore", UserWarning)
         SUITES[options.suite](bench)
+    ranks = in_step.end() if options.suite == "multi" else 1
     document = report.header(options.suite, clocks, options.commit or report.commit())
+    document["gpu"] += f" x{ranks}" * (ranks > 1)
     document["clocks"]["under_load"] = bench.clocks
     document |= {"rounds": options.rounds, "absent": absent, "skipped": bench.skipped, "rows": bench.rows}
     if not bench.rows:

@@ -63,10 +63,12 @@ def gpu_name() -> str:
 
 
 def slug(gpu: str) -> str:
-    """ "NVIDIA H100 80GB HBM3" -> "h100"; a file name's part."""
-    for part in gpu.lower().split():
+    """ "NVIDIA H100 80GB HBM3" -> "h100", of two of them, "... x2" -> "h100x2"; a file name's part."""
+    *parts, last = gpu.lower().split()
+    several = last if re.fullmatch(r"x\d+", last) else ""
+    for part in parts if several else [*parts, last]:
         if re.fullmatch(r"[a-z]+\d+[a-z]*", part):
-            return part
+            return part + several
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 

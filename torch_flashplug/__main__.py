@@ -51,10 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
     instead.add_argument("--serve", action="store_true", help="instead: prompts of many lengths from a paged cache")
     instead.add_argument("--precision", help="instead: a trained model in 8bit, qk8 or e4m3 beside 16 bits")
+    instead.add_argument("--gpus", type=int, default=0, help="instead: train a Llama on so many, divided in two ways")
     demo.add_argument(
         "--repeats", type=int, default=0, help="--train: trainings of each attention (default: 5 on a GPU, 2 on a CPU)"
     )
-    demo.add_argument("--picture", default="train_losses.png", help="--train: where the loss curves go (PNG)")
+    demo.add_argument("--picture", default="train_losses.png", help="--train, --gpus: where losses go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
     explain.add_argument(
         "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
@@ -93,7 +94,7 @@ def _info(options: argparse.Namespace) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from .demo import long, precision, serve, show, train
+        from .demo import long, precision, serve, several, show, train
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] != "rich":
             raise
@@ -104,6 +105,8 @@ def _demo(options: argparse.Namespace) -> None:
         serve.run(options.file)
     elif options.precision:
         precision.run(options.precision, options.file)
+    elif options.gpus:
+        several.launch(options.file, options.gpus, options.picture)
     elif options.train:
         train.run(options.file, rounds=options.rounds, repeats=options.repeats, picture=options.picture)
     else:

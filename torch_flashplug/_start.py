@@ -55,7 +55,7 @@ def _load_core() -> None:
     native.set_process_precision(_process_precision())
     register_packs()
     up_calls.set_compile(provide)
-    up_calls.set_trace(problem.sizes_of_traced)
+    up_calls.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     up_calls.set_log(_plan_log.log, plans=plans)
 

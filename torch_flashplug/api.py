@@ -193,13 +193,15 @@ class Plan:
     rescue: str = ""  # what stock would do with this call, where that decided
     gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
     sharing: int = 1  # tiles of a block of keys in it, which share the query heads of a KV head
+    part: str = ""  # of a call on several devices: which part of it the plan is of
     error: str = ""  # what the call raises: a forced backend that cannot run it, or stock or math, which refuse it
     stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
 
     def __str__(self) -> str:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
-        lines = [("call", self.call), ("backend", taken), ("kernel", kernel), ("row", self.row), ("gate", self.gate)]
+        lines = [("call", self.call), ("part", self.part), ("backend", taken), ("kernel", kernel), ("row", self.row)]
+        lines.append(("gate", self.gate))
         if self.precision:
             lines.append(("precision", f"{self.precision}: {recipes.in_words(self.precision)}"))
         lines += [("16 bits", self.whole), ("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
@@ -237,6 +239,12 @@ def explain(
     if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
+    several = integrations.dtensor
+    if several.part_of(query, key, value, attn_mask, dropout_p) is not None:
+        given = (None if x is None else x.to_local() for x in (query, key, value, attn_mask))
+        settings = {"scale": scale, "enable_gqa": enable_gqa, "device": device}
+        plan = explain(*given, dropout_p, is_causal, **settings)
+        return replace(plan, part=several.in_words(query), error=several.refusal(query) or plan.error)
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
@@ -268,6 +276,8 @@ def explain(
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
+    if outside is problem.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
+        outside = several.why_not(query, key, value, attn_mask, dropout_p)
     if outside is not None:
         left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)

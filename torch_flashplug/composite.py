@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import native, problem
+from .integrations import dtensor
 from .ops import never_a_frame
 from .tracing import kept_mask
 
@@ -88,11 +89,14 @@ def _backend(
     enable_gqa: bool,
     scale: float | None,
 ) -> str:
-    mode = native.effective_mode()
+    mode, device = native.effective_mode(), query.device
     if problem.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
     if not problem.is_asked(mode):
         return "stock"
+    part = dtensor.part_of(query, key, value, attn_mask, dropout_p)
+    if part is not None:
+        query, key, value = dtensor.shown(part, query, key, value)
     if problem.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
         return "math" if problem.math_takes_empty(attn_mask, is_causal) else "stock"
     if problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
@@ -100,10 +104,10 @@ def _backend(
     if (forced := native.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
-        "on_cuda": query.device.type in _libraries
+        "on_cuda": device.type in _libraries
     }
-    planned = _planned_backend(tuple(facts.items()), query.device.index or 0, mode, native.missing_changes())
-    if planned != "stock":
+    planned = _planned_backend(tuple(facts.items()), device.index or 0, mode, native.missing_changes())
+    if planned != "stock" or part is not None:
         return planned
     if not torch.backends.cuda.math_sdp_enabled():
         return "stock"

@@ -32,7 +32,7 @@ ENABLED = Flag(
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
     "",
-    "fa3, fa2, math or stock for all calls of the process; what it cannot run stays stock",
+    "fa3, fa2, math or stock for the process's calls; what it cannot run stays stock",
     traced=True,
 )
 PRECISION = Flag(
@@ -47,21 +47,23 @@ CACHE_DIR = Flag(
     "where kernels compiled at run time are kept; empty: the user's cache directory",
     traced=False,
 )
-JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile a kernel at run time", traced=False)
+JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile at run time", traced=False)
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
-    "stub: in torch's choice function; composite: a Python kernel on F.sdpa (Plan B)",
+    "stub: torch's choice function; composite: a Python kernel (Plan B)",
     traced=True,
 )
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
-    "0: leave stock's attention as it is, which can misread operands and grad_out",
+    "0: leave stock's attention as it is",
     traced=True,
 )
 
-FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR)
+RING_MARGIN = Flag("TORCH_FLASHPLUG_RING_MARGIN", "0", "SMs that rings leave to NCCL", traced=False)
+
+FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 
 
 def disabled() -> bool:
@@ -86,3 +88,8 @@ def torch_is_loading_backends() -> bool:
 def torch_logs_us() -> bool:
     """TORCH_LOGS names us. torch sets the loggers' levels after it has imported what the variable names."""
     return "torch_flashplug" in os.environ.get("TORCH_LOGS", "")
+
+
+def local_rank() -> int:
+    """Which process of this host it is, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

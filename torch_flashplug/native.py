@@ -164,6 +164,11 @@ def is_preference(mode_word: int) -> bool:
     return bool(mode_word & PREFERENCE)
 
 
+def set_cta_margin(ctas: int) -> int:
+    """So many SMs this thread's launches of persistent kernels leave to others; returns what it was before."""
+    return lib().flashplug_set_cta_margin(ctas)
+
+
 def set_process_backend(backend: int) -> None:
     """Backend id that goes ahead of every gate and block; calls that it cannot run stay stock. 0: none."""
     lib().flashplug_set_process_backend(backend)

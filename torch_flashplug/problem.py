@@ -25,6 +25,7 @@ _OTHER_DTYPE = len(rows.DTYPE_IDS)
 _RIGHT_CHOICE = ops.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}  # to trace
+SUBCLASS = "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
 _MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
@@ -49,7 +50,7 @@ def sizes_of_traced(
     """
     if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_stocks(query, key, attn_mask)):
         return None
-    return tuple(_hints(tensor.shape) for tensor in (query, key, value))
+    return tuple(hints(tensor.shape) for tensor in (query, key, value))
 
 
 def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
@@ -58,7 +59,7 @@ def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
     lost = recorded and attn_mask.dtype == torch.bool
-    return decides_itself(attn_mask) or lost or _misfit(query, key, attn_mask) is not None
+    return decides_itself(attn_mask) or lost or misfit(query, key, attn_mask) is not None
 
 
 def takes_math(mode: int) -> bool:
@@ -93,7 +94,7 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 def has_no_elements(*tensors: Tensor) -> bool:
     """One of them, as far as is known: neither nested nor of symbolic sizes."""
-    return not any(tensor.is_nested for tensor in tensors) and any(0 in _hints(tensor.shape) for tensor in tensors)
+    return not any(tensor.is_nested for tensor in tensors) and any(0 in hints(tensor.shape) for tensor in tensors)
 
 
 def math_takes_empty(attn_mask: Tensor | None, is_causal: bool) -> bool:
@@ -116,7 +117,7 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
     return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, wide))
 
 
-def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
+def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     """Why a mask is none that kernels take, as mask_fits of src/mask.cpp; None if it is. Sizes that depend on data may
     fit.
     """
@@ -126,15 +127,15 @@ def _misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
         return f"attn_mask is of layout {mask.layout}, kernels take dense ones"
     if not 2 <= mask.dim() <= 4:
         return f"attn_mask {list(mask.shape)} has {mask.dim()} dims, kernels take 2 to 4"
-    wanted = _hints((*query.shape[:3], key.shape[2]))
-    pairs = zip(_hints(mask.shape), wanted[-mask.dim() :])
+    wanted = hints((*query.shape[:3], key.shape[2]))
+    pairs = zip(hints(mask.shape), wanted[-mask.dim() :])
     if not all(None in {have, want} or have in {1, want} for have, want in pairs):
         return f"attn_mask {list(mask.shape)} does not broadcast to (batch, heads, rows, keys), {list(wanted)}"
     if mask.device != query.device:
         return f"attn_mask is on {mask.device}, query on {query.device}"
     if mask.dtype == torch.bool and None not in wanted:
-        (stride,), (Sq, Sk) = _hints(mask.stride()[-2:-1]), wanted[2:]
-        looked_at = digested.looked_at(Sq) if stride == 0 or _hints(mask.shape)[-2] == 1 else Sq
+        (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
+        looked_at = digested.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
         if digested.numbers_of(looked_at, Sq, Sk) > _MOST_NUMBERS:
             return f"attn_mask {list(mask.shape)} has more scores than kernels count"
     return None
@@ -157,8 +158,8 @@ def outside_dispatcher(
     if any(tensor.is_nested for tensor in (query, key, value)):
         return "nested tensors go by stock's choice; what comes to its flash attention may be ours (docs/support.md)"
     if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
-        return "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
-    sizes = [_hints(tensor.shape) for tensor in (query, key, value)]
+        return SUBCLASS
+    sizes = [hints(tensor.shape) for tensor in (query, key, value)]
     if any(None in size for size in sizes):
         return (
             "sizes depend on data: in a traced graph the op decides when it runs, where kernels take such calls at "
@@ -169,9 +170,9 @@ def outside_dispatcher(
             "shapes need broadcasting or do not fit (more than one key head, and another number of query heads, need "
             "enable_gqa=True); stock attention decides"
         )
-    misfit = None if attn_mask is None else _misfit(query, key, attn_mask)
-    if misfit is not None:
-        return f"{misfit}; stock attention takes or rejects it"
+    unfit = None if attn_mask is None else misfit(query, key, attn_mask)
+    if unfit is not None:
+        return f"{unfit}; stock attention takes or rejects it"
     if attn_mask is not None and attn_mask.dtype == torch.bool and _is_watched(query, key, value, attn_mask):
         return "a bool attn_mask in torch.func, make_fx or under a TorchDispatchMode is stock attention's"
     if not _kernels_allowed():
@@ -202,7 +203,7 @@ def refusal(
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
     if any(tensor.is_nested for tensor in given) or decides_itself(*given):
         return ""
-    sizes = [_hints(tensor.shape) for tensor in given]
+    sizes = [hints(tensor.shape) for tensor in given]
     if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
         return ""
     shown = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, given)]
@@ -242,8 +243,8 @@ def describe(
         problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
     return native.with_operands(
         problem,
-        [_hints(tensor.shape) for tensor in operands],
-        [_hints(tensor.stride()) for tensor in operands],
+        [hints(tensor.shape) for tensor in operands],
+        [hints(tensor.stride()) for tensor in operands],
         [_address(tensor) for tensor in operands],
         [tensor.element_size() for tensor in operands],
     )
@@ -256,9 +257,9 @@ def _is_wide(mask: Tensor, query: Tensor) -> bool:
 
 def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
     """How kernels read a float mask that fits (src/bias.cpp). few: those of decode."""
-    sizes = (*_hints(query.shape[:3]), *_hints(key.shape[2:3]))
+    sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
-    given = [(1, 0)] * missing + list(zip(_hints(mask.shape), _hints(mask.stride())))
+    given = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
     strides = [0 if have == 1 else stride for have, stride in given]
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
     shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
@@ -295,7 +296,7 @@ def right_choice(
     return right, native.fault_said(fault)
 
 
-def _hints(sizes: tuple) -> tuple[int | None, ...]:
+def hints(sizes: tuple) -> tuple[int | None, ...]:
     return tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
@@ -304,5 +305,5 @@ def _address(tensor: Tensor) -> int:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     real = type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta
-    (offset,) = _hints((tensor.storage_offset(),))
+    (offset,) = hints((tensor.storage_offset(),))
     return tensor.data_ptr() if real else offset * tensor.element_size()

@@ -48,13 +48,18 @@ def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
     lib().flashplug_set_compile_callback(_keep["compile"])
 
 
-_STOCKS, _SIZED, _SIZES_LATER = range(3)  # enum class Traced of src/flashplug.h
+_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # enum class Traced of src/flashplug.h
+Sizes = Sequence[Sequence[int | None]]
 
 
-def set_trace(sizes_of: Callable[[object, object, object, object], Sequence[Sequence[int | None]] | None]) -> None:
+def set_trace(
+    sizes_of: Callable[[object, object, object, object], Sizes | None],
+    part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *given: None,
+) -> None:
     """The up-call for operands that Python dispatches: sizes_of(query, key, value, mask) says the sizes of the first
-    three, as far as they are known, or None: stock serves the call, as where it raises. Without effect where this torch
-    lacks the symbol that finds the objects.
+    three, as far as they are known, or None. Then part_of is asked, which knows tensors that lie on several devices:
+    the sizes of what the op gets on each of them, and whether it is a ring's step. None again: stock serves the call,
+    as where one of them raises. Without effect where this torch lacks the symbol that finds the objects.
     """
     address = lib().flashplug_wrap_function()
     if not address:
@@ -62,17 +67,20 @@ def set_trace(sizes_of: Callable[[object, object, object, object], Sequence[Sequ
     wrap = _WRAP_TYPE(address)
 
     def up_call(q: int, k: int, v: int, mask: int | None, out: ctypes._Pointer) -> int:
+        given, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
         try:
-            sizes = sizes_of(wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask))
+            sizes = sizes_of(*given)
+            if sizes is None and (part := part_of(*given)) is not None:
+                sizes, answer = part[0], _STEP if part[1] else _PART
         except Exception:
             return _STOCKS
         if sizes is None:
             return _STOCKS
         flat = [size for operand in sizes for size in operand]
         if None in flat:
-            return _SIZES_LATER
+            return _SIZES_LATER if answer == _SIZED else _STOCKS
         out.contents[:] = flat
-        return _SIZED
+        return answer
 
     _keep["trace"] = _TRACE_TYPE(up_call)
     lib().flashplug_set_trace_callback(_keep["trace"])

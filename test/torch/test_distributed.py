@@ -1,10 +1,17 @@
-"""Tensors of torch.distributed: what decides itself what it does with attention gets stock's ops."""
+"""Several ranks: DTensors, context_parallel, and plain tensors that other parts of torch have divided. A process for
+each rank; the cases are those of test/rank_*.py. On the CPU with gloo and the stand-in, on two GPUs with the kernels.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,26 +21,54 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_flashplug
 
+ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
+MODULES = ("rank_bench", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
+OFF = {"TORCH_FLASHPLUG": "0"}
+
+
+@pytest.mark.parametrize("device", ON)
+@pytest.mark.parametrize("module", MODULES)
+def test_two_ranks(module: str, device: str) -> None:
+    ranks.run(module, 2, device)
+
+
+FOUR = {
+    "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
+    "rank_plain": ("ulysses", "lengths"),
+    "rank_rings": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
+}
+
+
+@pytest.mark.parametrize("module", FOUR)
+def test_four_ranks(module: str) -> None:
+    ranks.run(module, 4, cases=FOUR[module])
+
+
+@pytest.mark.parametrize("device", ON)
+def test_off_on_one_rank(device: str) -> None:
+    """No decision of ours changes what is exchanged."""
+    ranks.run("rank_mixed", 2, device, settings={1: OFF})
+
+
+def test_off_on_the_first_of_four_ranks() -> None:
+    ranks.run("rank_mixed", 4, cases=("rings",), settings={0: OFF})
+
 
 @pytest.fixture
 def mesh(device: str) -> Iterator[DeviceMesh]:
-    """One rank is enough: what is asked is which ops a DTensor meets."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(device, (1,))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_heads_sharded_as_dtensor(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
+def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
+    """By both hooks."""
     plain = any_road.qkv(grad=grad)
     sharded = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_(grad) for tensor in plain]
-    assert "subclass" in torch_flashplug.explain(*sharded).reasons["fa3"]
-    if any_road.device == "cpu":  # where DTensor does not know stock's op: the one it is refused for is stock's
-        with pytest.raises(NotImplementedError, match="_scaled_dot_product_flash_attention_for_cpu"):
-            F.scaled_dot_product_attention(*sharded, is_causal=True)
-        return
+    assert torch_flashplug.explain(*sharded, is_causal=True, device="h100").part
     out = F.scaled_dot_product_attention(*sharded, is_causal=True)
-    assert any_road.took().get("ours_fwd", 0) == 0
+    assert any_road.took().get("ours_fwd") == 1
     want = F.scaled_dot_product_attention(*plain, is_causal=True)
     torch.testing.assert_close(out.full_tensor(), want, atol=2e-2, rtol=2e-2)
     if grad:
@@ -41,3 +76,37 @@ def test_heads_sharded_as_dtensor(any_road: Road, mesh: DeviceMesh, grad: bool) 
         want.float().square().sum().backward()
         for one, other in zip(sharded, plain):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad, atol=6e-2, rtol=6e-2)
+
+
+def test_demo(tmp_path: Path) -> None:
+    """On the CPU, where stock serves the calls: what is shown of two ways to divide a model."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch_flashplug",
+        "demo",
+        "--gpus",
+        "2",
+        "--picture",
+        str(tmp_path / "losses.png"),
+    ]
+    surroundings = {**os.environ, "PYTHONPATH": str(ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    limits = {"cwd": ranks.ROOT, "env": surroundings, "timeout": 90}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, **limits)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [line.split("\u2502")[1:-1] for line in done.stdout.splitlines() if " to " in line and "\u2502" in line]
+    assert [row[0].strip() for row in rows] == ["auto", "plugin off"] * 2, done.stdout
+    for row in rows:
+        first, last = map(float, row[1].split(" to "))
+        assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels: the same losses
+    assert "tensor parallel" in done.stdout and ((tmp_path / "losses.png").exists() or "No picture" in done.stdout)
+
+
+def test_import_brings_no_dtensor() -> None:
+    """It takes a second."""
+    code = (
+        "import sys, torch; had = set(sys.modules); import torch_flashplug; "
+        "new = {name for name in set(sys.modules) - had if name.startswith('torch.distributed')}; assert not new, new"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ranks.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,10 @@
 """What other parts of torch must be told about our ops, a module each: FLOP counting, vmap, varlen_attn, its flash
-attention and the name that this one has.
+attention and the name that this one has, DTensor and context_parallel (on the first DTensor).
 """
 
-from . import flash_door, flash_name, flops, varlen, vmap
+from . import context_parallel, dtensor, flash_door, flash_name, flops, varlen, vmap
+
+__all__ = ["ALL", "SWITCHED", "context_parallel", "dtensor", "flash_door", "flash_name", "flops", "varlen", "vmap"]
 
 ALL = (flops, vmap, flash_name)  # each has register(), called once by _start.load()
 SWITCHED = (varlen, flash_door)  # each has install() and uninstall(), called by enable() and disable()

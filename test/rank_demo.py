@@ -1,0 +1,40 @@
+"""The demo's programs on ranks (ranks.py): however a Llama is divided, it learns what it learns on one device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from ranks import Rank
+
+from torch_flashplug.demo import llama, several
+
+RECIPE = several.Recipe(several.CPU_RECIPE.shape, 64, 4)
+
+
+def _texts(rank: Rank) -> torch.Tensor:
+    return torch.randint(256, (RECIPE.steps, RECIPE.length + 1), generator=torch.Generator().manual_seed(4)).to(
+        rank.device
+    )
+
+
+def _alone(rank: Rank) -> list[float]:
+    model, losses = llama.build(RECIPE.shape, rank.device, several.SEED), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=several.LEARNING_RATE / RECIPE.shape.width)
+    for text in _texts(rank):
+        with torch.autocast(rank.device, torch.bfloat16):
+            logits = model(text[None, :-1], torch.arange(RECIPE.length, device=rank.device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), text[1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def case_losses(rank: Rank) -> None:
+    want = _alone(rank)
+    for make in (several.ContextParallel, several.TensorParallel):
+        run = several.train(make, rank.mesh(), RECIPE, _texts(rank))
+        assert max(abs(a - b) for a, b in zip(run.losses, want, strict=True)) < 0.03, (make, run.losses, want)
+        assert run.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers and "routed_stock" not in run.took
+        assert "auto" in several.scopes_here(rank.device == "cuda") and run.step_s > 0

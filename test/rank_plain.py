@@ -1,0 +1,163 @@
+"""Cases of plain tensors on several ranks (ranks.py), as other parts of torch divide models, batches, heads and rows:
+what reaches F.sdpa is a rank's own call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Block, Rank, assert_right, problem, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_flashplug import attention
+from torch_flashplug.testing import assert_within_budget, attention_math, grads_math, new_case
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.testing.oracle import Masking
+
+CALLS = 2  # of attention in the model: one a block
+
+
+def model_of(rank: Rank) -> nn.Sequential:
+    torch.manual_seed(11)
+    return nn.Sequential(*(Block(kv_heads=4) for _ in range(CALLS))).to(rank.device, torch.bfloat16)
+
+
+def input_of(rank: Rank) -> Tensor:
+    """A batch entry for each rank."""
+    x = torch.randn(rank.world, 64, 256, generator=torch.Generator().manual_seed(12))
+    return x.to(rank.device, torch.bfloat16)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def check_gradients(rank: Rank, model: nn.Module, x: Tensor) -> None:
+    """Of one step, against the whole batch on one device: the mean over ranks is the mean over entries. Where the
+    plugin is on, all calls are ours.
+    """
+    alone = model_of(rank)
+    loss_of(alone, input_of(rank)).backward()
+    rank.took()
+    loss_of(model, x).backward()
+    took = rank.took()
+    assert rank.road is None or (took.get("ours_fwd") == CALLS and "routed_stock" not in took), took
+    for name, weight in model.named_parameters():
+        grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+        exact = alone.get_parameter(name.removeprefix("module.")).grad
+        assert (grad - exact).norm() <= 0.02 * exact.norm(), name
+
+
+def case_distributed_data_parallel(rank: Rank) -> None:
+    check_gradients(rank, DistributedDataParallel(model_of(rank)), input_of(rank)[rank.number].unsqueeze(0))
+
+
+def case_fully_sharded(rank: Rank) -> None:
+    model, mesh = model_of(rank), rank.mesh(names=("dp",))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    check_gradients(rank, fully_shard(model, mesh=mesh), input_of(rank)[rank.number].unsqueeze(0))
+
+
+def case_tensor_parallel_and_sharded(rank: Rank) -> None:
+    """Heads over one dim of the mesh, weights over the other, of one rank."""
+    model, mesh = model_of(rank), rank.mesh(1, rank.world, names=("dp", "tp"))
+    for block in model:
+        plan = {name: ColwiseParallel() for name in ("wq", "wk", "wv")} | {
+            "wo": RowwiseParallel(input_layouts=Shard(-1))
+        }
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    check_gradients(rank, fully_shard(model, mesh=mesh["dp"]), input_of(rank))
+
+
+class _Swap(torch.autograd.Function):
+    """Ulysses: (B, H, S / W, D) to (B, H / W, S, D) by one all-to-all, and back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scatter: int, gather: int) -> Tensor:
+        ctx.back = gather, scatter
+        given = torch.stack([part.contiguous() for part in x.chunk(dist.get_world_size(), scatter)])
+        found = torch.empty_like(given)
+        dist.all_to_all_single(found, given)
+        return torch.cat(found.unbind(0), gather)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Swap.apply(grad, *ctx.back), None, None
+
+
+def case_ulysses(rank: Rank) -> None:
+    case = problem(rank.world, (8, 4))
+    inputs = whole(case, rank.device)
+    rank.took()
+    parts = [x.detach().chunk(rank.world, 2)[rank.number].requires_grad_() for x in inputs]
+    q, k, v = (_Swap.apply(x, 1, 2) for x in parts)
+    out = _Swap.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
+    grads = torch.autograd.grad(out, parts, inputs.grad_out.chunk(rank.world, 2)[rank.number])
+    took = rank.took()
+    assert rank.road is None or (took.get("ours_fwd") == 1 and "routed_stock" not in took), took
+    got = [_Gather.apply(x.detach(), 2) for x in (out, *grads)]
+    assert_right(case, inputs, got[0], got[1:])
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' parts along a dim; the gradient of each is the sum of what all ranks have for it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, x.contiguous())
+        return torch.cat(found, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        sum_ = grad.float().contiguous()
+        dist.all_reduce(sum_)
+        return sum_.chunk(dist.get_world_size(), ctx.dim)[dist.get_rank()].to(grad.dtype), None
+
+
+def case_lengths(rank: Rank) -> None:
+    """Sequences of different lengths on end, their rows divided among ranks, wherever that cuts them: each has all keys
+    from where its first sequence begins, and its rows are the last ones of what they see.
+    """
+    lengths = [70, 9, 3, 40 * rank.world + 46]
+    total = sum(lengths)
+    lengths[-1] += -total % rank.world
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    total, starts = ends[-1], [0, *ends[:-1]]
+    rows = total // rank.world
+    mine = rank.number * rows, (rank.number + 1) * rows
+    held = [(a, b) for a, b in zip(starts, ends) if a < mine[1] and b > mine[0]]
+    begin = held[0][0]
+    of_rows = [0] + [min(b, mine[1]) - mine[0] for _, b in held]
+    of_keys = [0] + [min(b, mine[1]) - begin for _, b in held]
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=rank.device) for cu in (of_rows, of_keys))
+    case = new_case("lengths", (1, 4, 2), (total, total), (64, 64), "causal")
+    inputs = whole(case, rank.device)
+    on_end = [x.detach()[0].transpose(0, 1) for x in (*inputs, inputs.grad_out)]  # (T, H, D)
+    parts = [x[slice(*mine)].contiguous().requires_grad_() for x in on_end]
+    q, (k, v) = parts[0], (_Gather.apply(x, 0)[begin : mine[1]] for x in parts[1:3])
+    out = attention(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    grads = torch.autograd.grad(out, parts[:3], parts[3].detach())
+    got = [_Gather.apply(x.detach().contiguous(), 0).transpose(0, 1).unsqueeze(0) for x in (out, *grads)]
+    _check_sequences(inputs, list(zip(starts, ends)), got)
+
+
+def _check_sequences(inputs, cuts: list[tuple[int, int]], got: list[Tensor]) -> None:
+    """Each by itself."""
+    for a, b in cuts:
+        q, k, v, grad = (x.detach()[:, :, a:b] for x in (*inputs, inputs.grad_out))
+        limits = cancelled_sums(q, k, v, grad, None)
+        exact = (attention_math(q, k, v, scale=None, mask=Masking(1)).out, *grads_math(q, k, v, grad, mask=Masking(1)))
+        dtype = {"dtype": q.dtype, "mask": Masking(1)}
+        low = (attention_math(q, k, v, scale=None, **dtype).out, *grads_math(q, k, v, grad, **dtype))
+        for name, x, right, plain in zip(("out", "dq", "dk", "dv"), got, exact, low):
+            more = {} if name == "out" else {"factor": GRAD_FACTOR, "cancelled": float(limits[name])}
+            assert_within_budget(f"rows {a} to {b}, {name}", x[:, :, a:b], right, plain, **more)

@@ -1,0 +1,367 @@
+"""Cases of context_parallel on several ranks (ranks.py): the ring's steps are ours, whole results within the budget of
+one device, in both of torch's ways to switch it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Block, Rank, assert_right, problem, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import (
+    _ContextParallel,
+    _enable_context_parallel_dispatcher,
+    _HeadTailLoadBalancer,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import torch_flashplug
+from torch_flashplug import env, integrations, native, ops, tracing
+from torch_flashplug.integrations import ring as ring_module
+from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
+
+SDPA = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a ring is switched on."""
+
+    rotate: str = "allgather"
+    balanced: bool = True
+    by_module: bool = False
+
+
+class Attend(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, enable_gqa: bool = False) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+def _indices(rank: Rank, rows: int, balanced: bool) -> Tensor:
+    """Of this rank's rows."""
+    order = torch.arange(rows, device=rank.device)
+    if balanced:
+        order = _HeadTailLoadBalancer(rows, rank.world, rank.device)._generate_indices()[0].long()
+    return order.chunk(rank.world)[rank.number]
+
+
+def part_of(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor]:
+    """q, k, v and the output's gradient, laid out in memory like the whole."""
+    mine, parts = _indices(rank, inputs.q.shape[2], balanced), []
+    for x in (*inputs, inputs.grad_out):
+        part, rows_first = x.detach().index_select(2, mine), x.stride(1) < x.stride(2)
+        parts.append(part.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else part.contiguous())
+    return [x.requires_grad_(number < 3) for number, x in enumerate(parts)]
+
+
+@contextlib.contextmanager
+def ring(rank: Rank, rows: int, way: Way) -> Iterator[nn.Module]:
+    """Yields what attends in it; torch's own state is as before in the end, also where torch 2.11 forgets it."""
+    mesh, module = rank.mesh(names=("cp",)), Attend()
+    set_rotate_method(way.rotate)
+    options = torchs._cp_options
+    balanced, mode = options.enable_load_balance, torchs._dispatch_mode
+    options.enable_load_balance = way.balanced
+    try:
+        if way.by_module:
+            torchs._dispatch_mode = torchs._DispatchMode.MODULE_WRAPPER
+            parallelize_module(
+                module, mesh, _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.SDPA)
+            )
+            _enable_context_parallel_dispatcher()
+            yield module
+        else:
+            with context_parallel(mesh, buffers=[torch.zeros(1, 1, rows, 1, device=rank.device)], buffer_seq_dims=[2]):
+                yield module
+    finally:
+        torchs._disable_context_parallel_dispatcher_impl()
+        torchs._dispatch_mode, options.enable_load_balance = mode, balanced
+        F.scaled_dot_product_attention = SDPA
+        torchs._replaced_functions.clear()
+        set_rotate_method("allgather")
+
+
+def unshard(rank: Rank, tensors: Sequence[Tensor], balanced: bool) -> list[Tensor]:
+    before = torchs._cp_options.enable_load_balance
+    torchs._cp_options.enable_load_balance = balanced
+    try:
+        return context_parallel_unshard(rank.mesh(names=("cp",)), [x.detach() for x in tensors], [2] * len(tensors))
+    finally:
+        torchs._cp_options.enable_load_balance = before
+
+
+def attend(case: Case, parts: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
+    q, k, v, grad = parts
+    out = module(q, k, v, is_causal=case.causal, enable_gqa=case.gqa)
+    return out, torch.autograd.grad(out, (q, k, v), grad)
+
+
+def steps(rank: Rank, case: Case, way: Way) -> int:
+    """How many this rank makes: without balance, none of the keys behind its own rows."""
+    return rank.world if way.balanced or not case.causal else rank.number + 1
+
+
+def check(rank: Rank, case: Case, way: Way) -> None:
+    inputs = whole(case, rank.device)
+    rank.took()
+    with ring(rank, case.Sq, way) as module:
+        out, grads = attend(case, part_of(rank, inputs, way.balanced), module)
+    if rank.road is not None:
+        took = rank.took()
+        made = steps(rank, case, way)
+        assert took.get("ours_fwd") == made and took.get("routed_ours") == 1 and "routed_stock" not in took, took
+        assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == made, took
+    assert_right(case, inputs, *unshard(rank, [out], way.balanced), unshard(rank, grads, way.balanced))
+
+
+def case_both_apis(rank: Rank) -> None:
+    for rotate, by_module, layout in itertools.product(("allgather", "alltoall"), (False, True), ("bshd", "bhsd")):
+        check(rank, problem(rank.world, layout=layout), Way(rotate, by_module=by_module))
+
+
+def case_heads(rank: Rank) -> None:
+    """Alike, in groups, one key head, and values of another head dim."""
+    for heads in ((2, 2), (4, 1), (3, 3)):
+        check(rank, problem(rank.world, heads, batch=2, rows=32), Way("alltoall"))
+
+
+def case_not_balanced(rank: Rank) -> None:
+    for rotate, causal in itertools.product(("allgather", "alltoall"), (True, False)):
+        check(rank, problem(rank.world, causal=causal), Way(rotate, balanced=False))
+        check(rank, problem(rank.world, causal=causal, layout="bhsd"), Way(rotate, balanced=False, by_module=True))
+
+
+def case_gathered(rank: Rank) -> None:
+    """Instead of a ring: a call for each chunk of rows."""
+    with pytest.raises(ValueError, match="use one of ring, gather"):
+        integrations.context_parallel.use("mesh")
+    integrations.context_parallel.use("gather")
+    try:
+        for causal, balanced in ((True, True), (True, False), (False, False)):
+            for layout, heads in (("bshd", (4, 2)), ("bhsd", (2, 2))):
+                case, way = problem(rank.world, heads, causal=causal, layout=layout), Way(balanced=balanced)
+                inputs = whole(case, rank.device)
+                with ring(rank, case.Sq, way) as module:
+                    rank.took()
+                    out, grads = attend(case, part_of(rank, inputs, balanced), module)
+                    took = rank.took()
+                assert (
+                    took.get("routed_ours") == 1 and took.get("ours_fwd", 0) + took.get("math_fwd", 0) == 1 + balanced
+                )
+                assert_right(case, inputs, *unshard(rank, [out], balanced), unshard(rank, grads, balanced))
+    finally:
+        integrations.context_parallel.use("ring")
+
+
+def case_forward_alone(rank: Rank) -> None:
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    for rotate in ("allgather", "alltoall"):
+        with ring(rank, case.Sq, Way(rotate)) as module, torch.no_grad():
+            q, k, v, _ = part_of(rank, inputs, True)
+            kept = [x.clone() for x in (q, k, v)]
+            out = module(q, k, v, is_causal=True, enable_gqa=True)
+        assert_right(case, inputs, *unshard(rank, [out], True))
+        for name, x, before in zip("qkv", (q, k, v), kept):
+            assert_bitwise_equal(name, x, before)
+
+
+def case_checkpointed(rank: Rank) -> None:
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    with ring(rank, case.Sq, Way("alltoall")) as module:
+        q, k, v, grad = part_of(rank, inputs, True)
+        out = checkpoint(module, q, k, v, is_causal=True, enable_gqa=True, use_reentrant=False)
+        rank.took()
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+        assert rank.took().get("ours_fwd") == rank.world  # the second time
+    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+
+
+def case_compiled(rank: Rank) -> None:
+    """The block, in one graph; modules with hooks are none in stock torch either."""
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    for rotate in ("allgather", "alltoall"):
+        with ring(rank, case.Sq, Way(rotate)):
+            q, k, v, grad = part_of(rank, inputs, True)
+
+            @torch.compile(backend="aot_eager", fullgraph=True)
+            def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True, enable_gqa=True)
+
+            rank.took()
+            out = run(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), grad)
+            assert rank.took().get("ours_fwd") == rank.world
+        assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+        torch._dynamo.reset()
+
+
+def case_forced(rank: Rank) -> None:
+    """On every step, and the backward on those that its forward ran with; stock stays stock."""
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    for backend in ("fa3", "fa2"):
+        with ring(rank, case.Sq, Way()) as module:
+            parts = part_of(rank, inputs, True)
+            with torch_flashplug.sdpa_backend(backend):
+                out = module(*parts[:3], is_causal=True, enable_gqa=True)
+            rank.took()
+            grads = torch.autograd.grad(out, parts[:3], parts[3])
+            took = rank.took()
+        assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == rank.world, took
+        assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+    refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")  # DTensor knows it on GPUs alone
+    with ring(rank, case.Sq, Way()) as module, torch_flashplug.sdpa_backend("stock"):
+        with refused if rank.device == "cpu" else contextlib.nullcontext():
+            module(*part_of(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
+    assert "ours_fwd" not in rank.took()
+
+
+def case_mode_of_the_forward(rank: Rank) -> None:
+    """The backward's steps have it, when its block is left; torch 2.14's ring loses what lies in max_q."""
+    case = problem(rank.world)
+    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
+
+    def watch(*args: object) -> tuple:
+        seen.append(native.backend_of(ops.BackwardArgs(*args).mode))
+        return real.sdpa_bwd(*args)
+
+    with ring(rank, case.Sq, Way()) as module:
+        parts = part_of(rank, inputs, True)
+        with torch_flashplug.sdpa_backend("fa2"):
+            out = module(*parts[:3], is_causal=True, enable_gqa=True)
+        with mock.patch.object(ring_module, "namespace", SimpleNamespace(sdpa_bwd=watch)):
+            torch.autograd.grad(out, parts[:3], parts[3])
+    assert seen == ["fa2"] * rank.world
+
+
+def case_margin(rank: Rank) -> None:
+    """SMs are left to others by the launches of a ring, forward and backward, and by no others."""
+    case = problem(rank.world)
+    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
+
+    def watched(op: Callable) -> Callable:
+        def run(*args: object) -> tuple:
+            seen.append(native.set_cta_margin(0))
+            native.set_cta_margin(seen[-1])
+            return op(*args)
+
+        return run
+
+    steps = SimpleNamespace(sdpa_fwd=watched(real.sdpa_fwd), sdpa_bwd=watched(real.sdpa_bwd))
+    with mock.patch.dict(os.environ, {env.RING_MARGIN.name: "8"}), mock.patch.object(ring_module, "namespace", steps):
+        with ring(rank, case.Sq, Way()) as module:
+            out, grads = attend(case, part_of(rank, inputs, True), module)
+    assert seen == [8] * 2 * rank.world and native.set_cta_margin(0) == 0, seen
+    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+
+
+def case_backward_outside_of_the_block(rank: Rank) -> None:
+    """Where stock differentiates one causal call over rows in balanced order."""
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    with ring(rank, case.Sq, Way()) as module:
+        q, k, v, grad = part_of(rank, inputs, True)
+        out = module(q, k, v, is_causal=True, enable_gqa=True)
+    with pytest.raises(RuntimeError, match="inside the block"):
+        torch.autograd.grad(out, (q, k, v), grad)
+
+
+def case_error_in_the_block(rank: Rank) -> None:
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    with pytest.raises(ZeroDivisionError), ring(rank, case.Sq, Way()):
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is SDPA
+    rank.took()
+    out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
+    assert rank.took() == {"routed_ours": 1, "ours_fwd": 1}
+    assert_right(case, inputs, out)
+
+
+def case_others_in_the_block(rank: Rank) -> None:
+    """What is replicated or sharded over heads attends by itself; a mixture says what to do; masks stay stock's."""
+    case = problem(rank.world)
+    inputs, mesh = whole(case, rank.device), rank.mesh(names=("cp",))
+    with ring(rank, case.Sq, Way()):
+        for placement in (Replicate(), Shard(1)):
+            local = [x.detach() if placement.is_replicate() else x.detach().chunk(rank.world, 1)[rank.number].clone()
+                     for x in (*inputs, inputs.grad_out)]  # fmt: skip
+            q, k, v, grad = (DTensor.from_local(x, mesh, [placement]) for x in local)
+            given = [x.requires_grad_() for x in (q, k, v)]
+            out = SDPA(*given, **case.sdpa_kwargs())
+            grads = torch.autograd.grad(out, given, grad)
+            assert_right(case, inputs, out.full_tensor().detach(), [x.full_tensor() for x in grads])
+        rows = [DTensor.from_local(x, mesh, [Shard(2)]) for x in part_of(rank, inputs, True)[:3]]
+        with pytest.raises(RuntimeError, match="context_parallel block; it takes all of them sharded over rows"):
+            tracing.OVERRIDEABLE(rows[0], rows[1].redistribute(mesh, [Replicate()]), rows[2], None, 0.0, True)
+        said = torch_flashplug.explain(*rows, is_causal=True, enable_gqa=True, device="h100")
+        assert said.backend == "fa3" and f"the first of {rank.world} steps" in said.part, said
+        mask = DTensor.from_local(torch.zeros(1, device=rank.device).expand(case.Sq, case.Sq), mesh, [Replicate()])
+        assert torch_flashplug.explain(*rows, mask, enable_gqa=True, device="h100").backend == "stock"
+        dropped = torch_flashplug.explain(*rows, dropout_p=0.1, enable_gqa=True, device="h100")
+        assert dropped.backend == "stock" and "dropout" in dropped.reasons["fa3"]
+
+
+def case_deterministic(rank: Rank) -> None:
+    """The same bits, for ranks in the same order."""
+    case, found = problem(rank.world), []
+    inputs = whole(case, rank.device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            with ring(rank, case.Sq, Way("alltoall")) as module:
+                out, grads = attend(case, part_of(rank, inputs, True), module)
+            found.append((out.detach(), *grads))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, first, second in zip(("out", "dq", "dk", "dv"), *found):
+        assert_bitwise_equal(name, first, second)
+
+
+def case_fully_sharded(rank: Rank) -> None:
+    """FSDP2 and context parallelism over the same ranks."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block()).to(rank.device, torch.bfloat16)
+    x = torch.randn(2, 32 * rank.world, 256).to(rank.device, torch.bfloat16)
+    model(x).float().square().mean().backward()
+    want = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    mesh = rank.mesh(names=("dp",))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rank.took()
+    with context_parallel(rank.mesh(names=("cp",)), buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+        model(x).float().square().mean().backward()
+    took = rank.took()
+    assert took.get("ours_fwd") == 2 * rank.world and "routed_stock" not in took, took
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad.full_tensor(), want[name], atol=2e-2, rtol=5e-2)
+
+
+def case_changed_torch(rank: Rank) -> None:
+    """A private name that is not as we know it: one warning, stock serves, and no rank hangs."""
+    module = integrations.context_parallel
+    assert module.unknown(torchs) is None
+    assert "custom_ops" in module.unknown(SimpleNamespace())
+    changed = SimpleNamespace(**{**vars(torchs), "_create_rotater": lambda pg, method: None})
+    assert module.unknown(changed) == "_create_rotater has no seq_dim"

@@ -1,0 +1,222 @@
+"""Tests on several ranks: a process for each, which runs the cases of a module one after the other; none may hang. On
+the CPU over gloo with the stand-in, on GPUs over NCCL with the kernels.
+
+    PYTHONPATH=.:test python -m ranks rank_rings --ranks 2        # all cases of test/rank_rings.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import faulthandler
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import standin
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torch_flashplug import env
+from torch_flashplug.testing import (
+    Case,
+    Inputs,
+    assert_within_budget,
+    make_inputs,
+    new_case,
+    oracle,
+    oracle_grads,
+    plain,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 85  # of all cases of a module; then each process says where it is, and ends
+GROUP_S = 45  # of one collective
+GRACE_S = 5  # for the others, when one has ended with an error
+PREFIX = "case_"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a case gets."""
+
+    number: int
+    world: int
+    device: str
+    road: standin.Road | None  # None: on this rank the plugin is off
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        return init_device_mesh(self.device, sizes or (self.world,), mesh_dim_names=names)
+
+    def took(self) -> dict[str, int]:
+        return {} if self.road is None else self.road.took()
+
+
+# ---- in the test ----
+
+
+def run(
+    module: str,
+    world: int,
+    device: str = "cpu",
+    *,
+    cases: Sequence[str] = (),
+    settings: Mapping[int, Mapping[str, str]] | None = None,
+) -> str:
+    """What the first rank said; AssertionError with what all did where a case fails. cases: names; none: all.
+    settings: of the environment of a rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "ranks", module, *cases, "--worker", folder, "--device", device]
+        processes = []
+        for rank in range(world):
+            surroundings = {
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))),
+                "OMP_NUM_THREADS": "1",
+                "NCCL_NVLS_ENABLE": "0",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                **(settings or {}).get(rank, {}),
+            }
+            with (Path(folder) / f"said{rank}").open("wb") as said:
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=surroundings, stdout=said, stderr=said))
+        codes = _wait(processes)
+        said = [(Path(folder) / f"said{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
+    wrong = [f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(zip(codes, said)) if code]
+    assert not wrong, "\n".join(wrong)
+    return said[0]
+
+
+def _wait(processes: list[subprocess.Popen]) -> list[int]:
+    deadline = time.monotonic() + LIMIT_S + GRACE_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+# ---- on a rank ----
+
+
+def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
+    found = vars(importlib.import_module(module)).items()
+    return {name.removeprefix(PREFIX): function for name, function in found if name.startswith(PREFIX)}
+
+
+@contextlib.contextmanager
+def _road(device: str) -> Iterator[standin.Road | None]:
+    if env.disabled():
+        yield None
+        return
+    with standin.road_to(device) as road:
+        yield road
+
+
+def _work(module: str, folder: str, device: str, names: Sequence[str]) -> None:
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, on_gpu = dist.FileStore(f"{folder}/store", world), device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    timeout, of_gpu = datetime.timedelta(seconds=GROUP_S), {"device_id": torch.device("cuda", rank)} if on_gpu else {}
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, **of_gpu)
+    cases = _cases(module)
+    for name in names or cases:
+        begin = time.monotonic()
+        try:
+            with _road(device) as road:
+                cases[name](Rank(rank, world, device, road))
+            dist.barrier()
+        except BaseException:
+            traceback.print_exc()
+            print(f"{name}: FAILED", flush=True)
+            os._exit(1)  # the others may wait in a collective: who started us ends them
+        torch._dynamo.reset()
+        print(f"{name}: ok, {time.monotonic() - begin:.1f} s", flush=True)
+    os._exit(0)  # without the teardown of groups, which may wait for ranks that are gone
+
+
+# ---- numbers ----
+
+
+def problem(world: int, heads: tuple[int, int] = (4, 2), *, batch: int = 1, rows: int = 64, causal: bool = True,
+            layout: str = "bshd", d: int = 64) -> Case:  # fmt: skip
+    """rows: of each rank."""
+    tags = ("causal",) * causal
+    return new_case(f"{world}_ranks", (batch, *heads), (rows * world,) * 2, (d, d), *tags, layout=layout)
+
+
+def whole(case: Case, device: str) -> Inputs:
+    """The same on all ranks."""
+    on_cpu = make_inputs(case, "cpu")
+    return Inputs(*(_as(x, device) for x in (*on_cpu, on_cpu.grad_out)))
+
+
+def _as(x: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def assert_right(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor] = ()) -> None:
+    """Within the budget of one device: whole results, on every rank."""
+    assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
+    if not grads:
+        return
+    names, cancelled = ("dq", "dk", "dv"), cancelled_sums(*inputs, inputs.grad_out, case.scale)
+    for name, got, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
+        limits = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{case.name} {name}", got, exact, low, **limits)
+
+
+# ---- a program ----
+
+
+class Block(nn.Module):
+    """Llama's attention with a skip."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2, d: int = 64) -> None:
+        super().__init__()
+        self.d = d
+        self.wq, self.wo = (nn.Linear(heads * d, heads * d, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(heads * d, kv_heads * d, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.d)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.wo(out.transpose(1, 2).flatten(2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module")
+    parser.add_argument("cases", nargs="*", default=[], help="names (default: all)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.device_count() > 1 else "cpu")
+    parser.add_argument("--worker", help="what run() gives each rank")
+    options = parser.parse_args()
+    if options.worker:
+        _work(options.module, options.worker, options.device, options.cases)
+    print(run(options.module, options.ranks, options.device, cases=options.cases))
+
+
+if __name__ == "__main__":
+    main()

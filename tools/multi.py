@@ -1,0 +1,309 @@
+"""Suite multi: attention over several GPUs of one host, a process for each, ours in auto beside stock's default and
+stock's flash, all through torch's own context_parallel; Ulysses by plain all-to-alls; a block of a Llama with its heads
+divided as DTensors and as plain tensors.
+
+Times are a call's on the slowest rank, from a barrier on, medians of interleaved rounds. How many calls a round has the
+first rank says: what ranks decide by their own clocks they would not decide alike. `steps_ms`: our ring's attention
+calls by themselves, on the rank with most of them. `margin_ms`: ours with so many SMs left to NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Bench, refusal, row_of
+from in_step import agreed, largest, time_on_ranks, watch
+from records import GRADIENT_FLOP
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend
+
+from torch_flashplug import env, sdpa_backend
+from torch_flashplug.demo import llama
+from torch_flashplug.demo.model import Shape
+from torch_flashplug.demo.scopes import Scope, plugin_off, stock_backend
+from torch_flashplug.integrations import context_parallel
+from torch_flashplug.integrations.ring import steps_of
+from torch_flashplug.testing import (
+    Candidate,
+    attention_math,
+    grads_math,
+    make_inputs,
+    measure_error,
+    new_case,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
+from torch_flashplug.testing.oracle import Masking
+
+HEADS, KV_HEADS, D = 32, 8, 128
+CHECKED_ROWS = 2048  # of the call that is held against fp64 first
+MARGINS = (8, 16)
+PEERS: dict[str, Scope] = {
+    "ours_auto": lambda: sdpa_backend("auto"),
+    "stock": plugin_off,
+    "stock_flash": lambda: stock_backend(SDPBackend.FLASH_ATTENTION),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call of S rows on all ranks together, causal, with gradients or without, or a block of a Llama."""
+
+    name: str
+    s: int
+    way: str  # "ring", "ulysses" or "block"
+    rotate: str = "allgather"
+    what: str = "train"
+    margins: bool = False
+
+    def facts(self) -> dict[str, object]:
+        flop = 2.0 * HEADS * self.s * self.s * D * GRADIENT_FLOP.get(self.what, 1.0)
+        shape = [1, HEADS, KV_HEADS, self.s, self.s, D, D]
+        return {"shape": shape, "d": D, "s": self.s, "mask": "causal", "dtype": "bf16", "flop": flop}
+
+
+def calls() -> Iterator[Call]:
+    for s in (16384, 32768, 65536, 131072):
+        yield Call(f"train_ring_allgather_s{s}", s, "ring", margins=s in (16384, 65536))
+    for s in (16384, 65536):
+        yield Call(f"train_ring_alltoall_s{s}", s, "ring", "alltoall", margins=True)
+        yield Call(f"fwd_ring_allgather_s{s}", s, "ring", what="fwd")
+        yield Call(f"train_ulysses_s{s}", s, "ulysses")
+    yield Call("train_block_dtensor_s4096", 4096, "block")
+
+
+# ---- calls ----
+
+
+def _draw(heads: int, rows: int, device: str, grad: bool) -> Tensor:
+    """Packed: stock's cuDNN, in a ring, has been seen to refuse what projections give, on some ranks alone."""
+    return torch.randn(1, heads, rows, D, device=device, dtype=torch.bfloat16, requires_grad=grad)
+
+
+def _operands(s: int, device: str) -> list[Tensor]:
+    """This rank's q, k, v and the gradient of its output."""
+    rows = s // dist.get_world_size()
+    given = [_draw(heads, rows, device, True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [*given, _draw(HEADS, rows, device, False)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, what: str) -> list[Tensor]:
+    with torch.set_grad_enabled(what == "train"):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [out, *(torch.autograd.grad(out, (q, k, v), grad) if what == "train" else ())]
+
+
+@contextlib.contextmanager
+def ring(s: int, rotate: str, device: str) -> Iterator[None]:
+    """torch's block; torch 2.11 leaves F.sdpa patched where it raises."""
+    from torch.distributed.tensor import experimental
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+    set_rotate_method(rotate)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    sdpa = F.scaled_dot_product_attention
+    try:
+        with experimental.context_parallel(mesh, buffers=[torch.zeros(s, device=device)], buffer_seq_dims=[0]):
+            yield
+    finally:
+        if F.scaled_dot_product_attention is not sdpa:
+            torchs._disable_context_parallel_dispatcher_impl()
+
+
+def _ring_call(call: Call, device: str) -> Callable[[], object]:
+    operands = _operands(call.s, device)
+    return lambda: _attend(*operands, call.what)
+
+
+class _Swap(torch.autograd.Function):
+    """(B, H, S / W, D) to (B, H / W, S, D) by one all-to-all, and back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scatter: int, gather: int) -> Tensor:
+        ctx.back = gather, scatter
+        given = torch.stack([part.contiguous() for part in x.chunk(dist.get_world_size(), scatter)])
+        found = torch.empty_like(given)
+        dist.all_to_all_single(found, given)
+        return torch.cat(found.unbind(0), gather)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Swap.apply(grad, *ctx.back), None, None
+
+
+def _ulysses_call(call: Call, device: str) -> Callable[[], object]:
+    q, k, v, grad = _operands(call.s, device)
+
+    def run() -> tuple[Tensor, ...]:
+        heads = (_Swap.apply(x, 1, 2) for x in (q, k, v))
+        out = _Swap.apply(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True), 2, 1)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
+
+
+def _block_call(local: bool, s: int, device: str) -> Callable[[], object]:
+    shape = Shape(layers=1, heads=HEADS, kv_heads=KV_HEADS, head_dim=D)
+    block = llama.Block(shape).to(device, torch.bfloat16)
+    llama.tensor_parallel(block, init_device_mesh(device, (dist.get_world_size(),)), local)
+    x = torch.randn(2, s, shape.width, device=device, dtype=torch.bfloat16)
+    return lambda: block(x, None).sum().backward()
+
+
+def _steps_call(call: Call, device: str) -> Callable[[], object]:
+    """What one rank's ring makes of attention calls, and nothing else."""
+    world, local = dist.get_world_size(), call.s // dist.get_world_size()
+    made = []
+    for step in steps_of(dist.get_rank(), world, True, True):
+        rows, keys = local // (1 + step.half_of_rows), local // (1 + step.half_of_keys)
+        q, grad = _draw(HEADS, rows, device, True), _draw(HEADS, rows, device, False)
+        k, v = (_draw(KV_HEADS, keys, device, True) for _ in range(2))
+        made.append((q, k, v, grad, step.is_causal))
+
+    def run() -> None:
+        for q, k, v, grad, causal in made:
+            with torch.set_grad_enabled(call.what == "train"):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+            if call.what == "train":
+                torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
+
+
+# ---- numbers ----
+
+
+def check(device: str) -> dict[str, dict[str, float]]:
+    """Errors of ours in a ring against fp64, over their budget on one device: more than 1 ends the run."""
+    from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer, context_parallel_unshard
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    case = new_case("ring", (1, 8, 2), (CHECKED_ROWS,) * 2, (D, D), "causal")
+    inputs = make_inputs(case, device)
+    given = (*inputs, inputs.grad_out)
+    order = _HeadTailLoadBalancer(CHECKED_ROWS, world, device)._generate_indices()[0].long().chunk(world)[rank]
+    parts = [x.index_select(2, order).requires_grad_(i < 3) for i, x in enumerate(given)]
+    mask = Masking(1)
+    exact = attention_math(*inputs, scale=None, mask=mask).out, *grads_math(*given, mask=mask)
+    low = attention_math(*inputs, scale=None, mask=mask, dtype=torch.bfloat16).out, *plain_grads(case, inputs)
+    errors = {}
+    for rotate in ("allgather", "alltoall"):
+        with PEERS["ours_auto"](), ring(CHECKED_ROWS, rotate, device):
+            found = [x.detach() for x in _attend(*parts, "train")]
+            found = context_parallel_unshard(init_device_mesh(device, (world,)), found, [2] * len(found))
+        reports = {
+            name: measure_error(x, right, plain, OUT_FACTOR if name == "out" else GRAD_FACTOR)
+            for name, x, right, plain in zip(("out", "dq", "dk", "dv"), found, exact, low, strict=True)
+        }
+        errors[rotate] = {
+            name: round(max(report.rms / report.budget_rms, report.max / report.budget_max), 3)
+            for name, report in reports.items()
+        }
+    if max(max(of.values()) for of in errors.values()) > 1.0:
+        raise SystemExit(f"ring: wrong, nothing is timed: {errors}")
+    return errors
+
+
+# ---- suite ----
+
+
+def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Who can run it, on all ranks alike, and why others cannot."""
+    makers = {"ring": _ring_call, "ulysses": _ulysses_call}
+    if call.way == "block":
+        run, local = (_block_call(local, call.s, device) for local in (False, True))
+        found = {name: Candidate(run, PEERS[name]) for name in ("ours_auto", "stock")}
+        found["ours_local"] = Candidate(local, PEERS["ours_auto"])
+    else:
+        run = makers[call.way](call, device)
+        found = {name: Candidate(run, scope) for name, scope in PEERS.items()}
+    refused = {}
+    for name, candidate in list(found.items()):
+        watch()
+        try:
+            with candidate.scope():
+                candidate.call()
+        except (RuntimeError, NotImplementedError) as error:
+            refused[name] = refusal(error)
+        if largest(name in refused):
+            refused.setdefault(name, "another rank refused")
+            del found[name]
+    return found, refused
+
+
+def _peaks(candidates: Mapping[str, Candidate]) -> dict[str, float]:
+    """MiB of memory that a call needs beside its operands, on this rank."""
+    found = {}
+    for name, candidate in candidates.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with candidate.scope():
+            candidate.call()
+        torch.cuda.synchronize()
+        found[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return found
+
+
+@contextlib.contextmanager
+def _margin(ctas: int) -> Iterator[None]:
+    before = os.environ.get(env.RING_MARGIN.name)
+    os.environ[env.RING_MARGIN.name] = str(ctas)
+    try:
+        yield
+    finally:
+        os.environ.pop(env.RING_MARGIN.name)
+        if before is not None:
+            os.environ[env.RING_MARGIN.name] = before
+
+
+@contextlib.contextmanager
+def _gathered() -> Iterator[None]:
+    context_parallel.use("gather")
+    try:
+        yield
+    finally:
+        context_parallel.use("ring")
+
+
+def _measure(bench: Bench, call: Call) -> None:
+    device = bench.device
+    around = ring(call.s, call.rotate, device) if call.way == "ring" else contextlib.nullcontext()
+    with around:
+        candidates, refused = _candidates(call, device)
+        peaks = _peaks(candidates) if device == "cuda" else {}
+        variants = {}
+        if call.way == "ring" and "ours_auto" in candidates:
+            scopes = {f"margin{ctas}": lambda ctas=ctas: _margin(ctas) for ctas in MARGINS} if call.margins else {}
+            scopes |= {"gather": _gathered} if call.rotate == "allgather" else {}
+            variants = {name: Candidate(candidates["ours_auto"].call, scope) for name, scope in scopes.items()}
+        timings = time_on_ranks({**candidates, **variants}, bench.rounds, device)
+        if variants and peaks:
+            peaks |= _peaks(variants)
+    more = {"variants_ms": {name: timings.pop(name).ms for name in variants}}
+    if call.way == "ring":
+        alone = {"steps": Candidate(_steps_call(call, device), PEERS["ours_auto"])}
+        more["steps_ms"] = time_on_ranks(alone, bench.rounds, device)["steps"].ms
+    row = row_of(call.name, timings, **call.facts(), **more, peak_mib=peaks, refused=refused)
+    row["ranks"] = dist.get_world_size()
+    if dist.get_rank() == 0:
+        bench.add(row)
+
+
+def suite_multi(bench: Bench) -> None:
+    if dist.is_initialized() and bench.check:
+        errors = check(bench.device)
+        if dist.get_rank() == 0:
+            print("errors over their budget:", errors, flush=True)
+    for call in calls():
+        if agreed(bench.take(call.name)):
+            watch()
+            _measure(bench, call)

@@ -1,0 +1,103 @@
+"""A Llama over bytes in plain torch, such that other parts of torch can divide it among GPUs: q, k and v come from
+weights of their own, and positions are given, since a rank may hold any rows of a text. Its only attention is
+F.scaled_dot_product_attention; nothing here knows of torch_flashplug.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .model import BYTES, Shape
+
+COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("out", "down")  # weights by the dim that tensor parallelism divides
+
+
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of x (B, H, S, D), whose rows are at positions (S,)."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, width = shape, shape.width
+        sizes = {"q": (width, width), "out": (width, width), "down": (3 * width, width)}
+        sizes |= dict.fromkeys(("k", "v"), (width, shape.kv_heads * shape.head_dim))
+        sizes |= dict.fromkeys(("gate", "up"), (width, 3 * width))
+        for name, (taken, given) in sizes.items():
+            self.add_module(name, nn.Linear(taken, given, bias=False))
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        x = x + self.attend(self.norm_attention(x), positions)
+        normed = self.norm_mlp(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def attend(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """positions None: no rotation, which DTensors mixed with tensors do not allow."""
+        heads = (linear(x).unflatten(-1, (-1, self.shape.head_dim)) for linear in (self.q, self.k, self.v))
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        if positions is not None:
+            q, k = _rotate(q, positions), _rotate(k, positions)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(-2))
+
+
+class ByteLlama(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(BYTES, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, BYTES, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits (B, S, 256) of the byte after each of `tokens` (B, S), which are at positions (S,)."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.head(self.norm(x))
+
+
+def build(shape: Shape, device: str, seed: int = 0) -> ByteLlama:
+    """In fp32, with the same weights on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = ByteLlama(shape)
+    model = model.to_empty(device=device)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                spread = 1.0 if name.startswith("embed") else weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
+    return model
+
+
+def tensor_parallel(block: Block, mesh: DeviceMesh, local: bool = True) -> None:
+    """Divides heads and the MLP among the ranks. local: attention gets plain tensors; else DTensors."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {name: ColwiseParallel(use_local_output=local) for name in COLUMNS}
+    plan |= {name: RowwiseParallel(input_layouts=Shard(-1)) for name in ROWS}
+    parallelize_module(block, mesh, plan)
+
+
+def fully_shard(model: ByteLlama, mesh: DeviceMesh) -> None:
+    """FSDP2; products in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        shard(block, mesh=mesh, mp_policy=policy)
+    shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,217 @@
+"""DTensor: on which shards our ops may run, and what the router is told of a call whose operands lie on several
+devices. Decides by sizes that are the same on all of them, never by a device's own: ranks have to agree on the op,
+since DTensor may move what it is given.
+
+torch.distributed.tensor takes a second to import, so nothing here does before the first DTensor proves it to be there.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import native, ops, problem, tracing
+from . import context_parallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+_BATCH, _HEADS, ROWS = range(3)  # dims of an operand that may be sharded
+_OUTSIDE = (
+    "query is sharded over its rows outside of a context_parallel block; call the forward and its backward inside the "
+    "block, or redistribute to Replicate(), Shard(0) or Shard(1) first"
+)
+
+
+class Part(NamedTuple):
+    """Of a call on several devices: what the op gets on each of them."""
+
+    sizes: tuple[tuple[int | None, ...], ...]  # of query, key and value
+    is_step: bool  # of a ring
+
+
+def module():
+    """torch.distributed.tensor, where something has imported it."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found if hasattr(found, "DTensor") else None
+
+
+def is_dtensor(*tensors: Tensor | None) -> bool:
+    """All of them, those that are given."""
+    known = module()
+    return known is not None and all(tensor is None or isinstance(tensor, known.DTensor) for tensor in tensors)
+
+
+def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Part | None:
+    """What up_calls.set_trace() asks, without dropout_p: None where the call is stock's."""
+    if not is_dtensor(query, key, value, mask):
+        return None
+    register()
+    if why_not(query, key, value, mask, dropout_p) is not None:
+        return None
+    return Part(tuple(map(_sizes_of_part, (query, key, value))), _is_step(query))
+
+
+def shown(part: Part, *operands: DTensor) -> list[Tensor]:
+    """Tensors without memory that stand for what the op gets."""
+    return [
+        torch.empty(sizes, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        for sizes, x in zip(part.sizes, operands)
+    ]
+
+
+def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, dropout_p: float) -> str | None:
+    """Why DTensors are stock's; None: they may be ours."""
+    if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
+        said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
+        return f"query, key and value are placed differently ({said}); redistribute them alike"
+    if mask is not None and (mask.dtype.is_floating_point is False or problem.misfit(query, key, mask) is not None):
+        return "a bool attn_mask of a DTensor, or one that does not fit, is stock attention's"
+    if _is_step(query) and (mask is not None or dropout_p):
+        return "stock's context_parallel takes no attn_mask, and its gradients none of dropout; it has to answer"
+    if _is_step(query):
+        return context_parallel.why_not()
+    if _is_sharded(query, ROWS):  # a forced backend has to say so: stock would gather the rows
+        return None if native.forced_kernels(native.effective_mode()) else _OUTSIDE
+    if not all(p.is_replicate() or _shards(p, _BATCH) or _shards(p, _HEADS) for p in query.placements):
+        return f"query is placed {list(query.placements)}; kernels take Replicate(), Shard(0) and Shard(1)"
+    return _uneven(query, key)
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return type(placement) is module().Shard and placement.dim == dim
+
+
+def _is_sharded(tensor: DTensor, dim: int) -> bool:
+    return any(_shards(placement, dim) for placement in tensor.placements)
+
+
+def _is_step(query: DTensor) -> bool:
+    return len(query.placements) == 1 and _is_sharded(query, ROWS) and context_parallel.is_on()
+
+
+def _uneven(query: DTensor, key: DTensor) -> str | None:
+    """DTensor lets uneven shards through, where query heads of one rank would meet key heads of another's."""
+    ranks = math.prod(n for n, p in zip(query.device_mesh.shape, query.placements) if _shards(p, _HEADS))
+    if query.shape[_HEADS] % ranks == 0 and key.shape[_HEADS] % ranks == 0:
+        return None
+    return f"{query.shape[_HEADS]} query and {key.shape[_HEADS]} key heads do not divide among {ranks} ranks"
+
+
+def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
+    """Of the largest part, which some rank has."""
+    sizes = list(problem.hints(tensor.shape))
+    for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements):
+        if type(placement) is module().Shard and sizes[placement.dim] is not None:
+            sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
+    return tuple(sizes)
+
+
+def refusal(query: DTensor) -> str:
+    """What a call that a forced backend gets raises; "": nothing."""
+    return _OUTSIDE if _is_sharded(query, ROWS) and not _is_step(query) else ""
+
+
+def in_words(query: DTensor) -> str:
+    """What explain() says of a call that may be ours."""
+    ranks = query.device_mesh.size()
+    if _is_step(query):
+        return f"context_parallel on {ranks} ranks: the first of {ranks} steps of this rank's rows"
+    return f"DTensor on {ranks} ranks, placed {list(query.placements)}: this rank's part"
+
+
+# ---- strategies: placements of results, and of what they are made of, that need nothing moved ----
+
+
+@functools.cache
+def register() -> None:
+    """Called where a DTensor is there."""
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(tracing.OVERRIDEABLE.default)(_aten_forward)
+    register_sharding(tracing.OVERRIDEABLE_BACKWARD.default)(_aten_backward)
+    register_sharding(ops.namespace.sdpa_fwd.default)(_own_forward)
+    register_sharding(ops.namespace.sdpa_bwd.default)(_own_backward)
+    context_parallel.register()
+
+
+def _placements(query, key) -> Iterator[Placement]:  # specs of DTensors
+    tensor = module()
+    if any(_shards(placement, ROWS) for placement in query.placements):
+        # Redistributing would run one causal call over rows that a load balancer has put in another order.
+        raise RuntimeError(f"torch_flashplug: {_OUTSIDE}")
+    yield tensor.Replicate()
+    yield tensor.Shard(_BATCH)
+    sharded = [n for n, *found in zip(query.mesh.shape, query.placements, key.placements)
+               if any(_shards(placement, _HEADS) for placement in found)]  # fmt: skip
+    ranks = math.prod(sharded) if sharded else query.mesh.size()
+    if query.tensor_meta.shape[_HEADS] % ranks == 0 and key.tensor_meta.shape[_HEADS] % ranks == 0:
+        yield tensor.Shard(_HEADS)
+
+
+def _of_bias(bias, placement: Placement) -> Placement | None:
+    """A dim that is broadcast lies on all devices."""
+    if bias is None:
+        return None
+    tensor, shape = module(), bias.tensor_meta.shape
+    if placement.is_replicate():
+        return placement
+    dim = placement.dim - (4 - len(shape))
+    return tensor.Shard(dim) if dim >= 0 and shape[dim] != 1 else tensor.Replicate()
+
+
+def _of_gradient(bias, placement: Placement) -> Placement | None:
+    """Each device has a part of the sum over a dim that is broadcast."""
+    found = _of_bias(bias, placement)
+    return module().Partial() if found is not None and found.is_replicate() and placement.is_shard() else found
+
+
+def _drawn(*given: object) -> list[Placement | None]:
+    """Seeds and numbers of rows: what is there of them lies on all devices."""
+    return [None if x is None else module().Replicate() for x in given]
+
+
+def _aten_forward(
+    query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=None
+):
+    return [
+        ([p, p, None, None, None, None, *_drawn(p, p), None], [p, p, p, _of_bias(attn_bias, p), None, None, None])
+        for p in _placements(query, key)
+    ]
+
+
+def _aten_backward(grad_out, query, key, value, attn_bias, grad_input_mask, *more, scale=None):
+    _, _, cum_q, cum_k, _, _, _, _, seed, offset = more
+    return [
+        (
+            [p, p, p, _of_gradient(attn_bias, p) if grad_input_mask[3] else None],
+            [p, p, p, p, _of_bias(attn_bias, p), None, p, p, *_drawn(cum_q, cum_k), *(None,) * 4]
+            + _drawn(seed, offset),
+        )
+        for p in _placements(query, key)
+    ]
+
+
+def _own_forward(query, key, value, attn_bias, *settings):
+    return [
+        ([p, p, *_drawn(p, p)], [p, p, p, _of_bias(attn_bias, p), *(None,) * len(settings)])
+        for p in _placements(query, key)
+    ]
+
+
+def _own_backward(grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings):
+    bias_grad = settings[-1]
+    return [
+        (
+            [p, p, p, _of_gradient(attn_bias, p) if bias_grad else module().Replicate()],
+            [p, p, p, p, _of_bias(attn_bias, p), p, p, *_drawn(seed, offset), *(None,) * len(settings)],
+        )
+        for p in _placements(query, key)
+    ]

@@ -1,0 +1,117 @@
+"""Context parallelism without a ring, for those who ask for it on all ranks (context_parallel.use("gather")): keys and
+values of all ranks are gathered, and each chunk of a rank's rows is one call that sees all keys up to its own, causal
+to the bottom right. Nothing is merged, gradients of keys and values are summed where they go; a rank holds all keys and
+values of a layer meanwhile. Ops torch_flashplug::gathered_fwd and gathered_bwd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import native, ops, reference, windowed
+from . import ring
+from .ring import Settings
+
+# Names since torch 2.13, and before.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_WINDOW = windowed.Window(right=0, bottom_right=True)
+
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+for _name in ("fwd", "bwd"):
+    _schema = getattr(ring.namespace, f"ring_{_name}").default._schema
+    _library.define(str(_schema).removeprefix("torch_flashplug::").replace("ring_", "gathered_"), tags=ring.TAGS)
+
+namespace = torch.ops.torch_flashplug
+
+
+class _Chunks:
+    """Of rows in a sequence, by who holds them: with balance rank r has chunks r and 2 W - 1 - r, else chunk r."""
+
+    def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
+        ring.check(settings, query, key)
+        self.group = dist.distributed_c10d._resolve_process_group(settings.group)
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.settings = settings
+        last = 2 * self.ranks - 1
+        held = [(r, last - r) if settings.balanced else (r,) for r in range(self.ranks)]
+        self.mine, in_turn = held[self.rank], [chunk for chunks in held for chunk in chunks]
+        self._places = sorted(range(len(in_turn)), key=in_turn.__getitem__)  # of chunks in order, as they are gathered
+        self._in_turn, self.count = in_turn, len(in_turn)
+
+    def calls(self, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
+        """The rows of each chunk here, and the keys in order that they see."""
+        rows, keys = rows // len(self.mine), keys * self.ranks // self.count
+        for place, chunk in enumerate(self.mine):
+            seen = chunk + 1 if self.settings.is_causal else self.count
+            yield slice(place * rows, (place + 1) * rows), slice(0, seen * keys)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, H, S / W, D) -> (B, H, S, D), in order."""
+        parts = torch.stack(x.chunk(len(self.mine), 2))  # (chunks here, B, H, rows, D)
+        found = parts.new_empty(self.count, *parts.shape[1:])
+        _ALL_GATHER(found, parts, group=self.group)
+        return torch.cat([found[place] for place in self._places], dim=2)
+
+    def scatter(self, sum_: Tensor, like: Tensor) -> Tensor:
+        """The reverse: what all ranks have for each row, added up."""
+        chunks = sum_.chunk(self.count, 2)
+        parts = torch.stack([chunks[number] for number in self._in_turn])
+        found = parts.new_empty(len(self.mine), *parts.shape[1:])
+        _REDUCE_SCATTER(found, parts, group=self.group)
+        return reference.like(torch.cat(found.unbind(0), dim=2), like)
+
+
+@contextlib.contextmanager
+def _in_mode(mode: int) -> Iterator[None]:
+    before = native.set_mode(mode)
+    try:
+        yield
+    finally:
+        native.set_mode(before)
+
+
+def _window(is_causal: bool) -> windowed.Window:
+    return _WINDOW if is_causal else windowed.Window()
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
+    s = Settings(*given)
+    chunks = _Chunks(s, query, key)
+    keys, values = map(chunks.gather, (key, value))
+    out = ops.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    with _in_mode(s.mode):
+        for rows, seen in chunks.calls(query.shape[2], key.shape[2]):
+            operands = query[:, :, rows], keys[:, :, seen], values[:, :, seen]
+            found = namespace.attention_fwd(*operands, *(None,) * 4, *_window(s.is_causal), 0.0, s.scale)
+            for whole, part in zip((out, lse), found):
+                whole[:, :, rows] = part
+    return out, lse
+
+
+def _backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *given: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    s = Settings(*given)
+    chunks = _Chunks(s, query, key)
+    keys, values = map(chunks.gather, (key, value))
+    dq = torch.empty_like(query)
+    sums = [torch.zeros_like(x, dtype=torch.float32 if s.wide else x.dtype) for x in (keys, values)]
+    with _in_mode(s.mode):
+        for rows, seen in chunks.calls(query.shape[2], key.shape[2]):
+            known = out[:, :, rows], lse[:, :, rows].contiguous(), None, None
+            operands = query[:, :, rows], keys[:, :, seen], values[:, :, seen], *known
+            settings = *_window(s.is_causal), 0.0, s.scale, False
+            dq[:, :, rows], *found, _ = namespace.attention_bwd(grad_out[:, :, rows], None, *operands, *settings)
+            for sum_, part in zip(sums, found):
+                sum_[:, :, seen] += part
+    return dq, *map(chunks.scatter, sums, (key, value))
+
+
+ring.register("gathered", _forward, _backward, _library)

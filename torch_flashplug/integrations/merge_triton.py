@@ -1,0 +1,87 @@
+"""The kernels of merge.py in Triton. A program takes some rows of one head; everything is read once, and written once.
+
+Imports Triton, so it is imported at the first merge on a GPU and not before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 4096  # of a program
+
+
+@triton.jit
+def _merge(
+    out, lse, step_out, step_lse, heads, rows, all_rows, first, dims,
+    out_b, out_h, out_s, step_b, step_h, step_s, ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // heads, head % heads
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)
+    at = head * all_rows + first + row
+    old = tl.load(lse + at, mask=row < rows, other=0.0)
+    new = tl.load(step_lse + head * rows + row, mask=row < rows, other=0.0)
+    top = tl.maximum(old, new)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    old_sum, new_sum = tl.exp(old - top), tl.exp(new - top)
+    both = old_sum + new_sum
+    seen = both > 0.0
+    share = tl.where(seen, new_sum / tl.where(seen, both, 1.0), 0.0)
+    tl.store(lse + at, tl.where(seen, top + tl.log(both), float("-inf")), mask=row < rows)
+    inside = (row < rows)[:, None] & (dim < dims)[None, :]
+    to = out + b * out_b + h * out_h + (first + row).to(tl.int64)[:, None] * out_s + dim[None, :]
+    of = step_out + b * step_b + h * step_h + row.to(tl.int64)[:, None] * step_s + dim[None, :]
+    before = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    found = tl.load(of, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, (before + share[:, None] * (found - before)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add(
+    total, part, heads, rows, first, dims,
+    total_b, total_h, total_s, part_b, part_h, part_s, ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // heads, head % heads
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    dim = tl.arange(0, DIMS)
+    inside = (row < rows)[:, None] & (dim < dims)[None, :]
+    to = total + b * total_b + h * total_h + (first + row)[:, None] * total_s + dim[None, :]
+    of = part + b * part_b + h * part_h + row[:, None] * part_s + dim[None, :]
+    sum_ = tl.load(to, mask=inside, other=0.0).to(tl.float32) + tl.load(of, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, sum_.to(total.dtype.element_ty), mask=inside)
+
+
+def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    B, H, S, D = part.shape
+    dims = triton.next_power_of_2(D)
+    rows = max(1, _ELEMENTS // dims)
+    return (B * H, triton.cdiv(S, rows)), {"ROWS": rows, "DIMS": dims}
+
+
+def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
+    """As merged_in_torch."""
+    _, H, S, D = step_out.shape
+    grid, sizes = _grid(step_out)
+    with torch.cuda.device_of(out):
+        _merge[grid](out, lse, step_out, step_lse, H, S, out.shape[2], first, D, *out.stride()[:3],
+                     *step_out.stride()[:3], **sizes)  # fmt: skip
+
+
+def add(total: Tensor, part: Tensor, first: int) -> None:
+    """As added_in_torch."""
+    _, H, S, D = part.shape
+    grid, sizes = _grid(part)
+    with torch.cuda.device_of(total):
+        _add[grid](total, part, H, S, first, D, *total.stride()[:3], *part.stride()[:3], **sizes)
+
+
+def try_out(device: str) -> None:
+    """Raises where they cannot be compiled."""
+    out, lse = torch.zeros(1, 2, 4, 8, device=device), torch.zeros(1, 2, 4, device=device)
+    merge(out, lse, out.bfloat16(), lse.clone(), 0)
+    add(out, out.bfloat16(), 0)
