@@ -100,9 +100,14 @@ def _is_step(query: DTensor) -> bool:
 def _uneven(query: DTensor, key: DTensor) -> str | None:
     """DTensor lets uneven shards through, where query heads of one rank would meet key heads of another's."""
     ranks = math.prod(n for n, p in zip(query.device_mesh.shape, query.placements) if _shards(p, _HEADS))
-    if query.shape[_HEADS] % ranks == 0 and key.shape[_HEADS] % ranks == 0:
+    heads = _heads_of(query.shape, key.shape)
+    if all(n is not None and n % ranks == 0 for n in heads):
         return None
-    return f"{query.shape[_HEADS]} query and {key.shape[_HEADS]} key heads do not divide among {ranks} ranks"
+    return f"{heads[0]} query and {heads[1]} key heads do not divide among {ranks} ranks"
+
+
+def _heads_of(*shapes: tuple) -> list[int | None]:
+    return [problem.hints(shape)[_HEADS] for shape in shapes]
 
 
 def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
@@ -152,7 +157,7 @@ def _placements(query, key) -> Iterator[Placement]:  # specs of DTensors
     sharded = [n for n, *found in zip(query.mesh.shape, query.placements, key.placements)
                if any(_shards(placement, _HEADS) for placement in found)]  # fmt: skip
     ranks = math.prod(sharded) if sharded else query.mesh.size()
-    if query.tensor_meta.shape[_HEADS] % ranks == 0 and key.tensor_meta.shape[_HEADS] % ranks == 0:
+    if all(n is not None and n % ranks == 0 for n in _heads_of(query.tensor_meta.shape, key.tensor_meta.shape)):
         yield tensor.Shard(_HEADS)
 
 
