@@ -281,6 +281,10 @@ FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
   }
 }
 FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
+  {
+    std::lock_guard<std::mutex> lock(state().told_mutex);
+    state().told.clear();  // who listens from here on has been told nothing
+  }
   state().log_plans.store(log_plans != 0);
   state().log_callback.store(callback, std::memory_order_release);
 }
