@@ -130,6 +130,7 @@ DoorCall::DoorCall(const Boxed& given, Window window, AtenTensorHandle into)
   call.window = window;
   call.cu_q = given.tensor(Arg::kCuQ), call.cu_k = given.tensor(Arg::kCuK);
   call.used_k = given.tensor(Arg::kUsedK);
+  call.num_splits = given.integer(Arg::kSplits).value_or(0);
   if (into == nullptr || dims_of(into) != dims_of(given.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();

@@ -311,6 +311,7 @@ void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
               v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
   ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
   call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.tall = box::to<double>(stack[op["tall"]]);
   const Facts facts = read_lists(call);
   ForwardResult result;
   if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);

@@ -96,6 +96,7 @@ bool read_class(const Attention& call, Facts* facts) {
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
   p.by_kind = call.num_splits == 1;
+  p.tall = call.tall;
   p.scale = scale_of(call.scale);
   return true;
 }

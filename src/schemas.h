@@ -108,7 +108,8 @@ inline constexpr Schema kAttentionMathBackward(
     "bool wants_delta, int num_splits=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kListedForward(
-    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor out, "
+    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale) -> "
+    "(Tensor out, "
     "Tensor lse)");
 inline constexpr Schema kListedBackward(
     "torch_flashplug::listed_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, "

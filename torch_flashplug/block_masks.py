@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from . import digested
-from .blocks import HALVES, MASKED, NONE, THREADS, TILE, WHOLE
-from .spec import LISTED
+from .blocks import HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from .spec import LISTED, TALL
 from .words import words
 
 _AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
@@ -31,6 +31,7 @@ class BlockLists(NamedTuple):
     Sq: int
     Sk: int
     gradients: bool  # whether backwards can read it, too
+    tall: float = 1.0  # work of tiles of TALL queries over that of others: what is seen of both lines they have to see
 
 
 class _Lists(NamedTuple):
@@ -95,7 +96,8 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
     if tiles.shape[1:] != (M, N):
         raise ValueError(f"attention: block_mask lists {rows} rows of {of_q} queries, and has {Sq} queries")
     seen = _Seen(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
-    return BlockLists(_digest(tiles, seen, gradients).view(*planes, numbers), Sq, Sk, gradients)
+    digest, tall = _digest(tiles, seen, gradients)
+    return BlockLists(digest.view(*planes, numbers), Sq, Sk, gradients, tall)
 
 
 class _Seen(NamedTuple):
@@ -121,8 +123,8 @@ class _Seen(NamedTuple):
         return there & (asked(plane // self.heads, plane % self.heads, *within) | whole.view(-1, 1, 1))
 
 
-def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> Tensor:
-    """Of (P, M, N) states of tiles of TILE x TILE scores."""
+def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]:
+    """Of (P, M, N) states of tiles of TILE x TILE scores; and the work of tall tiles over that of others."""
     P, M, N = tiles.shape
     some, every = tiles != NONE, tiles == WHOLE
     uncertain = (tiles == MASKED) | (every & _crosses(tiles, seen))
@@ -143,7 +145,10 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> Tensor:
     states = _states(some, every)
     made = digested.of_forwards(states, states, seen.Sq, rows)
     made += digested.of_gradients(states, columns) if gradients else []
-    return torch.cat([part.flatten() for part in made])
+    work = (int((x & KIND != NONE).sum()) * rows for x, rows in
+            ((digested.tall(states, seen.Sq), TALL), (states, LISTED)))  # fmt: skip
+    of_tall, of_others = work
+    return torch.cat([part.flatten() for part in made]), of_tall / max(of_others, 1)
 
 
 def _crosses(tiles: Tensor, seen: _Seen) -> Tensor:

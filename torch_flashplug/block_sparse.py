@@ -1,7 +1,7 @@
 """The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
 3.3) by lists of blocks that were made ahead of the call (block_masks.py). Schema, fake, autograd, and their mathematics
 on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp, those of
-masks. The LSE is not differentiable.
+masks, which one by `tall`, the work of tiles of TALL rows over that of others. The LSE is not differentiable.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from . import digested, reference
 from .ops import empty_in_layout_of, never_a_frame
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, float? scale"
+_FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, "
 _BACKWARD = (
     "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, Tensor lse, float? scale"
 )
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
-for _name in ("listed_fwd", "_listed_math_fwd"):
-    _library.define(f"{_name}({_FORWARD}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+for _name, _more in (("listed_fwd", "float tall, float? scale"), ("_listed_math_fwd", "float? scale")):
+    _library.define(f"{_name}({_FORWARD}{_more}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 for _name in ("listed_bwd", "_listed_math_bwd"):
     _library.define(f"{_name}({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
 
+_ANYWHERE = "CompositeExplicitAutograd"
 namespace = torch.ops.torch_flashplug
 
 
@@ -71,11 +72,18 @@ def _math_backward(  # noqa: PLR0913
     return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse))[:3]
 
 
+@never_a_frame
+def _math_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, digest: Tensor, tall: float, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    return _math_forward(query, key, value, digest, scale)
+
+
 # ---- autograd ----
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale = inputs
+    *tensors, _, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -84,8 +92,8 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 def _backward(ctx, grad_out: Tensor | None, _: None) -> tuple:
     query, key, value, digest, out, lse = ctx.saved_tensors
     if grad_out is None:
-        return (None,) * 5
-    return *namespace.listed_bwd(grad_out, query, key, value, digest, out, lse, ctx.scale), None, None
+        return (None,) * 6
+    return *namespace.listed_bwd(grad_out, query, key, value, digest, out, lse, ctx.scale), None, None, None
 
 
 def _double_backward(ctx, *grads: Tensor | None) -> tuple:
@@ -96,12 +104,12 @@ def _double_backward(ctx, *grads: Tensor | None) -> tuple:
 
 
 def _register() -> None:
-    for name, math_of, fake in (
-        ("listed_fwd", _math_forward, _forward_fake), ("listed_bwd", _math_backward, _backward_fake)
-    ):  # fmt: skip
-        of_math = f"_{name.replace('_', '_math_', 1)}"
-        for op, key in ((name, "CPU"), (of_math, "CompositeExplicitAutograd")):
-            _library.impl(op, math_of, key)
+    for name, on_cpu, anywhere, fake in (
+        ("listed_fwd", _math_on_cpu, _math_forward, _forward_fake),
+        ("listed_bwd", _math_backward, _math_backward, _backward_fake),
+    ):
+        for op, of, key in ((name, on_cpu, "CPU"), (f"_{name.replace('_', '_math_', 1)}", anywhere, _ANYWHERE)):
+            _library.impl(op, of, key)
             torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
     forward, backward = "torch_flashplug::listed_fwd", "torch_flashplug::listed_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)

@@ -108,7 +108,7 @@ class _Road(TorchFunctionMode):
             if not plan.kernel:
                 plan = _behind(_WHOLE, replace(plan, backend="stock"))
         elif end is namespace.listed_fwd:
-            plan = self._of_op(self.args, {"mask": 1, "grad": 1}, 0, forced=True)
+            plan = self._of_op(self.args, {"mask": 1, "grad": 1, "tall": self.args[4]}, 0, forced=True)
         else:
             return None
         return _behind(_WHOLE, plan) if self.dequantises else plan

@@ -36,6 +36,6 @@ def of_blocks(
     if wanted and not block_mask.gradients:
         raise ValueError("attention: lists of blocks were made without gradients; make them by block_lists(block_mask)")
     given = (x.transpose(1, 2) for x in problem.under_autocast(q.device.type, *operands))
-    out, lse = namespace.listed_fwd(*given, block_mask.digest, scale)
+    out, lse = namespace.listed_fwd(*given, block_mask.digest, block_mask.tall, scale)
     out = out.transpose(1, 2)
     return (out if into is None else into.copy_(out)), lse

@@ -11,7 +11,8 @@ namespace flashplug {
 
 namespace {
 
-constexpr double kEdgeBlocks = 1;  // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int64_t kListedRows = 128;  // of a listed block (spec.LISTED)
+constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
 constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // more than any tile has
 
 // Whether a call's rows start with a sector of what L2 hands out at once.
@@ -106,7 +107,8 @@ double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& d
   }
   if ((row.takes & kCausal) == 0) {
     const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
-    return waves * (all_blocks + kEdgeBlocks) * row.cost;
+    const bool tall = (row.takes & kMask) != 0 && row.tile_m > kListedRows;
+    return waves * (all_blocks * (tall ? p.tall : 1.0) + kEdgeBlocks) * row.cost;
   }
   // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
   const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);

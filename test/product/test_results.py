@@ -355,45 +355,6 @@ def test_the_table_of_windows_and_lengths():
             assert cell == (f"{geometric_mean(side):.2f} ({min(side):.2f})" if side else "-"), label
 
 
-def test_the_table_of_pages():
-    page = (ROOT / "docs" / "benchmarks.md").read_text().split("### Pages\n", 1)[1].split("\n## ", 1)[0]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"][2:]
-    rows = rows_of("paged-h100")
-    assert len(lines) == len(rows)
-    for (call, *cells), row in zip(lines, rows, strict=True):
-        B, Hq, Hkv, _, Sk, D, _ = row["shape"]
-        times, on_end = row["all_ms"], row["all_ms"]["ours_on_end"]
-        ratios = [on_end / times[name] for name in ("ours_fa2", "ours_page64", "ours_page256", "ours_lengths")]
-        ratios.append(min(row["peers_ms"].values()) / row["ours_ms"])
-        assert call == f"{B} x {Hq} x {Hkv} x {Sk}, D {D}"
-        assert cells == [str(row["kv_bytes"] >> 20), f"{1000 * on_end:.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
-
-
-def test_the_table_of_block_masks():
-    page = (ROOT / "docs" / "benchmarks.md").read_text().split("### Block masks\n", 1)[1].split("\n## ", 1)[0]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"][2:]
-    rows = rows_of("blocks-h100")
-    assert len(lines) == len(rows)
-    for (call, *cells), row in zip(lines, rows, strict=True):
-        what, mask, _, _ = row["case"].split("_")
-        assert call == f"{what} {mask}, D {row['d']}, {row['s'] // 1024}k"
-        assert cells == [f"{row['ours_ms']:.3g}", f"{row['peers_ms']['flex'] / row['ours_ms']:.2f}", f"{row['rate']:.2f}"]
-
-
-def test_the_table_of_several_gpus():
-    said = table("docs/several_gpus.md", "Measured")
-    *rings, block = rows_of("multi-h200x2")
-    assert len(said) == len(rings)
-    for (call, ours, *cells), row in zip(said, rings, strict=True):
-        peers, memory = row["peers_ms"], row["peak_mib"]
-        ratios = [f"{peers[name] / row['ours_ms']:.2f}" for name in ("stock", "stock_flash")]
-        steps = f"{row['steps_ms'] / row['ours_ms']:.2f}" if "steps_ms" in row else "-"
-        assert (call, ours) == (row["case"], f"{row['ours_ms']:.4g}")
-        assert cells == [*ratios, steps, f"{memory['ours_auto'] / memory['stock']:.2f}"]
-    page = (ROOT / "docs" / "several_gpus.md").read_text()
-    assert f"as DTensors takes {block['ours_ms']:.2f} ms, as plain tensors {block['all_ms']['ours_local']:.2f}" in page
-
-
 def test_eight_bits():
     """Both tables, and the sentence on kernels alone."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()

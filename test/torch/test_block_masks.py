@@ -195,8 +195,8 @@ def test_lists_alone() -> None:
 def test_opcheck() -> None:
     q, k, v = (x.transpose(1, 2) for x in operands(130, 200))
     lists = block_lists(block_mask(sliding, 130, 200))
-    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, None))
-    out, lse = FORWARD(q, k, v, lists.digest, 0.2)
+    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, 1.0, None))
+    out, lse = FORWARD(q, k, v, lists.digest, 1.0, 0.2)
     given = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.digest, out, lse)]
     torch.library.opcheck(BACKWARD, (*given, 0.2), test_utils=("test_schema", "test_faketensor"))
 
@@ -236,6 +236,22 @@ def test_on_kernels(kernels_on: str, Sq: int) -> None:
     assert float((out.double() - right).norm() / right.norm()) < 6e-3
 
 
+def test_tall_tiles() -> None:
+    """Where their two lines see other blocks, D 64 has tiles of 128 rows instead of 192."""
+    S = 8192
+    given = [torch.empty(1, S, 32, 64, dtype=torch.bfloat16) for _ in range(3)]
+    blocks = torch.arange(S // 128)
+    for listed, rows in (((blocks[:, None] * 37 + blocks * 11) % 10 == 0, 128), (blocks[:, None] >= blocks, 192)):
+        lists = listed.sum(1).int(), listed.int().argsort(dim=1, descending=True, stable=True).int()
+        made = block_lists(flex.BlockMask.from_kv_blocks(
+            *(torch.zeros_like(x)[None, None] for x in lists), *(x[None, None] for x in lists),
+            BLOCK_SIZE=128, seq_lengths=(S, S),
+        ), gradients=False)  # fmt: skip
+        assert (made.tall > 1.4) == (rows == 128)
+        plan = torch_flashplug.explain_attention(*given, block_mask=made, device="h100")
+        assert f"_m{rows}n" in plan.kernel
+
+
 def test_explained() -> None:
     given = operands(130, 200, D=64, dtype=torch.bfloat16)
     plan = torch_flashplug.explain_attention(*given, block_mask=block_mask(sliding, 130, 200), device="h100")
@@ -271,4 +287,4 @@ def test_refused() -> None:
     refused("q on meta", operands=[x.to("meta") for x in operands(130, 200)])
     q, k, v = (x.transpose(1, 2) for x in operands(130, 200))
     with pytest.raises(RuntimeError, match="lists of blocks are"):
-        FORWARD(q, k, v, made.digest[..., :-1], None)
+        FORWARD(q, k, v, made.digest[..., :-1], 1.0, None)

@@ -91,6 +91,20 @@ def test_ours(door: str, window: tuple[int, int], backend: str) -> None:
 
 
 @SINCE_2_13
+def test_one_split_has_the_same_bits_in_any_batch(door: str) -> None:
+    """As torch promises of num_splits=1, of a forward: a sequence alone and beside others."""
+    q, k, v = operands(door)
+    settings = {"num_splits": 1, "window_size": (-1, 0), **GROUPED}
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        native.counters(reset=True)
+        all_of_them = varlen.varlen_attn(q, k, v, *given(door), **settings)
+        rows, keys = slice(70, 200), slice(79, 219)
+        cu = [starts((n,), door) for n in (130, 140)]
+        alone = varlen.varlen_attn(q[rows], k[keys], v[keys], *cu, 130, 140, **settings)
+    assert native.counters(reset=True)["ours_fwd"] == 2 and torch.equal(alone, all_of_them[rows])
+
+
+@SINCE_2_13
 def test_keys_that_count(door: str) -> None:
     """The first of each, whatever the others hold."""
     q, k, v = operands(door)
