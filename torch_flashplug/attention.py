@@ -115,7 +115,7 @@ def attention(  # noqa: PLR0913
     operands, scales = (q, k, v), (k_scale, v_scale)
     given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None:
-        check_out(out, operands, sinks)
+        check_out(out, operands, sinks, *scales)
     if block_mask is not None:
         beside = {
             "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,

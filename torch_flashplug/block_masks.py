@@ -48,14 +48,56 @@ class _Lists(NamedTuple):
         return found.scatter_(2, torch.where(listed, self.index, columns).long(), state)[..., :columns]
 
 
-_known: weakref.WeakKeyDictionary[object, tuple[tuple, BlockLists]] = weakref.WeakKeyDictionary()
+class _Looked(NamedTuple):
+    """At what lists were made of; kept, so that nothing else can be found at its address."""
+
+    parts: tuple[object, ...]
+    written: tuple[int | object, ...]  # how often each was; of what does not tell, like nothing else
+
+    @classmethod
+    def at(cls, block_mask: object) -> _Looked:
+        parts = [getattr(block_mask, name) for name in _WANTED]
+        parts += [mask_mod := getattr(block_mask, "mask_mod", None), *_captured(mask_mod)]
+        return cls(tuple(parts), tuple(_version(x) for x in parts))
+
+    def is_as(self, other: _Looked) -> bool:
+        same = len(self.parts) == len(other.parts) and self.written == other.written
+        return same and all(
+            a is b or (isinstance(a, tuple) and a == b) for a, b in zip(self.parts, other.parts, strict=True)
+        )
+
+
+def _version(x: object) -> int | object:
+    if not isinstance(x, Tensor):
+        return 0
+    return object() if x.is_inference() else x._version
+
+
+def _captured(function: object) -> list[object]:
+    """What a function holds of its surroundings, what such functions hold, too."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if not _is_empty(cell)]
+    held += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]  # of functools.partial
+    held += list(getattr(function, "__defaults__", None) or ())
+    return held + [x for inner in (*held, getattr(function, "func", None)) if callable(inner) for x in _captured(inner)]
+
+
+def _is_empty(cell: object) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+_known: weakref.WeakKeyDictionary[object, tuple[_Looked, BlockLists]] = weakref.WeakKeyDictionary()
 
 
 def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
     """Of a torch.nn.attention.flex_attention.BlockMask, (B or 1, Hq or 1, Sq, Sk), with blocks of multiples of 64
     queries and keys: its lists, and what its mask_mod says of blocks that are listed as partial. It takes
     Sq * Sk / 8 bytes for each of its planes, with gradients twice as many. Waits for the device; a mask that was looked
-    at is known again as long as its tensors are not written to. Raises TypeError, ValueError.
+    at is known again as long as its tensors, and those in the closure of its mask_mod, are not written to (globals that
+    it reads are not looked at, and tensors of inference mode are never known). Raises TypeError, ValueError.
     """
     missing = [name for name in _WANTED if not hasattr(block_mask, name)]
     if missing:
@@ -63,13 +105,13 @@ def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
             f"attention: block_mask is {type(block_mask).__name__} and has no {', '.join(missing)}; "
             "give a BlockMask of torch.nn.attention.flex_attention"
         )
-    tensors = [x for name in _WANTED[:4] if (x := getattr(block_mask, name)) is not None]
-    written = tuple((id(x), x._version) for x in tensors), id(getattr(block_mask, "mask_mod", None))
+    looked = _Looked.at(block_mask)
     before, found = _known.get(block_mask, (None, None))
-    if before == written and (found.gradients or not gradients):
+    if before is not None and looked.is_as(before) and (found.gradients or not gradients):
         return found
-    made = _made(block_mask, gradients)
-    _known[block_mask] = (written, made)
+    with torch.inference_mode(False), torch.no_grad():  # what is kept may meet gradients later
+        made = _made(block_mask, gradients)
+    _known[block_mask] = (looked, made)
     return made
 
 

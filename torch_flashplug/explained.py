@@ -19,6 +19,7 @@ from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
 from .block_masks import BlockLists, block_lists
 from .families import BACKENDS, KERNEL_BACKENDS
+from .operands import check_out
 from .windowed import Window, namespace
 
 _F_SDPA = F.scaled_dot_product_attention
@@ -45,7 +46,9 @@ def explain_attention(
     given = (q, k, v)
     if not all(isinstance(x, Tensor) for x in given):
         attention(*given, **arguments)  # which says so
-    arguments = {name: x for name, x in arguments.items() if x is not None and name != "out"}
+    if (out := arguments.pop("out", None)) is not None:
+        check_out(out, given, *(arguments.get(name) for name in ("sinks", "k_scale", "v_scale")))
+    arguments = {name: x for name, x in arguments.items() if x is not None}
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
         arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))
     road = _Road(q.device if device is None else torch.device("cuda"), device)

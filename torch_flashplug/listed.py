@@ -8,7 +8,7 @@ from torch import Tensor
 from . import problem
 from .block_masks import BlockLists, block_lists
 from .block_sparse import namespace
-from .operands import check_operands, check_same, refuse_forward_mode
+from .operands import check_dtypes, check_operands, refuse_forward_mode
 
 
 def of_blocks(
@@ -19,7 +19,8 @@ def of_blocks(
     if beside:
         raise ValueError(f"attention: block_mask beside {', '.join(beside)}; say it in mask_mod, or give no block_mask")
     check_operands(*operands)
-    check_same(*operands)
+    if check_dtypes(*operands):
+        raise ValueError("attention: k and v in 8 bits beside block_mask are not built; give them in 16 bits")
     refuse_forward_mode()
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     if not isinstance(block_mask, BlockLists):

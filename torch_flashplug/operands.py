@@ -151,8 +151,8 @@ def in_16_bits(
 # ---- a given tensor for the output ----
 
 
-def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None) -> None:
-    """Of operands that fit: what is wrong with others is said by whoever takes them."""
+def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: object) -> None:
+    """Of operands that fit: what is wrong with others is said by whoever takes them. more: what else has gradients."""
     q, _, v = operands
     if not all(isinstance(x, Tensor) and x.dim() for x in operands):
         return
@@ -162,10 +162,22 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], sinks: Tenso
     if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
         given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(f"attention: out is {given}; give {dtype} {wanted[0]} on {q.device}")
-    given = (out, *operands, *(x for x in (sinks,) if isinstance(x, Tensor)))
+    if not torch.compiler.is_compiling() and _shares_memory(out, operands):
+        raise ValueError("attention: out shares memory with itself or an operand; give a tensor of its own")
+    given = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise RuntimeError("attention: there are no gradients through out; call it under torch.no_grad(), or without")
     refuse_forward_mode()
+
+
+def _shares_memory(x: Tensor, others: tuple[Tensor, ...]) -> bool:
+    """Whether two elements may lie at one place, or all begins where another tensor does."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return x.numel() > 0 and not x.is_meta and any(x.data_ptr() == other.data_ptr() for other in others)
 
 
 def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
@@ -174,4 +186,7 @@ def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple
     if into is None or into.dtype != query.dtype:
         out, lse = getattr(namespace, op)(query, *more)
         return out if into is None else into.copy_(out), lse
-    return into, getattr(namespace, f"{op}_out")(into, query, *more)
+    lse = getattr(namespace, f"{op}_out")(into, query, *more)
+    if not torch.compiler.is_compiling() and not into.is_inference():
+        torch.autograd.graph.increment_version(into)  # the op has no kernel that does
+    return into, lse

@@ -182,6 +182,41 @@ def test_known_again() -> None:
     assert block_lists(mask) is not more
 
 
+def test_what_a_mask_mod_holds_is_looked_at_again() -> None:
+    """Tensors in its closure that were written to, another function at an old one's place, other lengths."""
+    offset, given = torch.tensor(0), operands(128, 128)
+    mask = block_mask(lambda b, h, q, k: q + offset >= k, 128, 128)
+    for moved in (0, 1, 90):
+        offset.fill_(moved)
+        right, _ = by_definition(*given, torch.ones(128, 128).tril(moved).bool())
+        torch.testing.assert_close(attention(*given, block_mask=mask), right)
+
+    def of_width(n: int) -> Callable:
+        return lambda b, h, q, k: (q >= k) & (q - k < n)
+
+    for width in range(1, 60, 3):
+        mask.mask_mod = None
+        mask.mask_mod = of_width(width)
+        right, _ = by_definition(*given, torch.ones(128, 128).tril().triu(1 - width).bool())
+        torch.testing.assert_close(attention(*given, block_mask=mask), right)
+    known = block_lists(mask)
+    mask.seq_lengths = (100, 128)
+    assert block_lists(mask).Sq == 100 and known.Sq == 128
+
+
+def test_inference_mode() -> None:
+    given = operands(128, 128)
+    right, _ = by_definition(*given, dense(causal, 128, 128))
+    with torch.inference_mode():
+        mask = block_mask(causal, 128, 128)
+        torch.testing.assert_close(attention(*given, block_mask=mask), right)
+    torch.testing.assert_close(attention(*given, block_mask=mask), right)
+    mask = block_mask(causal, 128, 128)
+    with torch.inference_mode():
+        block_lists(mask)
+    attention(given[0].requires_grad_(), *given[1:], block_mask=mask).sum().backward()
+
+
 def test_lists_alone() -> None:
     """Without a mask_mod all of a listed block is seen; numbers beyond the last block are left out."""
     count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
@@ -280,6 +315,8 @@ def test_refused() -> None:
     refused("beside softcap", softcap=3.0)
     refused("beside lengths", seqused_k=torch.ones(2, dtype=torch.int32))
     refused(r"is \(1, 1, 130, 200\); give one of", operands=operands(131, 200))
+    refused("8 bits beside block_mask", operands=[operands(130, 200)[0].bfloat16(),
+                                                  *(x.to(torch.int8) for x in operands(130, 200)[1:])])  # fmt: skip
     refused("has no kv_num_blocks", TypeError, block_mask=torch.ones(130, 200))
     refused("blocks of block_mask are 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32))
     made = block_lists(block_mask(sliding, 130, 200), gradients=False)

@@ -110,11 +110,13 @@ def test_modes() -> None:
 def test_nothing_runs_and_what_is_wrong_is_said() -> None:
     """On tensors that are here."""
     q, k, v = (torch.zeros(1, 9, 2, 16, requires_grad=True) for _ in range(3))
-    plan = explain_attention(q, k, v, window=(1, 1), return_lse=True, out=torch.zeros(1, 9, 2, 16))
+    plan = explain_attention(q, k, v, window=(1, 1), return_lse=True)
     assert plan.backend == "math" and "no CUDA device" in plan.reasons["fa3"] and plan.call.endswith("grad")
     assert explain_attention(q, k, v).backend == "stock"
     for error, says, arguments in (
         (ValueError, "window=3; give", {"window": 3}),
+        (ValueError, r"out is torch.float32 \(3,\)", {"out": torch.zeros(3)}),
+        (RuntimeError, "no gradients through out", {"out": torch.zeros(1, 9, 2, 16)}),
         (ValueError, r"sinks are \(3,\)", {"sinks": torch.zeros(3)}),
         (ValueError, "on meta; give int32", {"seqused_k": ints(1)}),
         (TypeError, "unexpected keyword", {"sofcap": 1.0}),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import torch_flashplug
 from torch_flashplug import attention
 from torch_flashplug.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
@@ -200,3 +201,25 @@ def test_flash_attns_num_splits_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(flash_attn_func(q, k, v, num_splits=splits), right)
         torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, num_splits=splits), right)
     assert seen == [None, None, None, 1, 1, 4, 4]
+
+
+def test_a_kernel_that_writes_to_out_is_seen_by_autograd(kernels_on: str) -> None:
+    q, k, v = (torch.randn(75, 2, 64).to(kernels_on, torch.bfloat16) for _ in range(3))
+    cu, out = torch.tensor([0, 5, 75], dtype=torch.int32, device=kernels_on), torch.zeros_like(q)
+    kept = torch.ones(1, device=kernels_on, requires_grad=True) * out
+    with torch.no_grad():
+        attention(q, k, v, cu_seqlens_q=cu, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+def test_out_that_meets_itself_or_others_is_refused() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    for out in (torch.empty(1, 1, 2, 16).expand(1, 8, 2, 16), torch.empty(40).as_strided(q.shape, (1, 1, 16, 1)), q):
+        with pytest.raises(ValueError, match="shares memory"):
+            attention(q, q.clone(), q.clone(), out=out)
+        with pytest.raises(ValueError, match="shares memory"):
+            torch_flashplug.explain_attention(q, q.clone(), q.clone(), out=out)
+    k8, scale = torch.ones(1, 8, 2, 16, dtype=torch.int8), torch.tensor(0.1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradients through out"):
+        attention(q.bfloat16(), k8, k8, k_scale=scale, v_scale=0.1, out=torch.empty_like(q, dtype=torch.bfloat16))
