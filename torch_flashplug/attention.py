@@ -110,6 +110,10 @@ def attention(  # noqa: PLR0913
 
     Raises ValueError or TypeError for what it does not take.
     """
+    if str(getattr(F.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed."):
+        raise RuntimeError(
+            "attention: in context_parallel it sees the rows of one rank alone; call F.scaled_dot_product_attention"
+        )
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
     seen = (*_window(causal, window), _softcap(softcap), scale, splits_of(num_splits))
     operands, scales = (q, k, v), (k_scale, v_scale)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from standin import Road
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 
 import torch_flashplug
 
@@ -100,6 +101,19 @@ def test_demo(tmp_path: Path) -> None:
         first, last = map(float, row[1].split(" to "))
         assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels: the same losses
     assert "tensor parallel" in done.stdout and ((tmp_path / "losses.png").exists() or "No picture" in done.stdout)
+
+
+def test_attention_in_a_block_is_refused() -> None:
+    """It would see the rows of one rank, or a ring, by what is asked of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, q = init_device_mesh("cpu", (1,)), torch.randn(1, 8, 2, 16)
+        with context_parallel(mesh, buffers=[q], buffer_seq_dims=[1]):
+            with pytest.raises(RuntimeError, match="rows of one rank alone"):
+                torch_flashplug.attention(q, q, q, softcap=2.0)
+    finally:
+        dist.destroy_process_group()
+    assert torch_flashplug.attention(q, q, q, softcap=2.0).shape == q.shape
 
 
 def test_import_brings_no_dtensor() -> None:

@@ -123,9 +123,9 @@ _method = "ring"
 
 
 def use(method: str) -> None:
-    """How keys and values come to the rows of other ranks, in calls that are ours from here on: "ring", the default,
-    step by step, or "gather", all at once (gathered.py). What ranks exchange differs, so all of them have to say the
-    same, also before a backward, and none may leave calls to stock.
+    """How keys and values come to the rows of other ranks, in calls that are ours from here on, but for graphs that
+    were compiled before: "ring", the default, step by step, or "gather", all at once (gathered.py). What ranks exchange
+    differs, so all of them have to say the same, also before a backward, and none may leave calls to stock.
     """
     global _method  # noqa: PLW0603  (as torch's own options, it is the process's)
     if method not in _METHODS:
