@@ -285,6 +285,18 @@ def case_backward_outside_of_the_block(rank: Rank) -> None:
         torch.autograd.grad(out, (q, k, v), grad)
 
 
+def case_backward_in_a_later_block(rank: Rank) -> None:
+    """Rows lie as in the forward's, whatever torch's options are by then."""
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+    with ring(rank, case.Sq, Way()) as module:
+        q, k, v, grad = part_of(rank, inputs, True)
+        out = module(q, k, v, is_causal=case.causal, enable_gqa=case.gqa)
+    with ring(rank, case.Sq, Way("alltoall", balanced=False)):
+        grads = torch.autograd.grad(out, (q, k, v), grad)
+    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+
+
 def case_error_in_the_block(rank: Rank) -> None:
     case = problem(rank.world)
     inputs = whole(case, rank.device)

@@ -143,10 +143,10 @@ def _mode_of(x: Tensor) -> int:
     return 0 if native.is_preference(mode) else mode & _WORD
 
 
-def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int) -> ring.Settings:
-    """torch's options are the process's."""
+def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool) -> ring.Settings:
+    """torch's options are the process's; which rows a rank has does not change behind a forward."""
     options, group = sys.modules[_MODULE]._cp_options, query.device_mesh.get_group()
-    how = (options.rotate_method.name, options.enable_load_balance, options.convert_to_f32)
+    how = (options.rotate_method.name, balanced, options.convert_to_f32)
     return ring.Settings(group.group_name, *how, bool(is_causal), scale, mode)
 
 
@@ -160,9 +160,9 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
     elif bias is not None or dropout_p:
         raise NotImplementedError("torch_flashplug: context_parallel takes no attn_mask and no dropout")
     else:
-        # By max_q the backward finds its forward's mode.
-        max_q, max_k = _mode_of(local[0]), 0
-        out, lse = _METHODS[_method][0](*local, *_settings(query, is_causal, scale, max_q))
+        # By these the backward finds its forward's mode, and how rows lie.
+        max_q, max_k = _mode_of(local[0]), int(sys.modules[_MODULE]._cp_options.enable_load_balance)
+        out, lse = _METHODS[_method][0](*local, *_settings(query, is_causal, scale, max_q, bool(max_k)))
         # Nothing is drawn, but graphs have to have tensors there.
         drawn = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
     return (
@@ -185,7 +185,7 @@ def _backward(op: object, args: tuple, kwargs: dict) -> tuple:
     local = tuple(map(_local, (grad, query, key, value)))
     known = tuple(map(_local, (out, lse)))
     if _check(query, key, value):
-        grads = _METHODS[_method][1](*local, *known, *_settings(query, is_causal, scale, max_q))
+        grads = _METHODS[_method][1](*local, *known, *_settings(query, is_causal, scale, max_q, bool(max_k)))
         return (*(_wrap(x, query) for x in grads), None)
     given = (*local, _local(bias), wanted, *known, None, None, max_q, max_k, dropout_p, is_causal, *map(_local, drawn))
     return tuple(_wrap(x, query) for x in _BACKWARD(*given, scale=scale))
