@@ -172,3 +172,12 @@ def function(file: Path, name: str) -> Callable[..., None]:
             hold_to(None, ctypes.c_size_t(0))
 
     return call
+
+
+@contextlib.contextmanager
+def installed_at(door: object, device: str) -> Iterator[None]:
+    """One of integrations.SWITCHED, at that device's key; afterwards where it was."""
+    door.install(device.upper())
+    yield
+    door.uninstall()
+    door.install()

@@ -4,10 +4,12 @@ what reaches F.sdpa is a rank's own call.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Block, Rank, assert_right, problem, whole
+from ranks import ROOT, Block, Rank, assert_right, problem, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -18,6 +20,10 @@ from torch_flashplug import attention
 from torch_flashplug.testing import assert_within_budget, attention_math, grads_math, new_case
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 from torch_flashplug.testing.oracle import Masking
+
+sys.path.append(str(ROOT / "tools"))
+
+from multi import Swap  # noqa: E402
 
 CALLS = 2  # of attention in the model: one a block
 
@@ -76,29 +82,13 @@ def case_tensor_parallel_and_sharded(rank: Rank) -> None:
     check_gradients(rank, fully_shard(model, mesh=mesh["dp"]), input_of(rank))
 
 
-class _Swap(torch.autograd.Function):
-    """Ulysses: (B, H, S / W, D) to (B, H / W, S, D) by one all-to-all, and back."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, scatter: int, gather: int) -> Tensor:
-        ctx.back = gather, scatter
-        given = torch.stack([part.contiguous() for part in x.chunk(dist.get_world_size(), scatter)])
-        found = torch.empty_like(given)
-        dist.all_to_all_single(found, given)
-        return torch.cat(found.unbind(0), gather)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Swap.apply(grad, *ctx.back), None, None
-
-
 def case_ulysses(rank: Rank) -> None:
     case = problem(rank.world, (8, 4))
     inputs = whole(case, rank.device)
     rank.took()
     parts = [x.detach().chunk(rank.world, 2)[rank.number].requires_grad_() for x in inputs]
-    q, k, v = (_Swap.apply(x, 1, 2) for x in parts)
-    out = _Swap.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
+    q, k, v = (Swap.apply(x, 1, 2) for x in parts)
+    out = Swap.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
     grads = torch.autograd.grad(out, parts, inputs.grad_out.chunk(rank.world, 2)[rank.number])
     took = rank.took()
     assert rank.road is None or (took.get("ours_fwd") == 1 and "routed_stock" not in took), took

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import providers as who
 import torch
-from harness import Bench, graphed, refusal, row_of
-from records import GRADIENT_FLOP
+from harness import Bench, race, row_of, whole_call
+from records import GRADIENT_FLOP, PLAIN
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from torch_flashplug import attention, block_lists
-from torch_flashplug.testing import Candidate, time_interleaved
 
 SEED, BLOCK = 20261126, 128
 LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
@@ -97,46 +96,26 @@ def _error(call: Call, mask: BlockMask, leaves: list[Tensor], out: Tensor) -> fl
     return float((out[:, rows].double() - right).norm() / right.norm())
 
 
-def _once(call: Call, leaves: list[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
-    if call.what == "fwd":
-        with torch.no_grad():
-            return attend()
-    return torch.autograd.grad(attend(), leaves, grad_out)
-
-
 def _measure(bench: Bench, call: Call) -> None:
     mask, generator = MASKS[call.mask](call.s, bench.device), torch.Generator(bench.device).manual_seed(SEED)
     drawn = [torch.randn(1, call.s, call.heads[0], call.d, device=bench.device, generator=generator).bfloat16()
              for _ in range(4)]  # fmt: skip
     leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
     lists = block_lists(mask, gradients=call.what == "train")
-    attends = {
-        "ours_fa3": lambda: attention(*leaves, block_mask=lists),
-        "ours_plain": lambda: attention(*leaves),
-        "flex": lambda: who._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
+    makers = {
+        "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
+        PLAIN: lambda: lambda: attention(*leaves),
+        "flex": lambda: lambda: who._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
     }
-    candidates, errors, refused = {}, {}, {}
-    for name, attend in attends.items():
-        scope = who.ours("fa3") if name.startswith("ours") else who.plugin_off
-        try:
-            with scope(), torch.no_grad():
-                if name != "ours_plain":
-                    errors[name] = _error(call, mask, leaves, attend())
-            once = functools.partial(_once, call, leaves, drawn[3], attend)
-            candidates[name] = graphed(Candidate(once, scope), 1)
-        # What cannot run is noted, and the others are measured.
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError, AssertionError) as reason:
-            refused[name] = refusal(reason)
-            if "CUDA error" in refused[name]:
-                raise SystemExit(f"{call.name}: {name}: {reason}") from reason
-    if not errors.get("ours_fa3", math.inf) <= LARGEST_ERROR:
-        raise SystemExit(f"{call.name}: wrong, nothing is timed: {errors}, {refused}")
-    timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-    plain, seen = timings.pop("ours_plain", None), _seen(mask, call.s)
-    refused.pop("ours_plain", None)
+    timings, plain, errors, refused = race(
+        bench, call.name, makers, error_of=functools.partial(_error, call, mask, leaves),
+        once=functools.partial(whole_call, call.what, leaves, drawn[3]),
+        largest_error=LARGEST_ERROR, round_ms=ROUND_MS,
+    )  # fmt: skip
+    seen = _seen(mask, call.s)
     row = row_of(call.name, timings, **call.facts(seen), errors=errors, refused=refused, grad=call.what == "train")
     if plain is not None:
-        row["all_ms"] |= {"ours_plain": plain.ms}
+        row["all_ms"] |= {PLAIN: plain.ms}
         row["rate"] = round(plain.ms * seen / timings["ours_fa3"].ms, 4)
     bench.add(row)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import providers as who
 import report
 import torch
-from records import OURS
+from records import OURS, PLAIN
+from torch import Tensor
 
 from torch_flashplug.testing import (
     Candidate,
     Case,
     Inputs,
+    Timing,
     captured,
     measure_error,
     oracle,
@@ -170,3 +174,42 @@ def time_calls(
 def graphed(candidate: Candidate, calls: int) -> Candidate:
     with candidate.scope():
         return Candidate(captured(candidate.call, calls))
+
+
+def whole_call(what: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
+    """what: "fwd", or "train", gradients too."""
+    if what == "fwd":
+        with torch.no_grad():
+            return attend()
+    return torch.autograd.grad(attend(), leaves, grad_out)
+
+
+def race(  # noqa: PLR0913
+    bench: Bench, name: str, makers: Mapping[str, Callable], *, error_of: Callable, once: Callable,
+    largest_error: float, round_ms: float, calls: int = 1,
+) -> tuple[dict, Timing | None, dict[str, float], dict[str, str]]:  # fmt: skip
+    """What `makers` make of a case, by name, as graphs of so many calls, interleaved: timings of one call, PLAIN's by
+    itself, errors by `error_of` its output, and why others cannot. `once` makes a whole call of what was made. Ours
+    being wrong ends the run.
+    """
+    candidates, errors, refused = {}, {}, {}
+    for racer, make in makers.items():
+        scope = who.ours("fa3") if racer.startswith("ours") else who.plugin_off
+        try:
+            with scope():
+                attend = make()
+                with torch.no_grad():
+                    out = attend()
+                    if racer != PLAIN:
+                        errors[racer] = error_of(out)
+                candidates[racer] = graphed(Candidate(partial(once, attend), scope), calls)
+        except Exception as reason:  # what cannot run is noted, whatever it raises, and the others are measured
+            refused[racer] = refusal(reason)
+            if "CUDA error" in refused[racer]:
+                raise SystemExit(f"{name}: {racer}: {reason}") from reason
+    if not errors.get("ours_fa3", math.inf) <= largest_error:
+        raise SystemExit(f"{name}: wrong, nothing is timed: {errors}, {refused}")
+    timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=round_ms)
+    timings = {racer: Timing(tuple(ms / calls for ms in t.rounds)) for racer, t in timings.items()}
+    refused.pop(PLAIN, None)
+    return timings, timings.pop(PLAIN, None), errors, refused

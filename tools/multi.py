@@ -123,7 +123,7 @@ def _ring_call(call: Call, device: str) -> Callable[[], object]:
     return lambda: _attend(*operands, call.what)
 
 
-class _Swap(torch.autograd.Function):
+class Swap(torch.autograd.Function):
     """(B, H, S / W, D) to (B, H / W, S, D) by one all-to-all, and back."""
 
     @staticmethod
@@ -136,15 +136,15 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Swap.apply(grad, *ctx.back), None, None
+        return Swap.apply(grad, *ctx.back), None, None
 
 
 def _ulysses_call(call: Call, device: str) -> Callable[[], object]:
     q, k, v, grad = _operands(call.s, device)
 
     def run() -> tuple[Tensor, ...]:
-        heads = (_Swap.apply(x, 1, 2) for x in (q, k, v))
-        out = _Swap.apply(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True), 2, 1)
+        heads = (Swap.apply(x, 1, 2) for x in (q, k, v))
+        out = Swap.apply(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True), 2, 1)
         return torch.autograd.grad(out, (q, k, v), grad)
 
     return run

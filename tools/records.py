@@ -22,6 +22,7 @@ COLOURS = 64  # the most frequent ones
 DPI = (80, 65, 50)  # the first that keeps a picture small enough
 GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # over a forward's: five and seven products where that has two
 OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first that was timed is held against the others
+PLAIN = "ours_plain"  # ours without what a suite is about: no peer, and nothing to be checked
 AGREED = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # every row of a benchmark has them
 
 

@@ -5,21 +5,19 @@ without what the suite is about (`ours_plain`). Device time of replayed CUDA gra
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import providers as who
 import torch
-from harness import Bench, graphed, refusal, row_of
-from records import GRADIENT_FLOP
+from harness import Bench, race, row_of, whole_call
+from records import GRADIENT_FLOP, PLAIN
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.testing import Candidate, Timing, time_interleaved
 
 TOKENS, WIDTH = 16384, 2048  # of a call: rows, and heads x head dim
 SEED = 20261126
@@ -233,13 +231,9 @@ def _flex(call: Call, x: Operands) -> Attend:
     return attend
 
 
-FUNCTIONS = {"ours_fa3": _ours, "ours_plain": _plain, "varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex}
+FUNCTIONS = {"ours_fa3": _ours, PLAIN: _plain, "varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex}
 PEERS = {"fa3", "fa4", "flex"}  # that can be left out
 WANTED = {"ours_fa3", "stock", *PEERS}  # of bench.py's --providers
-
-
-def _scope(name: str) -> Callable:
-    return who.ours("fa3") if name.startswith("ours") else who.plugin_off
 
 
 def _error(call: Call, x: Operands, out: Tensor) -> float:
@@ -260,43 +254,24 @@ def _error(call: Call, x: Operands, out: Tensor) -> float:
 
 
 def _measure(bench: Bench, call: Call) -> None:
-    x, candidates, errors, refused = _operands(call, bench.device), {}, {}, {}
-    for name, function in FUNCTIONS.items():
-        scope = _scope(name)
-        if name in PEERS and name not in bench.providers:
-            continue
-        try:
-            with scope():
-                attend = function(call, x)
-                with torch.no_grad():
-                    out = attend()
-                    if name != "ours_plain":
-                        errors[name] = _error(call, x, out)
-                candidates[name] = graphed(Candidate(functools.partial(_once, call, x, attend), scope), _calls(call))
-        except Exception as reason:  # what cannot run is noted, whatever it raises, and the others are measured
-            refused[name] = refusal(reason)
-            if "CUDA error" in refused[name]:
-                raise SystemExit(f"{call.name}: {name}: {reason}") from reason
-    if not errors.get("ours_fa3", math.inf) <= LARGEST_ERROR:
-        raise SystemExit(f"{call.name}: wrong, nothing is timed: {errors}, {refused}")
-    timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-    timings = {name: Timing(tuple(ms / _calls(call) for ms in t.rounds)) for name, t in timings.items()}
-    plain = timings.pop("ours_plain", None)
-    refused.pop("ours_plain", None)
+    x = _operands(call, bench.device)
+    makers = {
+        name: functools.partial(function, call, x)
+        for name, function in FUNCTIONS.items()
+        if name not in PEERS or name in bench.providers
+    }
+    timings, plain, errors, refused = race(
+        bench, call.name, makers, error_of=functools.partial(_error, call, x),
+        once=functools.partial(whole_call, call.what, x.leaves, x.grad_out),
+        largest_error=LARGEST_ERROR, round_ms=ROUND_MS, calls=_calls(call),
+    )  # fmt: skip
     row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.what == "train")
-    row["all_ms"] |= {} if plain is None else {"ours_plain": plain.ms}
+    row["all_ms"] |= {} if plain is None else {PLAIN: plain.ms}
     bench.add(row)
 
 
 def _calls(call: Call) -> int:
     return 1 if call.what == "train" else max(1, min(GRAPH_CALLS, int(GRAPH_MS / (call.flop / 4e11))))
-
-
-def _once(call: Call, x: Operands, attend: Attend) -> object:
-    if call.what == "fwd":
-        with torch.no_grad():
-            return attend()
-    return torch.autograd.grad(attend(), x.leaves, x.grad_out)
 
 
 def _suite(bench: Bench, calls: Iterator[Call]) -> None:

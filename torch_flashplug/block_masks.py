@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from . import digested
-from .blocks import HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from .blocks import KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .spec import LISTED, TALL
 from .words import words
 
 _AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
-_MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: what kernels count
 _WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
 
 
@@ -124,7 +123,7 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
     if len(planes) != 2 or min(Sq, Sk) < 1:
         raise ValueError(f"attention: block_mask is {(*planes, Sq, Sk)}; give (B or 1, Hq or 1, Sq, Sk), none of it 0")
     P, numbers = planes[0] * planes[1], digested.numbers_of(Sq, Sq, Sk, gradients=gradients)
-    if numbers > _MOST_NUMBERS[0] or P * numbers > _MOST_NUMBERS[1]:
+    if any(found > most for found, most in zip((numbers, P * numbers), digested.MOST_NUMBERS, strict=True)):
         raise ValueError(f"attention: block_mask {(*planes, Sq, Sk)} has more scores than kernels count; give one head")
     pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
              (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
@@ -212,5 +211,4 @@ def _states(some: Tensor, every: Tensor) -> Tensor:
         padded[:, : some.shape[1], : some.shape[2]] = x
         blocks.append(padded.view(len(x), M // parts, parts, N // parts, parts).permute(0, 1, 3, 2, 4))
     upper, lower = blocks[0].any(4).unbind(3)
-    masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
-    return torch.where(upper | lower, torch.where(blocks[1].flatten(3).all(3), WHOLE, masked), NONE).int()
+    return digested.state_of(upper, lower, ~blocks[1].flatten(3).all(3))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import digested, reference
-from .ops import empty_in_layout_of, never_a_frame
+from .ops import empty_gradients, empty_results, never_a_frame, not_twice
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, "
@@ -25,15 +25,6 @@ for _name in ("listed_bwd", "_listed_math_bwd"):
 
 _ANYWHERE = "CompositeExplicitAutograd"
 namespace = torch.ops.torch_flashplug
-
-
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
-    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), lse
-
-
-def _backward_fake(grad_out: Tensor, *operands: Tensor | float | None) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, operands[:3]))
 
 
 def _scores(query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None) -> reference.Scores:
@@ -59,7 +50,7 @@ def _math_forward(
 ) -> tuple[Tensor, Tensor]:
     s = _scores(query, key, value, digest, scale)
     probabilities, lse = s.softmax()
-    out, _ = _forward_fake(query, key, value)
+    out, _ = empty_results(query, key, value)
     return out.copy_(probabilities @ s.value), lse
 
 
@@ -96,24 +87,17 @@ def _backward(ctx, grad_out: Tensor | None, _: None) -> tuple:
     return *namespace.listed_bwd(grad_out, query, key, value, digest, out, lse, ctx.scale), None, None, None
 
 
-def _double_backward(ctx, *grads: Tensor | None) -> tuple:
-    raise RuntimeError(
-        "torch_flashplug::listed_bwd has no derivative, so attention() cannot be differentiated twice; "
-        "compute it with F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-    )
-
-
 def _register() -> None:
     for name, on_cpu, anywhere, fake in (
-        ("listed_fwd", _math_on_cpu, _math_forward, _forward_fake),
-        ("listed_bwd", _math_backward, _math_backward, _backward_fake),
+        ("listed_fwd", _math_on_cpu, _math_forward, empty_results),
+        ("listed_bwd", _math_backward, _math_backward, empty_gradients),
     ):
         for op, of, key in ((name, on_cpu, "CPU"), (f"_{name.replace('_', '_math_', 1)}", anywhere, _ANYWHERE)):
             _library.impl(op, of, key)
             torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
     forward, backward = "torch_flashplug::listed_fwd", "torch_flashplug::listed_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)
-    torch.library.register_autograd(backward, _double_backward, lib=_library)
+    torch.library.register_autograd(backward, not_twice("listed_bwd"), lib=_library)
 
 
 _register()

@@ -12,6 +12,8 @@ from .blocks import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .spec import LISTED, TALL
 from .words import bits, words
 
+MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: can_be_digested of src/mask.cpp
+
 
 def digest(mask: Tensor, numbers: int) -> Tensor:
     """Of a (B or 1, Hq or 1, Sq, Sk) mask, int32 (B or 1, Hq or 1, numbers): with what gradients need where there is
@@ -80,9 +82,13 @@ def states(planes: Tensor) -> Tensor:
     padded = F.pad(planes, tail)
     blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & there)]
     some, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
-    halves = some.unflatten(2, (-1, TILE)).any(3).int()
-    masked = MASKED | (halves[:, :, 0] | halves[:, :, 1] << 1) << HALVES
-    return torch.where(some.any(2), torch.where(hidden.any(2), masked, WHOLE), NONE).int()
+    return state_of(*some.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
+
+
+def state_of(upper: Tensor, lower: Tensor, hides: Tensor) -> Tensor:
+    """int32, of blocks: whether some of their upper and of their lower rows see something, and whether some do not."""
+    masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
+    return torch.where(upper | lower, torch.where(hides, masked, WHOLE), NONE).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:

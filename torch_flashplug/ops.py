@@ -120,6 +120,18 @@ def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
     return query.new_empty_strided(shape, strides)
 
 
+def empty_results(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+    """Output and LSE."""
+    lse = query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
+    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), lse
+
+
+def empty_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
 def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
     return (*a.query.shape[:3], a.value.shape[3])
 
@@ -296,6 +308,18 @@ def _backward(ctx, grad_out: Tensor | None, *unused: Tensor | None) -> tuple:
     bias_grad = ctx.needs_input_grad[3]
     dq, dk, dv, dbias = namespace.sdpa_bwd(grad_out, *ctx.saved_tensors, *ctx.settings, bias_grad)
     return dq, dk, dv, dbias if bias_grad else None, None, None, None, None
+
+
+def not_twice(op: str) -> Callable:
+    """The derivative of a gradient of attention()'s: none."""
+
+    def refuse(ctx, *grads: Tensor | None) -> tuple:
+        raise RuntimeError(
+            f"torch_flashplug::{op} has no derivative, so attention() cannot be differentiated twice; compute it "
+            "with F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+    return refuse
 
 
 def _double_backward(ctx, *grads: Tensor | None) -> tuple:

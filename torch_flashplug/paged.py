@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cached import dequantised, multiplied_in
-from .ops import empty_in_layout_of, never_a_frame
+from .ops import empty_in_layout_of, empty_results, never_a_frame
 from .windowed import namespace
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
@@ -85,11 +85,6 @@ def _math(
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(torch.float32, query.dtype)
-    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), query.new_empty(query.shape[:3], dtype=dtype)
-
-
 def _math_out(out: Tensor, *given: object) -> Tensor:
     found, lse = _math(*given)
     out.copy_(found)
@@ -97,7 +92,7 @@ def _math_out(out: Tensor, *given: object) -> Tensor:
 
 
 def _out_fake(out: Tensor, *given: object) -> Tensor:
-    return _fake(*given)[1]
+    return empty_results(*given)[1]
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
@@ -114,7 +109,7 @@ def _register() -> None:
     torch.library.register_fake("torch_flashplug::paged_fwd_out", _out_fake, lib=_library)
     _library.impl("_paged_math", _math, "CompositeExplicitAutograd")
     for name in ("paged_fwd", "_paged_math"):
-        torch.library.register_fake(f"torch_flashplug::{name}", _fake, lib=_library)
+        torch.library.register_fake(f"torch_flashplug::{name}", empty_results, lib=_library)
     torch.library.register_autograd(
         "torch_flashplug::paged_fwd", _backward, setup_context=_setup_context, lib=_library
     )  # fmt: skip

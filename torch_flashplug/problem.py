@@ -26,7 +26,6 @@ _RIGHT_CHOICE = ops.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}  # to trace
 SUBCLASS = "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
-_MOST_NUMBERS = 2**31 - 1  # of a plane of a bool mask: can_be_digested of src/mask.cpp
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -136,7 +135,7 @@ def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     if mask.dtype == torch.bool and None not in wanted:
         (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
         looked_at = digested.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
-        if digested.numbers_of(looked_at, Sq, Sk) > _MOST_NUMBERS:
+        if digested.numbers_of(looked_at, Sq, Sk) > digested.MOST_NUMBERS[0]:
             return f"attn_mask {list(mask.shape)} has more scores than kernels count"
     return None
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .ops import empty_in_layout_of, never_a_frame
+from .ops import empty_results, never_a_frame, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 _SPLITS = "int num_splits=0"  # 1: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at it
@@ -141,11 +141,6 @@ class BackwardArgs(NamedTuple):
 # ---- shapes ----
 
 
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
-    return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), lse
-
-
 def _backward_fake(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
     return (*map(torch.empty_like, a.operands), a.lse.new_empty(a.lse.shape if a.wants_delta else (0,)))
@@ -222,7 +217,7 @@ def _math_forward(
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         share = torch.exp(of_keys - lse).masked_fill(of_keys == -math.inf, 0.0)
         probabilities = probabilities * share.unsqueeze(-1)
-    out, _ = _forward_fake(query, key, value)
+    out, _ = empty_results(query, key, value)
     return out.copy_(probabilities @ s.value), lse
 
 
@@ -233,7 +228,7 @@ def _math_forward_out(out: Tensor, *given: object) -> Tensor:
 
 
 def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
-    return _forward_fake(*given)[1]
+    return empty_results(*given)[1]
 
 
 @never_a_frame
@@ -288,16 +283,9 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _double_backward(ctx, *grads: Tensor | None) -> tuple:
-    raise RuntimeError(
-        "torch_flashplug::attention_bwd has no derivative, so attention() cannot be differentiated twice; "
-        "compute it with F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-    )
-
-
 def _register() -> None:
     for name, math_of, fake in (
-        ("attention_fwd", _math_forward, _forward_fake), ("attention_bwd", _math_backward, _backward_fake)
+        ("attention_fwd", _math_forward, empty_results), ("attention_bwd", _math_backward, _backward_fake)
     ):  # fmt: skip
         of_math = f"_{name.replace('_', '_math_', 1)}"
         for op, key in ((name, "CPU"), (of_math, "CompositeExplicitAutograd")):
@@ -307,7 +295,7 @@ def _register() -> None:
     torch.library.register_fake("torch_flashplug::attention_fwd_out", _forward_out_fake, lib=_library)
     forward, backward = "torch_flashplug::attention_fwd", "torch_flashplug::attention_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)
-    torch.library.register_autograd(backward, _double_backward, lib=_library)
+    torch.library.register_autograd(backward, not_twice("attention_bwd"), lib=_library)
 
 
 _register()

@@ -5,9 +5,15 @@ from __future__ import annotations
 from test_results import ROOT, rows_of, table
 
 
+def lines_under(heading: str) -> list[list[str]]:
+    """Cells of the table under one of docs/benchmarks.md's smaller headings, header and rule left out."""
+    part = (ROOT / "docs" / "benchmarks.md").read_text().split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
+    lines = [line for line in part.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
 def test_the_table_of_pages():
-    page = (ROOT / "docs" / "benchmarks.md").read_text().split("### Pages\n", 1)[1].split("\n#", 1)[0]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"][2:]
+    lines = lines_under("Pages")
     rows = rows_of("paged-h100")
     assert len(lines) == len(rows)
     for (call, *cells), row in zip(lines, rows, strict=True):
@@ -20,8 +26,7 @@ def test_the_table_of_pages():
 
 
 def test_the_table_of_block_masks():
-    page = (ROOT / "docs" / "benchmarks.md").read_text().split("### Block masks\n", 1)[1].split("\n## ", 1)[0]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"][2:]
+    lines = lines_under("Block masks")
     rows = rows_of("blocks-h100")
     assert len(lines) == len(rows)
     for (call, *cells), row in zip(lines, rows, strict=True):

@@ -5,12 +5,12 @@ threads with streams of their own, memory of more than 2^31 elements.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
+from threads import all_end
 from torch import Tensor
 
 from torch_flashplug import native, sdpa_backend
@@ -176,12 +176,7 @@ def test_threads_on_streams_of_their_own() -> None:
         except Exception as error:
             errors.append(f"{number} {kind}: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    all_end(work, 12)
     assert not errors, "\n".join(errors)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cpp
+import on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,8 @@ INTO = hasattr(aten, "_flash_attention_forward_no_dropout_inplace")
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    integrations.flash_door.install(kernels_on.upper())
-    yield kernels_on
-    integrations.flash_door.uninstall()
-    integrations.flash_door.install()
+    with on_cpu.installed_at(integrations.flash_door, kernels_on):
+        yield kernels_on
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ tables and lengths, several streams, the host that waits for nothing, the memory
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from threads import all_end
 from torch import Tensor
 
 from torch_flashplug import attention, explain_attention
@@ -198,12 +198,7 @@ def test_streams_of_their_own() -> None:
         except Exception as error:
             errors.append(f"{number} {road}: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    all_end(work, 12)
     assert not errors, "\n".join(errors)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import on_cpu
 import pytest
 import torch
 from torch import Tensor
@@ -24,10 +25,8 @@ SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    integrations.varlen.install(kernels_on.upper())
-    yield kernels_on
-    integrations.varlen.uninstall()
-    integrations.varlen.install()
+    with on_cpu.installed_at(integrations.varlen, kernels_on):
+        yield kernels_on
 
 
 @pytest.fixture

@@ -10,18 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .model import BYTES, Shape
+from .model import BYTES, Shape, rotate
 
 COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("out", "down")  # weights by the dim that tensor parallelism divides
-
-
-def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x (B, H, S, D), whose rows are at positions (S,)."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Block(nn.Module):
@@ -45,7 +36,7 @@ class Block(nn.Module):
         heads = (linear(x).unflatten(-1, (-1, self.shape.head_dim)) for linear in (self.q, self.k, self.v))
         q, k, v = (x.transpose(1, 2) for x in heads)
         if positions is not None:
-            q, k = _rotate(q, positions), _rotate(k, positions)
+            q, k = rotate(q, positions), rotate(k, positions)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(out.transpose(1, 2).flatten(-2))
 

@@ -52,11 +52,11 @@ class Cache:
         return self.keys[layer][:, :, :stop], self.values[layer][:, :, :stop]
 
 
-def _rotate(x: Tensor, start: int) -> Tensor:
-    """Rotary position embedding of x (B, H, S, D) whose first row is at position `start`."""
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding of x (..., D) at positions, which broadcast to the dims before D."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.arange(start, start + x.shape[-2], device=x.device)[:, None] * frequency
+    angle = positions.unsqueeze(-1) * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
@@ -83,7 +83,8 @@ class Block(nn.Module):
         shape, rows, start = self.shape, x.shape[1], 0 if cache is None else cache.length
         heads = (shape.heads, shape.kv_heads, shape.kv_heads)
         q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(heads, dim=1)
-        q, k = _rotate(q, start), _rotate(k, start)
+        positions = torch.arange(start, start + rows, device=x.device)
+        q, k = rotate(q, positions), rotate(k, positions)
         if cache is not None:
             k, v = cache.extend(layer, k, v)
         grouped = shape.heads != shape.kv_heads

@@ -46,23 +46,14 @@ GPU_LOAD = Load(gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 64, 64,
 CPU_LOAD = Load(gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=32), 6, 5, 120, 8)
 
 
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """As model._rotate, of x (..., heads, D) at positions (...)."""
-    half = x.shape[-1] // 2
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
-    angle = (positions.unsqueeze(-1) * frequency).unsqueeze(-2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
 def _states(model: gpt.ByteGPT, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """The model's layers, with attention from outside: (..., width) of tokens (...)."""
     shape, x = model.shape, model.embed(tokens)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     for layer, block in enumerate(model.blocks):
         q, k, v = block.qkv(block.norm_attention(x)).unflatten(-1, (-1, shape.head_dim)).split(heads, dim=-2)
-        out = attend(layer, _rotated(q, positions), _rotated(k, positions), v)
+        of_heads = positions.unsqueeze(-1)
+        out = attend(layer, gpt.rotate(q, of_heads), gpt.rotate(k, of_heads), v)
         x = x + block.out(out.flatten(-2))
         x = x + block.down(F.gelu(block.up(block.norm_mlp(x))))
     return x

@@ -203,18 +203,11 @@ def _nothing_drawn(query: Tensor) -> tuple[Tensor, Tensor]:
     return empty, empty
 
 
-def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: object) -> tuple[Tensor, Tensor]:
-    out = ops.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
-    return out, query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
-
-
-def _backward_fake(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, (query, key, value)))
-
-
 def register(name: str, forward: Callable, backward: Callable, library: torch.library.Library) -> None:
     """Both ops of that name, of which graphs know shapes alone."""
-    for op, function, fake in ((f"{name}_fwd", forward, _forward_fake), (f"{name}_bwd", backward, _backward_fake)):
+    for op, function, fake in (
+        (f"{name}_fwd", forward, ops.empty_results), (f"{name}_bwd", backward, ops.empty_gradients)
+    ):  # fmt: skip
         library.impl(op, ops.never_a_frame(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=library)
 
