@@ -32,7 +32,7 @@ def case_suite(rank: Rank) -> None:
         multi.Call("train_ring_allgather_small", s, "ring", margins=True),
         multi.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", what="fwd"),
         multi.Call("train_ulysses_small", s, "ulysses"),
-        multi.Call("train_block_small", s, "block"),
+        multi.Call("train_blocks_small", s, "blocks"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
     quiet = {"watch": lambda: None}  # the watch is ranks.py's
@@ -46,7 +46,7 @@ def case_suite(rank: Rank) -> None:
     for row, call in zip(bench.rows, calls):
         assert row["ours_ms"] > 0 and row["ranks"] == rank.world and row["flop"] > 0
         peers = set(row["peers_ms"]) | set(row["refused"])
-        assert {"stock"} <= peers and ("stock_flash" in peers) == (call.way != "block"), row
+        assert {"stock"} <= peers and ("stock_flash" in peers) == (call.way != "blocks"), row
         assert (row.get("steps_ms", 0) > 0) == (call.way == "ring")
         variants = {"margin8", "margin16", "gather"} if call.margins else set()
         assert set(row["variants_ms"]) == variants, row

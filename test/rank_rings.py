@@ -214,6 +214,31 @@ def case_compiled(rank: Rank) -> None:
         torch._dynamo.reset()
 
 
+def case_graph_of_another_balance(rank: Rank) -> None:
+    """Where rows lie otherwise than the graph was compiled for, it raises, by a ring and gathered."""
+    case = problem(rank.world)
+    inputs = whole(case, rank.device)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True, enable_gqa=True)
+
+    for method in ("ring", "gather"):
+        integrations.context_parallel.use(method)
+        try:
+            with ring(rank, case.Sq, Way()):
+                q, k, v, grad = part_of(rank, inputs, True)
+                out = run(q, k, v)
+            with ring(rank, case.Sq, Way(balanced=False)):
+                with pytest.raises(RuntimeError, match="compiled with load balance, and rows lie without it"):
+                    run(*part_of(rank, inputs, False)[:3])
+                grads = torch.autograd.grad(out, (q, k, v), grad)  # its forward's
+            assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+        finally:
+            integrations.context_parallel.use("ring")
+            torch._dynamo.reset()
+
+
 def case_forced(rank: Rank) -> None:
     """On every step, and the backward on those that its forward ran with; stock stays stock."""
     case = problem(rank.world)
@@ -311,7 +336,7 @@ def case_error_in_the_block(rank: Rank) -> None:
 
 def case_others_in_the_block(rank: Rank) -> None:
     """What is replicated or sharded over heads attends by itself; a mixture says what to do; masks stay stock's."""
-    case = problem(rank.world)
+    case = problem(rank.world, (2 * rank.world, rank.world))
     inputs, mesh = whole(case, rank.device), rank.mesh(names=("cp",))
     with ring(rank, case.Sq, Way()):
         for placement in (Replicate(), Shard(1)):
@@ -331,6 +356,20 @@ def case_others_in_the_block(rank: Rank) -> None:
         assert torch_flashplug.explain(*rows, mask, enable_gqa=True, device="h100").backend == "stock"
         dropped = torch_flashplug.explain(*rows, dropout_p=0.1, enable_gqa=True, device="h100")
         assert dropped.backend == "stock" and "dropout" in dropped.reasons["fa3"]
+
+
+def case_mesh_of_two_dims(rank: Rank) -> None:
+    """No ring's: what is said, and raised of a forced backend, is about the mesh."""
+    case = problem(rank.world)
+    inputs, mesh = whole(case, rank.device), rank.mesh(rank.world, 1, names=("cp", "tp"))
+    with ring(rank, case.Sq, Way()):
+        parts = [x.detach() for x in part_of(rank, inputs, True)[:3]]
+        rows = [DTensor.from_local(x, mesh, [Shard(2), Shard(1)]) for x in parts]
+        said = torch_flashplug.explain(*rows, is_causal=True, enable_gqa=True, device="h100")
+        assert said.backend == "stock" and "a mesh of several dims" in said.reasons["fa3"], said
+        with pytest.raises(RuntimeError, match="a mesh of one dim|a mesh of several dims"):
+            with torch_flashplug.sdpa_backend("fa3"):
+                SDPA(*rows, is_causal=True, enable_gqa=True)
 
 
 def case_deterministic(rank: Rank) -> None:

@@ -21,7 +21,7 @@ picture.
     --suite sinks            sinks with and without a window, forward, then both
     --suite paged            one query row against keys in pages, beside FA3, FlashInfer and our decode of rows on end
     --suite blocks           FlexAttention's block masks by pattern and length, forward, then both
-    --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, a block of DTensors
+    --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, blocks of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
                              torch_flashplug/choices.py are filled from

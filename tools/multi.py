@@ -1,6 +1,6 @@
 """Suite multi: attention over several GPUs of one host, a process for each, ours in auto beside stock's default and
-stock's flash, all through torch's own context_parallel; Ulysses by plain all-to-alls; a block of a Llama with its heads
-divided as DTensors and as plain tensors.
+stock's flash, all through torch's own context_parallel; Ulysses by plain all-to-alls; BLOCKS blocks of a Llama with
+their heads divided as DTensors and as plain tensors.
 
 Times are a call's on the slowest rank, from a barrier on, medians of interleaved rounds. How many calls a round has the
 first rank says: what ranks decide by their own clocks they would not decide alike. `steps_ms`: our ring's attention
@@ -43,6 +43,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
 from torch_flashplug.testing.oracle import Masking
 
 HEADS, KV_HEADS, D = 32, 8, 128
+BLOCKS = 4  # of one alone the host's start would count, as it does in no step of a model
 CHECKED_ROWS = 2048  # of the call that is held against fp64 first
 MARGINS = (8, 16)
 PEERS: dict[str, Scope] = {
@@ -54,11 +55,11 @@ PEERS: dict[str, Scope] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One attention call of S rows on all ranks together, causal, with gradients or without, or a block of a Llama."""
+    """One attention call of S rows on all ranks together, causal, with gradients or without, or blocks of a Llama."""
 
     name: str
     s: int
-    way: str  # "ring", "ulysses" or "block"
+    way: str  # "ring", "ulysses" or "blocks"
     rotate: str = "allgather"
     what: str = "train"
     margins: bool = False
@@ -76,7 +77,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"train_ring_alltoall_s{s}", s, "ring", "alltoall", margins=True)
         yield Call(f"fwd_ring_allgather_s{s}", s, "ring", what="fwd")
         yield Call(f"train_ulysses_s{s}", s, "ulysses")
-    yield Call("train_block_dtensor_s4096", 4096, "block")
+    yield Call("train_blocks_dtensor_s4096", 4096, "blocks")
 
 
 # ---- calls ----
@@ -150,12 +151,21 @@ def _ulysses_call(call: Call, device: str) -> Callable[[], object]:
     return run
 
 
-def _block_call(local: bool, s: int, device: str) -> Callable[[], object]:
+def _blocks_call(local: bool, s: int, device: str) -> Callable[[], object]:
     shape = Shape(layers=1, heads=HEADS, kv_heads=KV_HEADS, head_dim=D)
-    block = llama.Block(shape).to(device, torch.bfloat16)
-    llama.tensor_parallel(block, init_device_mesh(device, (dist.get_world_size(),)), local)
-    x = torch.randn(2, s, shape.width, device=device, dtype=torch.bfloat16)
-    return lambda: block(x, None).sum().backward()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    blocks = [llama.Block(shape).to(device, torch.bfloat16) for _ in range(BLOCKS)]
+    for block in blocks:
+        llama.tensor_parallel(block, mesh, local)
+    given = torch.randn(2, s, shape.width, device=device, dtype=torch.bfloat16)
+
+    def run() -> None:
+        x = given
+        for block in blocks:
+            x = block(x, None)
+        x.sum().backward()
+
+    return run
 
 
 def _steps_call(call: Call, device: str) -> Callable[[], object]:
@@ -218,10 +228,10 @@ def check(device: str) -> dict[str, dict[str, float]]:
 def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str, str]]:
     """Who can run it, on all ranks alike, and why others cannot."""
     makers = {"ring": _ring_call, "ulysses": _ulysses_call}
-    if call.way == "block":
-        run, local = (_block_call(local, call.s, device) for local in (False, True))
+    if call.way == "blocks":
+        run, local = (_blocks_call(local, call.s, device) for local in (False, True))
         found = {name: Candidate(run, PEERS[name]) for name in ("ours_auto", "stock")}
-        found["ours_local"] = Candidate(local, PEERS["ours_auto"])
+        found |= {name.replace("_auto", "") + "_local": Candidate(local, PEERS[name]) for name in list(found)}
     else:
         run = makers[call.way](call, device)
         found = {name: Candidate(run, scope) for name, scope in PEERS.items()}

@@ -93,6 +93,9 @@ def _local(x: Tensor | None) -> Tensor | None:
 def _wrap(x: Tensor | None, like: Tensor, placements: tuple | None = None) -> Tensor | None:
     if x is None:
         return None
+    own = like._local_tensor
+    if placements is None and (x.shape, x.stride(), x.dtype) == (own.shape, own.stride(), own.dtype):
+        return type(like)(x, like._spec, requires_grad=x.requires_grad)  # from_local takes the host 0.1 ms
     return type(like).from_local(x, like.device_mesh, placements or like.placements, run_check=False)
 
 

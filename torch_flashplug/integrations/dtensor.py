@@ -28,6 +28,10 @@ _OUTSIDE = (
     "query is sharded over its rows outside of a context_parallel block; call the forward and its backward inside the "
     "block, or redistribute to Replicate(), Shard(0) or Shard(1) first"
 )
+_SEVERAL_DIMS = (
+    "query is sharded over its rows in a context_parallel block, and on a mesh of several dims; a block takes one of one "
+    "dim: beside tensor parallelism give it .to_local()"
+)
 
 
 class Part(NamedTuple):
@@ -79,7 +83,7 @@ def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, 
     if _is_step(query):
         return context_parallel.why_not()
     if _is_sharded(query, ROWS):  # a forced backend has to say so: stock would gather the rows
-        return None if native.forced_kernels(native.effective_mode()) else _OUTSIDE
+        return None if native.forced_kernels(native.effective_mode()) else _of_rows()
     if not all(p.is_replicate() or _shards(p, _BATCH) or _shards(p, _HEADS) for p in query.placements):
         return f"query is placed {list(query.placements)}; kernels take Replicate(), Shard(0) and Shard(1)"
     return _uneven(query, key)
@@ -121,7 +125,12 @@ def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
 
 def refusal(query: DTensor) -> str:
     """What a call that a forced backend gets raises; "": nothing."""
-    return _OUTSIDE if _is_sharded(query, ROWS) and not _is_step(query) else ""
+    return _of_rows() if _is_sharded(query, ROWS) and not _is_step(query) else ""
+
+
+def _of_rows() -> str:
+    """Why sharded rows that are no ring's are not ours."""
+    return _SEVERAL_DIMS if context_parallel.is_on() else _OUTSIDE
 
 
 def in_words(query: DTensor) -> str:

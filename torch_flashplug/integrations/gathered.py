@@ -82,6 +82,7 @@ def _window(is_causal: bool) -> windowed.Window:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
     s = Settings(*given)
+    ring.check_balance(s)
     chunks = _Chunks(s, query, key)
     keys, values = map(chunks.gather, (key, value))
     out = ops.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))

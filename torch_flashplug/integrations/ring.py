@@ -150,8 +150,23 @@ def _room_for_collectives() -> Iterator[None]:
         native.set_cta_margin(before)
 
 
+def check_balance(settings: Settings) -> None:
+    """Of a forward. A graph holds the load balance that it was compiled under, and rows lie as torch says now. (A
+    backward's are its forward's, whatever torch says by then.)
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+
+    if settings.balanced != torchs._cp_options.enable_load_balance:
+        made, now = ("with", "without") if settings.balanced else ("without", "with")
+        raise RuntimeError(
+            f"context_parallel: this graph was compiled {made} load balance, and rows lie {now} it; compile again "
+            "(torch.compiler.reset()) behind a change of _cp_options.enable_load_balance, on all ranks"
+        )
+
+
 def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
     s = Settings(*given)
+    check_balance(s)
     ring, out, lse = _Ring(s, query, key), None, None
     with _room_for_collectives():
         for _, cut, k, v in ring.turns(key, value):
