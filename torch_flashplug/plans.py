@@ -93,10 +93,10 @@ def plan(  # noqa: PLR0913
     layer's will do. gradients: whether lists of the backward are made, too; None: if q, k or v requires a gradient. A
     backward that finds none makes them.
 
-    Calls may differ in sinks, scale, values and numbers of heads; another window, another kernel (by head dims, dtype,
-    softcap, num_splits, sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written
-    to since, are another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU,
-    in fp32) there are no lists, and the plan changes nothing.
+    Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap,
+    num_splits, sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to
+    since, are another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU, in
+    fp32) there are no lists, and the plan changes nothing.
 
     One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
     every replay if plan() is captured, too; lists from ahead of it stay those of the lengths they were made of. A plan

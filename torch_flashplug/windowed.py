@@ -297,7 +297,7 @@ def _no_lists(query: Tensor, *_: object) -> tuple[Tensor, int]:
 
 
 def _register() -> None:
-    _library.impl("_plan_lists", _no_lists, "CPU")
+    _library.impl("_plan_lists", _no_lists, "CompositeExplicitAutograd")
     for name, math_of, fake in (
         ("attention_fwd", _math_forward, empty_results), ("attention_bwd", _math_backward, _backward_fake)
     ):  # fmt: skip

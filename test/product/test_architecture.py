@@ -72,8 +72,7 @@ EXCUSED: dict[str, str] = {
         for kind in ("forward", "decode", "backward", "dbias")
     },
     "test/trials.py:__call__": "the same, and one more",
-    "torch_flashplug/integrations/merge_triton.py:_merge": "Triton takes no structs either",
-    "torch_flashplug/integrations/merge_triton.py:_add": "the same",
+    **{f"torch_flashplug/integrations/merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
     "torch_flashplug/attention.py:attention": "one function for what others have three for, by the field's names",
     "torch_flashplug/plans.py:plan": "as many of the same arguments as lists depend on",
     **{

@@ -88,6 +88,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(OPS.attention_fwd, (q, k, v, None, cu, cu, None, *settings, 0, lists, 5))
     out, lse = OPS.attention_fwd(q, k, v, None, cu, cu, None, *settings, 0, lists, 5)
     kept = [x.detach() for x in (q, k, v, out, lse)]
+    torch.library.opcheck(OPS._plan_lists, (q.detach(), k.detach(), v.detach(), cu, cu, None, *settings, 0, True))
     torch.library.opcheck(OPS.attention_bwd, (torch.ones_like(kept[3]), None, *kept, cu, cu, *settings, False, 0, lists,
                                               5))  # fmt: skip
 
@@ -119,6 +120,15 @@ def test_plans_are_made_outside_of_graphs() -> None:
 
     with pytest.raises(Exception, match="outside of torch.compile"):
         call(*operands(), starts(0, 5, 17))
+
+
+def test_vmap() -> None:
+    """Sequences of all that is mapped are the same ones."""
+    (q, k, v), cu = operands(), starts(0, 5, 17)
+    many, made = torch.stack((q, 2 * q, 3 * q)), plan(q, k, v, cu_seqlens_q=cu)
+    found = torch.func.vmap(lambda q: attention(q, k, v, cu_seqlens_q=cu, plan=made))(many)
+    for got, q in zip(found, many, strict=True):
+        torch.testing.assert_close(got, attention(q, k, v, cu_seqlens_q=cu))
 
 
 def test_of_autocast_and_inference() -> None:

@@ -135,9 +135,7 @@ class TileLists:
     @cute.jit
     def __call__(self, given: Given, ragged: Ragged, walk: Walk, stream: cuda.CUstream):
         if not given.are_made:
-            self.kernel(given, ragged, walk).launch(
-                grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream
-            )
+            self.kernel(given, ragged, walk).launch(grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, given: Given, ragged: Ragged, walk: Walk):
