@@ -73,11 +73,12 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
-// ctas: that are to run, of a persistent kernel, which draw tiles.
-void give_ctas(Arguments& arguments, void* stream, int ctas) {
+// To a persistent kernel, whose CTAs draw tiles.
+void give_ctas(Arguments& arguments, void* stream, bool none = false) {
   if (!arguments.takes("counter")) return;
-  arguments.one_number("counter", launch_counter(arguments.device_index(), stream));
-  arguments.integer("num_ctas", ctas);
+  const int device_index = arguments.device_index();
+  arguments.one_number("counter", launch_counter(device_index, stream));
+  arguments.integer("num_ctas", none ? 0 : std::max(1, device_facts(device_index).sm_count - cta_margin()));
 }
 
 }  // namespace
@@ -86,7 +87,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  give_ctas(arguments, stream, std::max(1, device_facts(device_index).sm_count - cta_margin()));
+  give_ctas(arguments, stream);
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;
   if (loads) relaxed.emplace();
@@ -98,7 +99,7 @@ void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  give_ctas(arguments, stream, 0);
+  give_ctas(arguments, stream, true);
   arguments.stream(stream);
   RelaxedCapture relaxed;
   run(kernel, arguments);

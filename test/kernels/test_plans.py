@@ -67,15 +67,14 @@ def test_every_kernel(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[
     """Several calls by one plan."""
     kernel_alone(spec)
     settings = {"window": (40, 0)} | ({"softcap": 2.0} if "softcap" in spec.features else {})
+    call = given(kernels_on, ("mixed", "short")[SPECS.index(spec) // 2 % 2], spec, **settings)
     with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]):
-        for lengths in ("mixed", "short"):
-            call = given(kernels_on, lengths, spec, **settings)
-            made = call.planned(gradients=spec.is_backward)
-            assert made.lists.shape[0] == 1 + spec.is_backward
-            right = call.results(gradients=spec.is_backward)
-            for _ in range(2):
-                found = call.results(gradients=spec.is_backward, plan=made)
-                assert_same(found, right, () if spec.in_parts else ("dq",))
+        made = call.planned(gradients=spec.is_backward)
+        assert made.lists.shape[0] == 1 + spec.is_backward
+        right = call.results(gradients=spec.is_backward)
+        for _ in range(2):
+            found = call.results(gradients=spec.is_backward, plan=made)
+            assert_same(found, right, () if spec.in_parts else ("dq",))
 
 
 def test_lists_are_read_and_not_made_again(kernels_on: str) -> None:
@@ -140,6 +139,28 @@ def test_plans_of_other_calls(kernels_on: str) -> None:
     attention(*call.operands, **settings | same, plan=made)  # other objects, the same numbers
     settings["cu_seqlens_q"].add_(0)
     refused("cu_seqlens_q was written to since")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled(kernels_on: str) -> None:
+    """One graph of all lengths, whose plans come from outside; one of another kernel is refused in it, too."""
+
+    def layers(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, made: object) -> Tensor:
+        seen = {"causal": True, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "plan": made}
+        return attention(attention(q, k, v, **seen), k, v, **seen)
+
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    for lengths in ("mixed", "equal", "odd"):
+        call = given(kernels_on, lengths)
+        leaves = [x.requires_grad_() for x in call.operands]
+        starts = (call.settings["cu_seqlens_q"], call.settings["cu_seqlens_k"])
+        made = call.planned()
+        found, right = (run(*leaves, *starts, one) for run, one in ((compiled, made), (layers, None)))
+        assert_bitwise_equal("out", found, right)
+        for name, *both in zip("qkv", *(torch.autograd.grad(x, leaves, call.grads[0]) for x in (found, right))):
+            torch.testing.assert_close(*both, rtol=2e-2, atol=2e-2, msg=name)
+        with pytest.raises(RuntimeError, match="another kernel"):
+            compiled(*leaves, *starts, made._replace(key=made.key + (1 << 12)))
 
 
 @pytest.mark.parametrize("mode", ["math", "stock"])
