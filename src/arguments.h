@@ -56,5 +56,7 @@ void* mutable_data(AtenTensorHandle tensor);
 // launch.cpp: a kernel on its device and on that device's current stream, with a counter to draw its tiles from.
 // loads: some of what it launches may run for the first time, whatever ran before.
 void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
+// What it would launch ahead of its own CTAs, and none of those.
+void launch_what_is_ahead(Kernel& kernel, Arguments& arguments);
 
 }  // namespace flashplug

@@ -17,6 +17,8 @@ struct ForwardCall : Attention {
   AtenTensorHandle digest = nullptr;  // of the mask, to be filled in; null: nobody keeps it
   bool bias_grad = false;             // as far as is known, as `grad`
   AtenTensorHandle out = nullptr;     // to be written to, where a kernel can: (B, Hq, Sq, Dv) of the query's dtype
+  AtenTensorHandle lists = nullptr;   // a plan's (lists.cpp), and what it was made for
+  int64_t plan_key = 0;
 };
 
 struct ForwardResult {
@@ -92,17 +94,30 @@ void check_lengths(const ForwardCall& call, const Facts& facts);  // throws wher
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
 bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no kernel of ours
 
-// ---- window.cpp: what windows and sequences on end bring ----
+// ---- window.cpp: what windows and pages bring ----
 
 // To a kernel that takes them. lse: whose address a tensor without elements has. The result has to live until the
 // kernel is launched.
 Owned give_sinks(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
+void give_pages(const ForwardCall& call, Arguments* arguments);
+Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
+
+// ---- lists.cpp: what sequences on end bring ----
+
+// To a kernel that takes them: starts, and the lists of the call's plan, or scratch that the kernel makes lists in. The
+// result has to live until it is launched. Throws where the plan is another call's.
 struct Lengths {
   Owned lists, used_k;
 };
-Lengths give_lengths(const ForwardCall& call, const Problem& p, const TensorClass& query, Arguments* arguments);
-void give_pages(const ForwardCall& call, Arguments* arguments);
-Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
+Lengths give_lengths(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query,
+                     Arguments* arguments);
+// (1 or 2, n) int32: lists of the forward's kernel and, where it has one of ours, of the backward's; and the key that
+// calls bring beside them. No numbers, and 0, of a call without such kernels.
+struct PlannedLists {
+  Owned lists;
+  int64_t key;
+};
+PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward);
 
 // The same call with copies of operands that no kernel of ours reads as they lie, if there are any (copies_operands).
 struct ReadCall {

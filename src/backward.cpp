@@ -97,7 +97,7 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   Owned bias = give_bias(forward, p, query, row, &arguments);
   const Owned seed = give_seed(call.seed, query, &arguments);
   const Owned grad_lse = give_lse_gradient(call.grad_lse, call.lse, p, &arguments);
-  const Lengths lengths = give_lengths(forward, p, query, &arguments);
+  const Lengths lengths = give_lengths(forward, p, row, query, &arguments);
   launch(kernel, arguments, written != kWantAll);
   if (call.wants_delta) result->delta = delta_of(rows.get(), p);
   if (writes(0)) give_sign(result->grads[0].get(), p);

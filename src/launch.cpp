@@ -73,20 +73,36 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
+// To a persistent kernel, whose CTAs draw tiles.
+void give_ctas(Arguments& arguments, void* stream, bool none = false) {
+  if (!arguments.takes("counter")) return;
+  const int device_index = arguments.device_index();
+  arguments.one_number("counter", launch_counter(device_index, stream));
+  arguments.integer("num_ctas", none ? 0 : std::max(1, device_facts(device_index).sm_count - cta_margin()));
+}
+
 }  // namespace
 
 void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  if (arguments.takes("counter")) {  // a persistent kernel: its CTAs draw tiles
-    arguments.one_number("counter", launch_counter(device_index, stream));
-    arguments.integer("num_ctas", std::max(1, device_facts(device_index).sm_count - cta_margin()));
-  }
+  give_ctas(arguments, stream);
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;
   if (loads) relaxed.emplace();
   run_on(kernel, arguments);
+}
+
+// The rest of the kernel's module may still have to be loaded: it does not count as one that ran here.
+void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
+  const int device_index = arguments.device_index();
+  OnDevice on_device(device_index);
+  void* stream = current_cuda_stream(device_index);
+  give_ctas(arguments, stream, true);
+  arguments.stream(stream);
+  RelaxedCapture relaxed;
+  run(kernel, arguments);
 }
 
 }  // namespace flashplug

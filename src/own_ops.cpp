@@ -3,6 +3,7 @@
 //
 //   torch_flashplug::cached_fwd: key and value in 8 bits (cached.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
+//   torch_flashplug::_plan_lists: what calls of them may share (plans.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
 //   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse.py)
 //   attention_fwd_out, paged_fwd_out: the same into a given tensor
@@ -141,12 +142,21 @@ bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode
   return false;
 }
 
-bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+namespace {
+
+// A backward's call and mode. Whatever is forced where it runs: another thread's mode is not this call's.
+Problem as_differentiated(const Facts& facts) {
   Problem p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
-  // Whatever is forced where the backward runs: another thread's mode is not this call's.
-  const Mode any = Mode::forcing(std::max(call.forward.mode.family(), 0));
-  return our_backward(call, p, device_facts(facts.device_index()), facts.device_index(), any, result);
+  return p;
+}
+Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
+
+}  // namespace
+
+bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+  return our_backward(call, as_differentiated(facts), device_facts(facts.device_index()), facts.device_index(),
+                      by_any(call.forward.mode), result);
 }
 
 namespace {
@@ -181,6 +191,14 @@ StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
 }
 
 template <const Schema& op>
+Owned read_plan(StableIValue* stack, ForwardCall* call) {
+  Owned lists = box::to_optional_tensor(stack[op["plan"]]);
+  call->lists = lists.get();
+  call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
+  return lists;
+}
+
+template <const Schema& op>
 ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
@@ -191,6 +209,7 @@ ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullpt
   call.out = out;
   call.sinks = sinks.get();
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
+  const Owned lists = read_plan<op>(stack, &call);
   const Facts facts = read_facts(call);
   check_out(call, facts);
   check_lengths(call, facts);
@@ -205,6 +224,30 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardResult result = attend_on_stack<kAttentionForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPlanLists;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
+              cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  read_settings<kPlanLists>(stack, &call);
+  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
+  const Facts facts = read_facts(call);
+  check_lengths(call, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool kernels = standin() != Standin::kMath;
+  const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
+  BackwardPlan backward;
+  if (kernels && box::to<bool>(stack[op["gradients"]])) {
+    Problem p = as_differentiated(facts);
+    p.grad = true;
+    backward = plan_backward(p, device, by_any(call.mode), tables());
+  }
+  PlannedLists made = plan_lists(call, facts, plan, backward);
+  stack[op.result("lists")] = box::from_tensor(std::move(made.lists));
+  stack[op.result("key")] = box::from(made.key);
 }
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
@@ -286,6 +329,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall forward{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
+  const Owned lists = read_plan<kAttentionBackward>(stack, &forward);
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();
   call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
@@ -343,6 +387,7 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
   library->impl("attention_fwd_out", &attention_forward_out);
+  library->impl("_plan_lists", &planned_lists);
   library->impl("paged_fwd", &paged_forward);
   library->impl("listed_fwd", &listed_forward);
   library->impl("listed_bwd", &listed_backward);

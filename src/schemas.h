@@ -89,13 +89,16 @@ inline constexpr Schema kPagedMath(
     "num_splits=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
+    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kPlanLists(
+    "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, "
+    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, bool gradients) -> "
+    "(Tensor lists, int key)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
-    "scale, "
-    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
+    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, bool wants_delta, int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
@@ -123,7 +126,7 @@ inline constexpr Schema kListedMathBackward(
 inline constexpr Schema kAttentionForwardOut(
     "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
     "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0) -> Tensor lse");
+    "float? scale, int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
     "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
@@ -206,6 +209,7 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kAttentionForward.text(),
                                            kAttentionBackward.text(),
                                            kAttentionForwardOut.text(),
+                                           kPlanLists.text(),
                                            kPagedForwardOut.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text(),

@@ -122,7 +122,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.integer("rotated", call.rotated);
   }
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
-  const Lengths lengths = give_lengths(call, p, query, &arguments);
+  const Lengths lengths = give_lengths(call, p, row, query, &arguments);
   give_pages(call, &arguments);
   // All that kernels are told of splits: chunks of a fixed length would be one more number of Splits.
   arguments.integer("splits", plan.splits.n);

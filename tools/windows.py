@@ -1,5 +1,6 @@
 """Suites ragged, window, softcap and sinks: torch_flashplug.attention beside what else takes such calls, and ours
-without what the suite is about (`ours_plain`). Device time of replayed CUDA graphs.
+without what the suite is about (`ours_plain`), or with lists of tiles from a plan (`ours_plan`). Device time of
+replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torch_flashplug import attention, sdpa_backend
+from torch_flashplug import attention, plan, sdpa_backend
 
 TOKENS, WIDTH = 16384, 2048  # of a call: rows, and heads x head dim
 SEED = 20261126
@@ -25,6 +26,7 @@ LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
 ROUND_MS, GRAPH_MS, GRAPH_CALLS = 10.0, 2.0, 10
 ROWS_CHECKED = 64  # the last of the first and of the longest sequence
 CAP = 50.0  # Gemma 2's
+PLANNED = "ours_plan"
 SINKS = {"fa3": ("sinks", torch.bfloat16), "fa4": ("learnable_sink", torch.float32)}  # a wheel's name and dtype of them
 
 
@@ -171,6 +173,15 @@ def _plain(call: Call, x: Operands) -> Attend:
     return _ours(replace(call, softcap=0.0, sinks=False, on_end=False), x)
 
 
+def _planned(call: Call, x: Operands) -> Attend:
+    """Lists of a layer that is not the first."""
+    if not call.on_end:
+        raise NotImplementedError("plans are of sequences on end")
+    seen = {"causal": call.causal, "cu_seqlens_q": x.cu}
+    made = plan(*x.leaves, **seen, gradients=call.what == "train")
+    return lambda: attention(*x.leaves, **seen, plan=made)
+
+
 def _only(call: Call, **takes: bool) -> None:
     """NotImplementedError for what a peer does not take."""
     for name, asked in (("softcap", call.softcap), ("sinks", call.sinks), ("on_end", call.on_end)):
@@ -231,7 +242,10 @@ def _flex(call: Call, x: Operands) -> Attend:
     return attend
 
 
-FUNCTIONS = {"ours_fa3": _ours, PLAIN: _plain, "varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex}
+FUNCTIONS = {
+    **{"ours_fa3": _ours, PLAIN: _plain, PLANNED: _planned},
+    **{"varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex},
+}
 PEERS = {"fa3", "fa4", "flex"}  # that can be left out
 WANTED = {"ours_fa3", "stock", *PEERS}  # of bench.py's --providers
 
@@ -265,8 +279,10 @@ def _measure(bench: Bench, call: Call) -> None:
         once=functools.partial(whole_call, call.what, x.leaves, x.grad_out),
         largest_error=LARGEST_ERROR, round_ms=ROUND_MS, calls=_calls(call),
     )  # fmt: skip
+    planned = timings.pop(PLANNED, None)
     row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.what == "train")
-    row["all_ms"] |= {} if plain is None else {PLAIN: plain.ms}
+    beside = {PLAIN: plain, PLANNED: planned}
+    row["all_ms"] |= {name: timing.ms for name, timing in beside.items() if timing is not None}
     bench.add(row)
 
 

@@ -20,10 +20,12 @@ if not inert:
     from .block_masks import BlockLists, block_lists
     from .cached import QuantizedTensor
     from .explained import explain_attention
+    from .plans import LengthsPlan, plan
     from .sequences import append_kv
 
     __all__ = [
         "BlockLists",
+        "LengthsPlan",
         "QuantizedTensor",
         "append_kv",
         "attention",
@@ -32,6 +34,7 @@ if not inert:
         "enable",
         "explain",
         "explain_attention",
+        "plan",
         "sdpa_backend",
     ]
 

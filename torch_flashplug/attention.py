@@ -26,14 +26,14 @@ from .operands import (
     in_16_bits,
     refuse_forward_mode,
     scales_of,
+    softcap_of,
     splits_of,
+    window_of,
     written,
 )
+from .plans import LengthsPlan, check_is_plan
 from .sequences import check_pages, in_pages, on_end, some_of_each
 from .windowed import Window
-
-_LARGEST = torch.finfo(torch.float32).max
-CAUSAL = (False, True, "bottom_right", "top_left")
 
 
 def attention(  # noqa: PLR0913
@@ -56,6 +56,7 @@ def attention(  # noqa: PLR0913
     v_scale: Scale | None = None,
     block_mask: object | None = None,
     num_splits: int | None = None,
+    plan: LengthsPlan | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -100,6 +101,9 @@ def attention(  # noqa: PLR0913
     (of 16 rows or a multiple) without gradients; more rows of batches, likewise; sequences on end; the same from pages.
     Such kernels may be slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's.
 
+    plan: what plan() has made of these lengths, beside cu_seqlens_q: kernels' lists of tiles, which else each call has
+    made. Results are the same bits. ValueError where it was made for another call.
+
     out: a tensor like the result, which is written to it and returned; it may share no memory with the others. Kernels
     write to it where rows lie in whole 16 bytes; else, and where none runs, it is copied to. No gradients.
 
@@ -115,11 +119,13 @@ def attention(  # noqa: PLR0913
             "attention: in context_parallel it sees the rows of one rank alone; call F.scaled_dot_product_attention"
         )
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
-    seen = (*_window(causal, window), _softcap(softcap), scale, splits_of(num_splits))
+    seen = (*window_of(causal, window), softcap_of(softcap), scale, splits_of(num_splits))
     operands, scales = (q, k, v), (k_scale, v_scale)
     given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None:
         check_out(out, operands, sinks, *scales)
+    if plan is not None:
+        check_is_plan(plan, cu_seqlens_q is not None and block_table is None and block_mask is None)
     if block_mask is not None:
         beside = {
             "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,
@@ -132,7 +138,7 @@ def attention(  # noqa: PLR0913
         found = in_pages(operands, sinks, block_table, given, scales, seen, max_seqlen_q, out)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-        found = on_end(operands, sinks, given, seen, scales, out)
+        found = on_end(operands, sinks, given, seen, scales, out, plan)
     elif seqused_k is not None:
         found = some_of_each(operands, sinks, seqused_k, seen, scales, out)
     else:
@@ -191,7 +197,7 @@ def check_before(  # noqa: PLR0913
     scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
 ) -> None:  # fmt: skip
     """What attention() raises of such arguments, ahead of what the caller does to caches."""
-    _window(causal, window), _softcap(softcap)
+    window_of(causal, window), softcap_of(softcap)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"attention: scale is {type(scale).__name__}; give a number, or None")
     check_rank("q", q, 4, "give a tensor (batch, rows, heads, head dim)")
@@ -204,27 +210,7 @@ def check_before(  # noqa: PLR0913
         check_dtypes(q, k, v)
 
 
-def _softcap(softcap: float) -> float:
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
-    return float(softcap)
-
-
 # ---- which keys a query sees ----
-
-
-def _window(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
-    if not isinstance(causal, bool | str) or causal not in CAUSAL:
-        raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
-    bounds = (None, None) if window is None else window
-    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
-        raise ValueError(f"attention: window={window!r}; give (left, right), each -1, None or a number of keys")
-    left, right = (-1 if bound is None else bound for bound in bounds)
-    return Window(left, 0 if causal else right, causal != "top_left")
-
-
-def _is_bound(bound: object) -> bool:
-    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
 
 
 def _some_keys(seen: Window, Sq: int, Sk: int) -> slice:

@@ -155,7 +155,7 @@ def fingerprint(spec: KernelSpec) -> str:
     made_of = ELEMENTS[spec.dtype].operands
     rows = [(made_of, *(NUMBERS[name] for name in made_of))]
     rows += [
-        (x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes, x.key_bytes)
+        (x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes, x.key_bytes, *filter(None, (x.ahead,)))
         for x in features.of(spec.features)
     ]
     rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]

@@ -49,6 +49,7 @@ def explain_attention(
     if (out := arguments.pop("out", None)) is not None:
         check_out(out, given, *(arguments.get(name) for name in ("sinks", "k_scale", "v_scale")))
     arguments = {name: x for name, x in arguments.items() if x is not None}
+    arguments.pop("plan", None)  # which no kernel is chosen by
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
         arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))
     road = _Road(q.device if device is None else torch.device("cuda"), device)
@@ -178,6 +179,8 @@ class _Given(NamedTuple):
     softcap: float
     scale: float | None
     num_splits: int = 0
+    plan: Tensor | None = None
+    plan_key: int = 0
 
     def needs(self, keys: int) -> dict[str, float]:
         """Facts of the call beside its tensors', of so many keys."""

@@ -24,6 +24,7 @@ class Feature:
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     decode: str = ""  # the same of decode kernels, where these do it in another way
     detbwd: str = ""  # and of backwards in order
+    ahead: str = ""  # class of that module that stands ahead of its kernels' own: how they are launched
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
     key_bytes: int = 0  # and for every key of one, beside K and V
@@ -73,7 +74,8 @@ FEATURES = (
     Feature(
         "ragged", "ragged", "of sequences on end",
         "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths", always=True, short=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths",
+        ahead="lengths.AfterLists", always=True, short=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",

@@ -9,8 +9,11 @@ from torch.autograd import forward_ad
 from . import problem
 from .cached import FORMATS, IN_WORDS, multiplied_in
 from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from .windowed import Window
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+_LARGEST = torch.finfo(torch.float32).max
+_CAUSAL = (False, True, "bottom_right", "top_left")
 MOST_SPLITS = 255  # kMaxSplits of src/flashplug.h
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # of k and v
@@ -29,6 +32,26 @@ def splits_of(num_splits: int | None) -> int:
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
         raise ValueError(f"attention: num_splits={num_splits!r}; give 1 to {MOST_SPLITS}, or None")
     return num_splits
+
+
+def softcap_of(softcap: float) -> float:
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
+        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
+    return float(softcap)
+
+
+def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
+    if not isinstance(causal, bool | str) or causal not in _CAUSAL:
+        raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
+    bounds = (None, None) if window is None else window
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
+        raise ValueError(f"attention: window={window!r}; give (left, right), each -1, None or a number of keys")
+    left, right = (-1 if bound is None else bound for bound in bounds)
+    return Window(left, 0 if causal else right, causal != "top_left")
+
+
+def _is_bound(bound: object) -> bool:
+    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
 
 
 def heads_fit(Hq: int, Hkv: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,46 @@ from .operands import (
     written,
 )
 
+if TYPE_CHECKING:
+    from .plans import LengthsPlan
+
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
+_OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so
 # seen: of Window, then softcap, scale and splits. into: where the output goes, as it is returned.
 
 
 def on_end(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple,
-    scales: Scales = NO_SCALES, into: Tensor | None = None,
+    scales: Scales = NO_SCALES, into: Tensor | None = None, plan: LengthsPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(T, Hq, Dv) and (Hq, T)."""
+    eight = check_on_end(operands, given)
+    if plan is not None:
+        plan.check(*operands[:2], given, seen[:3])
+    q, batch = operands[0], [x.unsqueeze(0) for x in operands]
+    lengths = (None if x is None else x.contiguous() for x in given)
+    query, *pair = (x.transpose(1, 2) for x in batch)
+    into = None if into is None else into.unsqueeze(0).transpose(1, 2)
+    batch = in_16_bits(query, *pair, *scales_of(eight, scales, *pair))
+    out, lse = _attended(plan, into, *batch, as_sinks(sinks, q), *lengths, *seen)
+    out = out.transpose(1, 2).squeeze(0)
+    return out.to(q.dtype) if eight else out, lse.squeeze(0)
+
+
+def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
+    """What kernels say of a plan is said of an argument."""
+    if plan is None or torch.compiler.is_compiling():
+        return written("attention_fwd", into, *given, *(() if plan is None else plan.of_op))
+    try:
+        return written("attention_fwd", into, *given, *plan.of_op)
+    except RuntimeError as error:
+        if _OTHER_PLAN not in str(error):
+            raise
+        raise ValueError(f"attention: {_OTHER_PLAN}{str(error).partition(_OTHER_PLAN)[2].splitlines()[0]}") from None
+
+
+def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> bool:
+    """Whether k and v have 8 bits."""
     for name, x in zip("qkv", operands, strict=True):
         check_rank(name, x, 3, "beside cu_seqlens give a tensor (rows, heads, head dim)")
     q, (cu_q, cu_k, used_k) = operands[0], given
@@ -43,15 +76,8 @@ def on_end(
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
     eight = check_dtypes(*operands)
     refuse_forward_mode()
-    batch = [x.unsqueeze(0) for x in operands]
-    check_operands(*batch)
-    lengths = (None if x is None else x.contiguous() for x in given)
-    query, *pair = (x.transpose(1, 2) for x in batch)
-    into = None if into is None else into.unsqueeze(0).transpose(1, 2)
-    batch = in_16_bits(query, *pair, *scales_of(eight, scales, *pair))
-    out, lse = written("attention_fwd", into, *batch, as_sinks(sinks, q), *lengths, *seen)
-    out = out.transpose(1, 2).squeeze(0)
-    return out.to(q.dtype) if eight else out, lse.squeeze(0)
+    check_operands(*(x.unsqueeze(0) for x in operands))
+    return eight
 
 
 def some_of_each(

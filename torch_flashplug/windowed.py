@@ -26,24 +26,29 @@ from .ops import empty_results, never_a_frame, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 _SPLITS = "int num_splits=0"  # 1: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at it
+_PLAN = ", Tensor? plan=None, SymInt plan_key=0"  # of plans.py: for kernels, not for mathematics
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
-for _name in ("attention_fwd", "_attention_math_fwd"):
+for _name, _more in (("attention_fwd", _PLAN), ("_attention_math_fwd", "")):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
-        f"Tensor? used_k, {_WINDOW}, {_SPLITS}) -> (Tensor out, Tensor lse)",
+        f"Tensor? used_k, {_WINDOW}, {_SPLITS}{_more}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
     "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}) -> Tensor lse",
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}{_PLAN}) -> Tensor lse",
     tags=_TAGS,
 )
-for _name in ("attention_bwd", "_attention_math_bwd"):
+_library.define(
+    f"_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, {_WINDOW}, "
+    "int num_splits, bool gradients) -> (Tensor lists, int key)"
+)
+for _name, _more in (("attention_bwd", _PLAN), ("_attention_math_bwd", "")):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {_SPLITS}) "
+        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {_SPLITS}{_more}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
@@ -127,6 +132,8 @@ class BackwardArgs(NamedTuple):
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
     num_splits: int = 0
+    plan: Tensor | None = None  # as of the forward
+    plan_key: int = 0
 
     @property
     def seen(self) -> Tensor:
@@ -204,7 +211,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """more: of OnEnd, of Window, the softcap and the scale; splits, which are kernels'."""
+    """more: of OnEnd, of Window, the softcap and the scale; splits and a plan, which are kernels'."""
     lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
@@ -247,15 +254,16 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, cu_q, cu_k, used_k, *settings = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
+    query, key, value, sinks, cu_q, cu_k, used_k, *settings, plan, plan_key = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k, plan)
+    ctx.plan_key = plan_key
     ctx.settings, ctx.some_keys = settings, used_k is not None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-    query, key, value, sinks, out, lse, cu_q, cu_k = ctx.saved_tensors
-    unasked = (None,) * (3 + len(ctx.settings))
+    query, key, value, sinks, out, lse, cu_q, cu_k, plan = ctx.saved_tensors
+    unasked = (None,) * (3 + len(ctx.settings) + 2)
     if ctx.some_keys:
         raise RuntimeError(
             "attention with seqused_k has no gradient; call it under torch.no_grad(), or give lengths that all count"
@@ -265,7 +273,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
     *window, splits = ctx.settings
-    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, splits)
+    kernels = (splits, plan, ctx.plan_key)
+    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
     if of_sinks and cu_q is not None:
         delta = _delta(grad_out, out, grad_lse, lse.dtype)
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
@@ -283,7 +292,12 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
+def _no_lists(query: Tensor, *_: object) -> tuple[Tensor, int]:
+    return query.new_empty(0, dtype=torch.int32), 0
+
+
 def _register() -> None:
+    _library.impl("_plan_lists", _no_lists, "CompositeExplicitAutograd")
     for name, math_of, fake in (
         ("attention_fwd", _math_forward, empty_results), ("attention_bwd", _math_backward, _backward_fake)
     ):  # fmt: skip

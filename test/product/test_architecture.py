@@ -27,8 +27,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "explained", "api", "_start", "composite"),
-    *("repair", "integrations", "flash_attn", "attention", "listed", "sequences", "operands", "problem", "tracing"),
-    *("paged", "windowed", "block_sparse"),
+    *("repair", "integrations", "flash_attn", "attention", "listed", "plans", "sequences", "operands", "problem"),
+    *("tracing", "paged", "windowed", "block_sparse"),
     *("ops", "cached", "up_calls", "overrides"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),
@@ -72,9 +72,9 @@ EXCUSED: dict[str, str] = {
         for kind in ("forward", "decode", "backward", "dbias")
     },
     "test/trials.py:__call__": "the same, and one more",
-    "torch_flashplug/integrations/merge_triton.py:_merge": "Triton takes no structs either",
-    "torch_flashplug/integrations/merge_triton.py:_add": "the same",
+    **{f"torch_flashplug/integrations/merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
     "torch_flashplug/attention.py:attention": "one function for what others have three for, by the field's names",
+    "torch_flashplug/plans.py:plan": "as many of the same arguments as lists depend on",
     **{
         f"torch_flashplug/flash_attn.py:{name}": "another package's arguments"
         for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")

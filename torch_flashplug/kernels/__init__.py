@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from .. import features
+
 # (kind, arch) -> module.class; the one place that knows which file builds which spec.
 BUILDERS = {
     ("fwd", 80): ("fwd_sm80", "ForwardSm80"),
@@ -21,5 +23,9 @@ BUILDERS = {
 
 def builder(spec):
     """The kernel object for a spec: callable by cute.compile, with `fake_arguments()` beside it."""
+    from .parts.seams import part_named
+
     module, name = BUILDERS[spec.kind, spec.arch]
-    return getattr(importlib.import_module(f".{module}", __name__), name)(spec)
+    own = getattr(importlib.import_module(f".{module}", __name__), name)
+    ahead = [part_named(feature.ahead) for feature in features.of(spec.features) if feature.ahead]
+    return (type(name, (*ahead, own), {"__module__": own.__module__}) if ahead else own)(spec)

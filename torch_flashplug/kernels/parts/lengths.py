@@ -1,5 +1,6 @@
 """Sequences of different lengths on end (ragged.py): their lists of tiles, made on the device ahead of the kernel, by
-one small launch, so that nothing waits for the host, and a CUDA graph follows the lengths it is replayed with.
+one small launch, so that nothing waits for the host, and a CUDA graph follows the lengths it is replayed with. Calls of
+the same lengths may share lists: one makes them and does nothing else (AfterLists), the others find them.
 
 A list is one CTA's. Its warps take 32 sequences at a time, a lane each; then a lane has a tile of theirs. Tiles are
 sorted by the blocks that they walk over, the most first: counted by classes, then placed where their class begins.
@@ -47,7 +48,7 @@ class Given:
 
     cu_q: cute.Tensor  # (sequences + 1,) Int32: where rows of each begin, and end
     cu_k: cute.Tensor
-    used_k: cute.Tensor  # (sequences,) Int32, or of none: how many keys of each count
+    used_k: cute.Tensor  # (sequences,) Int32, or of none: how many keys of each count; as many as cu_q: see are_made
     rows: Int32  # of all together
     keys: Int32
 
@@ -57,6 +58,11 @@ class Given:
         results are zeros.
         """
         return self.cu_q.shape[0] + 1
+
+    @property
+    def are_made(self) -> cutlass.Boolean:
+        """Whether the lists are there. They say which keys count; in used_k's place is what has cu_q's size."""
+        return self.used_k.shape[0] == self.cu_q.shape[0]
 
     @property
     def blocks_of_scratch(self) -> Int32:
@@ -121,16 +127,15 @@ def sum_to(value: Int32) -> Int32:
 
 
 class TileLists:
-    """The launch."""
+    """The launch, of lists that are not there."""
 
     def __init__(self, wanted: tuple[Wanted, ...]):
         self.wanted = wanted
 
     @cute.jit
     def __call__(self, given: Given, ragged: Ragged, walk: Walk, stream: cuda.CUstream):
-        self.kernel(given, ragged, walk).launch(
-            grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+        if not given.are_made:
+            self.kernel(given, ragged, walk).launch(grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, given: Given, ragged: Ragged, walk: Walk):
@@ -309,6 +314,14 @@ class Lengths(Seams):
             start = start + (room + 1) * ENTRY
         return Ragged(**lists, total_keys=given.keys)
 
-    def before(self, call: object, stream: cuda.CUstream) -> None:
-        super().before(call, stream)
-        TileLists(self.wanted)(self.given(call), self.pieces(call), self.walk(call), stream)
+
+class AfterLists:
+    """Ahead of a kernel's class: what is launched before all else, and alone where a call has no CTAs to run."""
+
+    @cute.jit
+    def launch(self, call: object, stream: cuda.CUstream):
+        of = self.seams
+        TileLists(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
+        if call.num_ctas > 0:
+            # By its name: the DSL compiles a copy of this function, which is in no class.
+            super(AfterLists, self).launch(call, stream)  # noqa: UP008

@@ -1,0 +1,135 @@
+"""plan(): what calls of attention() of sequences on end may share. Kernels walk over lists of tiles, which each call
+makes of its lengths ahead of them (kernels/parts/lengths.py); calls of the same lengths, as a model's layers are, may
+find them made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import problem, sequences, windowed
+from .cached import multiplied_in
+from .operands import softcap_of, splits_of, window_of
+from .windowed import Window
+
+
+class LengthsPlan(NamedTuple):
+    """What plan() returns, and attention() takes."""
+
+    lists: Tensor | None  # (1 or 2, n) int32, of the forward's kernel and the backward's; None: no kernel of ours runs
+    key: int  # which kernels those are, and what else the lists are made of: src/lists.cpp
+    rows: int
+    keys: int
+    window: Window
+    lengths: sequences.Lengths  # as they were given
+    versions: tuple[int | None, ...]  # of those tensors, as autograd counts what is written to them
+
+    @property
+    def of_op(self) -> tuple[Tensor | None, int]:
+        return self.lists, self.key
+
+    def check(self, q: Tensor, k: Tensor, given: sequences.Lengths, window: tuple[int, int, bool]) -> None:
+        """ValueError where it was made for another call, as far as the host knows; graphs compare no tensors."""
+        for what, made_for, now in (
+            ("rows of q", self.rows, q.shape[0]),
+            ("rows of k", self.keys, k.shape[0]),
+            ("(left, right, whether to the bottom right)", tuple(self.window), tuple(window)),
+        ):
+            if made_for != now:
+                raise ValueError(f"attention: plan was made for {what} {made_for}, not {now}; make one of this call")
+        if torch.compiler.is_compiling():
+            return
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        for name, x, made_of, version in zip(names, given, self.lengths, self.versions, strict=True):
+            if not _is_same(x, made_of):
+                raise ValueError(f"attention: plan was made of another {name}; give that tensor, or make one of this")
+            if version != _version(x):
+                raise ValueError(f"attention: {name} was written to since plan was made; make it again")
+
+
+def _is_same(x: Tensor | None, other: Tensor | None) -> bool:
+    if x is None or other is None or x is other:
+        return x is other
+    return (x.data_ptr(), x.shape, x.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _version(x: Tensor | None) -> int | None:
+    """None: nobody counts, of no tensor and of those of torch.inference_mode."""
+    return None if x is None or x.is_inference() else x._version
+
+
+def check_is_plan(plan: object, on_end: bool) -> None:
+    if not isinstance(plan, LengthsPlan):
+        raise TypeError(f"attention: plan is {type(plan).__name__}; give what torch_flashplug.plan() returned, or None")
+    if not on_end:
+        raise ValueError("attention: plan is for cu_seqlens_q, without block_table and block_mask; leave it out")
+
+
+@torch.no_grad()
+def _lists(operands: list[Tensor], lengths: sequences.Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
+    return windowed.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
+                                          gradients)  # fmt: skip
+
+
+def plan(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    gradients: bool | None = None,
+) -> LengthsPlan:
+    """For attention(..., plan=): lists of tiles of these lengths, made once for all calls that share them. Arguments
+    are those of the calls; of q (T, Hq, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv) no values are read, so that the first
+    layer's will do. gradients: whether lists of the backward are made, too; None: if q, k or v requires a gradient. A
+    backward that finds none makes them.
+
+    Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap,
+    num_splits, sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to
+    since, are another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU, in
+    fp32) there are no lists, and the plan changes nothing.
+
+    One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
+    every replay if plan() is captured, too; lists from ahead of it stay those of the lengths they were made of. A plan
+    is made outside of torch.compile, and may be given to what is compiled: there rows, keys and window are compared, as
+    kernels are, but not which tensors the lengths are.
+
+    Raises ValueError or TypeError for what attention() does not take.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("plan: it is made outside of torch.compile; give the compiled function a plan")
+    seen = (*window_of(causal, window), softcap_of(softcap), None, splits_of(num_splits))
+    given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+    eight = sequences.check_on_end((q, k, v), given)
+    operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
+    lists, key = _lists(_as_multiplied(operands, eight), given, seen, _wants(gradients, operands))
+    versions = tuple(map(_version, given))
+    window = Window(*seen[:3])
+    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, given, versions)
+
+
+def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
+    if gradients is not None and not isinstance(gradients, bool):
+        raise TypeError(f"plan: gradients is {type(gradients).__name__}; give True, False or None")
+    return problem.wants_grad(*operands) if gradients is None else gradients
+
+
+def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
+    """In the dtypes that ops get; what attention() would make of others has no memory to be read."""
+    told = [x.to("meta") for x in operands]
+    if eight:
+        told = [x.to(multiplied_in(told[0])) for x in told]
+    told = problem.under_autocast(operands[0].device.type, *told)
+    return [
+        x if x.dtype == like.dtype else torch.empty(x.shape, dtype=like.dtype, device=x.device)
+        for x, like in zip(operands, told, strict=True)
+    ]
