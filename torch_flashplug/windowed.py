@@ -25,25 +25,26 @@ from . import native, reference
 from .ops import empty_results, never_a_frame, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-_SPLITS = "int num_splits=0"  # 1: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at it
+# 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
+SPLITS = "int num_splits=0, int fixed_split_size=0"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("attention_fwd", "_attention_math_fwd"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
-        f"Tensor? used_k, {_WINDOW}, {_SPLITS}) -> (Tensor out, Tensor lse)",
+        f"Tensor? used_k, {_WINDOW}, {SPLITS}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
     "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}) -> Tensor lse",
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {SPLITS}) -> Tensor lse",
     tags=_TAGS,
 )
 for _name in ("attention_bwd", "_attention_math_bwd"):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {_SPLITS}) "
+        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {SPLITS}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
@@ -127,6 +128,7 @@ class BackwardArgs(NamedTuple):
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
     num_splits: int = 0
+    fixed_split_size: int = 0
 
     @property
     def seen(self) -> Tensor:
@@ -204,7 +206,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """more: of OnEnd, of Window, the softcap and the scale; splits, which are kernels'."""
+    """more: of OnEnd, of Window, the softcap and the scale; of splits, which are kernels'."""
     lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
@@ -264,8 +266,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         return None, None, None, None, *unasked
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
-    *window, splits = ctx.settings
-    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, splits)
+    *window, splits, split_size = ctx.settings
+    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, splits, split_size)
     if of_sinks and cu_q is not None:
         delta = _delta(grad_out, out, grad_lse, lse.dtype)
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
