@@ -95,7 +95,7 @@ def test_batches(kernels_on: str, rows: int) -> None:
 class Asked:
     """Of a call of pages."""
 
-    Sq: int = 1
+    Sq: int = 8
     window: tuple = CAUSAL
     eight: bool = False
     softcap: float = 0.0
@@ -141,8 +141,8 @@ def test_pages(kernels_on: str, Sq: int, eight: bool, window: tuple) -> None:
     assert_same(beside_others(130, batches, Asked(Sq, window, eight), kernels_on, num_splits=1))
 
 
-ASKED = {
-    "causal": Asked(), "5 rows": Asked(Sq=5), "window": Asked(window=(200, 0, True)), "softcap": Asked(softcap=3.0),
+ASKED = {  # some rows: two LSEs may be the same whatever the order of their sums
+    "causal": Asked(), "24 rows": Asked(Sq=24), "window": Asked(window=(200, 0, True)), "softcap": Asked(softcap=3.0),
     "sinks": Asked(sinks=torch.tensor([0.5, -1.0])), "8 bits": Asked(eight=True),
 }  # fmt: skip
 
