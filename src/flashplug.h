@@ -75,6 +75,7 @@ struct Mode {
 };
 constexpr int64_t kModeMask = 0xffffff;
 constexpr int64_t kMaxSplits = 255;  // what a mode word holds
+constexpr int64_t kSplitUnit = 128;  // keys that a fixed size of splits is a multiple of, as it has to be of any tile_n
 
 // ---- facts: of a call in problem.h, of a device here; the tables in tables.h ----
 
@@ -291,6 +292,7 @@ double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& de
 Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n);
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted);
+Splits splits_of_size(const Problem& p);                   // where the call fixes their size
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // text.cpp
 std::string call_text(const Problem& p, const Tables& tables);

@@ -102,6 +102,14 @@ int64_t read_splits(int64_t splits) {
   return splits;
 }
 
+int64_t read_split_size(int64_t size, int64_t splits) {
+  if (size < 0 || size % kSplitUnit != 0 || (size != 0 && splits != 0))
+    throw std::runtime_error("torch_flashplug: fixed_split_size is " + std::to_string(size) + ", num_splits " +
+                             std::to_string(splits) + "; give one of them, a size in multiples of " +
+                             std::to_string(kSplitUnit));
+  return std::min(size, int64_t{1} << 30);  // which no sequence has twice, and kernels count in 32 bits
+}
+
 // What attention_fwd, attention_bwd and paged_fwd say beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
@@ -110,6 +118,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
                              box::to<bool>(stack[op["bottom_right"]]));
   call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
   call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
+  call->fixed_split_size = read_split_size(box::to<int64_t>(stack[op["fixed_split_size"]]), call->num_splits);
 }
 
 }  // namespace
@@ -278,6 +287,18 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
          (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
 }
 
+// Of splits that a fixed size makes: as many as others may be, and partials that kernels can count in 32 bits.
+void check_splits(const Problem& p, int64_t splits) {
+  if (splits > kMaxSplits)
+    throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
+                             std::to_string(splits) + " splits of " + std::to_string(p.Sk) + " keys, at most " +
+                             std::to_string(kMaxSplits) + "; give a larger one");
+  if (partial_floats(p, splits) > std::numeric_limits<int32_t>::max())
+    throw std::runtime_error("torch_flashplug: " + std::to_string(splits) +
+                             " splits of fixed_split_size=" + std::to_string(p.split_size) +
+                             " leave more than 2^31 partial results; give a larger one, or fewer sequences");
+}
+
 template <const Schema& op>
 ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
@@ -300,6 +321,7 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = can_be_read(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
   const bool math = wants_math(call.mode) || standin() == Standin::kMath;
   ForwardResult result;

@@ -95,7 +95,8 @@ bool read_class(const Attention& call, Facts* facts) {
   p.needs = needs_of(call);
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
-  p.by_kind = call.num_splits == 1;
+  p.by_kind = call.num_splits == 1 || call.fixed_split_size != 0;
+  p.split_size = call.fixed_split_size;
   p.tall = call.tall;
   p.scale = scale_of(call.scale);
   return true;

@@ -40,7 +40,8 @@ struct Attention {
   // Of attention(): among how many CTAs the keys of few rows are split, 0: as is fastest. 1 says more:
   // Problem::by_kind.
   int64_t num_splits = 0;
-  double tall = 1.0;  // of lists of blocks: Problem::tall
+  int64_t fixed_split_size = 0;  // in its place: Problem::split_size
+  double tall = 1.0;             // of lists of blocks: Problem::tall
 };
 std::optional<Window> window_of(const Attention& call);  // the same of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
@@ -121,7 +122,8 @@ struct Problem {
   // Results of a sequence are to be the same bits alone and beside any others: kernels are chosen by what sequences are
   // of (of_its_kind), keys are not split, gradients are added up in one order.
   bool by_kind = false;
-  double tall = 1.0;  // blocks that tiles of more rows than a listed block walk over, of those that others do
+  int64_t split_size = 0;  // by kind, but keys of few rows are split after so many of each sequence's; 0: they are not
+  double tall = 1.0;       // blocks that tiles of more rows than a listed block walk over, of those that others do
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
@@ -134,7 +136,7 @@ struct Problem {
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences, by_kind, tall] = p;
+         softcap, left, right, bottom_right, sequences, by_kind, split_size, tall] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -149,7 +151,7 @@ void visit_facts(Problem& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
-  visit("by_kind", by_kind), visit("tall", tall);
+  visit("by_kind", by_kind), visit("split_size", split_size), visit("tall", tall);
 }
 
 inline double fact_of(Problem p, int number) {

@@ -82,33 +82,36 @@ inline constexpr Schema kCachedMath(
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
     "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
-    "num_splits=0) -> (Tensor out, Tensor lse)");
+    "num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? "
     "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
-    "num_splits=0) -> (Tensor out, Tensor lse)");
+    "num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor out, Tensor lse)");
+    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPlanLists(
     "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, "
-    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, bool gradients) -> "
+    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, int fixed_split_size, bool "
+    "gradients) -> "
     "(Tensor lists, int key)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, bool wants_delta, int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor dq, "
+    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) "
+    "-> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale, int num_splits=0) -> (Tensor out, Tensor lse)");
+    "bool bottom_right, float softcap, float? scale, int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor "
+    "lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
     "scale, "
-    "bool wants_delta, int num_splits=0) -> (Tensor dq, "
+    "bool wants_delta, int num_splits=0, int fixed_split_size=0) -> (Tensor dq, "
     "Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kListedForward(
     "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale) -> "
@@ -126,11 +129,11 @@ inline constexpr Schema kListedMathBackward(
 inline constexpr Schema kAttentionForwardOut(
     "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
     "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0, Tensor? plan=None, SymInt plan_key=0) -> Tensor lse");
+    "float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) -> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
     "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, int num_splits=0) -> Tensor lse");
+    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0) -> Tensor lse");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "

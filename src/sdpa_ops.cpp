@@ -124,7 +124,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
   const Lengths lengths = give_lengths(call, p, row, query, &arguments);
   give_pages(call, &arguments);
-  // All that kernels are told of splits: chunks of a fixed length would be one more number of Splits.
+  // All that kernels are told of splits, beside their size where the call fixes it, a fact of it.
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);

@@ -160,6 +160,7 @@ void put_window(const ForwardCall& call, OpCall* to) {
   op[schema["softcap"]] = box::from(call.softcap);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op[schema["num_splits"]] = box::from(call.num_splits);
+  op[schema["fixed_split_size"]] = box::from(call.fixed_split_size);
 }
 
 // What both ops of windowed.py are told beside operands and results.

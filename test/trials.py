@@ -197,9 +197,10 @@ def trial(spec: KernelSpec, *stages: str):
             mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
             k_scale: cute.Tensor | None, v_scale: cute.Tensor | None, rotated: Int32 | None, left: Int32 | None,
             right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None, softcap: Float32 | None,
-            pages: cute.Tensor | None, used_k: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
+            pages: cute.Tensor | None, used_k: cute.Tensor | None, split_size: Int32 | None, extra: Extra,
+            stream: cuda.CUstream,
         ):  # fmt: skip
-            given = (mask, None, k_scale, v_scale, rotated, *(None,) * 5, extra)
+            given = (mask, None, k_scale, v_scale, rotated, *(None,) * 6, extra)
             self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *given), stream)
 
     class Backward(base):

@@ -25,6 +25,10 @@ SEED = 20261126
 PAGES = {"ours_fa2": 16, "ours_page64": 64, "ours_page256": 256}  # rows of one
 PAGE = PAGES["ours_fa2"]  # of peers too: the one that is held against them
 LARGEST_ERROR = 0.01  # relative, of normal inputs: more is a wrong number
+SPLITS = {  # whose bits no batch changes
+    "ours_one_split": {"num_splits": 1},
+    "ours_splits_of_4096": {"fixed_split_size": 4096},
+}
 SCRATCH_BYTES = 512 << 20  # of FlashInfer's splits, all of whose calls share it
 
 
@@ -64,8 +68,8 @@ def _in_pages(inputs: Inputs, rows: int) -> Paged:
 Attend = Callable[[], Tensor]
 
 
-def _ours(x: Paged) -> Attend:
-    return lambda: attention(x.q, *x.pools, causal=True, block_table=x.table, seqused_k=x.used)
+def _ours(x: Paged, **splits: int) -> Attend:
+    return lambda: attention(x.q, *x.pools, causal=True, block_table=x.table, seqused_k=x.used, **splits)
 
 
 def _with_lengths(inputs: Inputs) -> Attend:
@@ -123,6 +127,7 @@ def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[A
     in_pages = {rows: [_in_pages(one, rows) for one in inputs] for rows in PAGES.values()}
     of_all = {"ours_on_end": (_on_end, inputs)}
     of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
+    of_all |= {name: (functools.partial(_ours, **splits), in_pages[PAGE]) for name, splits in SPLITS.items()}
     of_all |= {"ours_lengths": (_with_lengths, inputs)}
     absent = who.WHEELS.keys() - bench.providers.keys()
     of_all |= {name: (make, in_pages[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}

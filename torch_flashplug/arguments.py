@@ -82,6 +82,7 @@ _LENGTHS = (
 )
 _PAGES = _tensor("pages", 2, "int32", "(B, n), numbers of each sequence's pages; k, v: (pages, Hkv, rows of a page, D)",
                  optional=True)  # fmt: skip
+_SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: alike", optional=True)
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
 _OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
 _EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
@@ -109,6 +110,7 @@ DECODE = (
     _SOFTCAP,
     _PAGES,
     _LENGTHS[2],
+    _SPLIT_SIZE,
 )
 _GIVEN = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), the forward's"),

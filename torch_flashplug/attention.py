@@ -27,6 +27,7 @@ from .operands import (
     refuse_forward_mode,
     scales_of,
     softcap_of,
+    split_size_of,
     splits_of,
     window_of,
     written,
@@ -56,6 +57,7 @@ def attention(  # noqa: PLR0913
     v_scale: Scale | None = None,
     block_mask: object | None = None,
     num_splits: int | None = None,
+    fixed_split_size: int | None = None,
     plan: LengthsPlan | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -101,6 +103,11 @@ def attention(  # noqa: PLR0913
     (of 16 rows or a multiple) without gradients; more rows of batches, likewise; sequences on end; the same from pages.
     Such kernels may be slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's.
 
+    fixed_split_size: in the place of num_splits, a number of keys, a multiple of 128: those of few rows are split after
+    so many of each sequence's own, counted from the block of keys that its window begins in. It promises what
+    num_splits=1 does, whatever the width of block_table, and a long sequence is many CTAs' all the same. Another size
+    rounds otherwise. block_table, or k, may have room for 255 splits of a sequence. Keys of more rows are not split.
+
     plan: what plan() has made of these lengths, beside cu_seqlens_q: kernels' lists of tiles, which else each call has
     made. Results are the same bits. ValueError where it was made for another call.
 
@@ -119,7 +126,8 @@ def attention(  # noqa: PLR0913
             "attention: in context_parallel it sees the rows of one rank alone; call F.scaled_dot_product_attention"
         )
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
-    seen = (*window_of(causal, window), softcap_of(softcap), scale, splits_of(num_splits))
+    seen = (*window_of(causal, window), softcap_of(softcap), scale)
+    seen = (*seen, splits_of(num_splits), split_size_of(fixed_split_size, num_splits))
     operands, scales = (q, k, v), (k_scale, v_scale)
     given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None:
@@ -131,6 +139,7 @@ def attention(  # noqa: PLR0913
             "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,
             "k_scale, v_scale": any(x is not None for x in scales), "block_table": block_table is not None,
             "lengths": any(x is not None for x in given), "num_splits": num_splits is not None,
+            "fixed_split_size": fixed_split_size is not None,
         }  # fmt: skip
         found = of_blocks(operands, block_mask, [name for name, asked in beside.items() if asked], scale, out)
         return found if return_lse else found[0]
@@ -152,18 +161,18 @@ def _batches(  # noqa: PLR0913
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Of one length, all of whose keys count: (B, Sq, Hq, Dv) and, if it is asked for, (B, Hq, Sq)."""
-    (q, k, v), (*window, softcap, scale, splits) = operands, settings
-    seen = Window(*window)
+    (q, k, v), (*window, softcap, scale, splits, split_size) = operands, settings
+    seen, by_kind = Window(*window), splits != 0 or split_size != 0
     check_operands(q, k, v)
     eight = check_dtypes(q, k, v)
     query, key, value = (x.transpose(1, 2) for x in operands)
-    if splits and are_few_rows(query, key, value):
+    if by_kind and are_few_rows(query, key, value):
         used = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
         return some_of_each(operands, sinks, used, settings, scales, into)
     sinks = as_sinks(sinks, q)
     keys, of_keys = _some_keys(seen, q.shape[1], k.shape[1]), scales_of(eight, scales, key, value)
     key, value = key[:, :, keys], value[:, :, keys]
-    more = sinks is not None or return_lse or softcap != 0.0 or splits != 0
+    more = sinks is not None or return_lse or softcap != 0.0 or by_kind
     if more:
         refuse_forward_mode()
     if eight:

@@ -179,6 +179,7 @@ class _Given(NamedTuple):
     softcap: float
     scale: float | None
     num_splits: int = 0
+    fixed_split_size: int = 0
     plan: Tensor | None = None
     plan_key: int = 0
 
@@ -187,7 +188,8 @@ class _Given(NamedTuple):
         rows = self.query.shape[2]
         bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
         said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
-        said |= {"window": 1, "softcap": self.softcap, "by_kind": self.num_splits == 1, "ragged": self.cu_q is not None}
+        said |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
+        said |= {"by_kind": self.num_splits == 1 or self.fixed_split_size > 0, "split_size": self.fixed_split_size}
         return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
 
 

@@ -96,7 +96,7 @@ FEATURES = (
     Feature(
         "paged", "paged", "in pages",
         "key and value lie in pages, these kernels read rows on end; gather them first",
-        arguments=("pages", "used_k"), decode="paged.Paged", always=True,
+        arguments=("pages", "used_k", "split_size"), decode="paged.Paged", always=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

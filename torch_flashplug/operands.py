@@ -14,7 +14,7 @@ from .windowed import Window
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
-MOST_SPLITS = 255  # kMaxSplits of src/flashplug.h
+MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/flashplug.h
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # of k and v
 NO_SCALES: Scales = (None, None)
@@ -52,6 +52,33 @@ def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) 
 
 def _is_bound(bound: object) -> bool:
     return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
+
+
+def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
+    """Likewise."""
+    if fixed_split_size is None:
+        return 0
+    of_units = type(fixed_split_size) is not bool and isinstance(fixed_split_size, int)
+    if not of_units or fixed_split_size < 1 or fixed_split_size % SPLIT_UNIT:
+        given = f"fixed_split_size={fixed_split_size!r}"
+        raise ValueError(f"attention: {given}; give a multiple of {SPLIT_UNIT} keys, or None")
+    if num_splits is not None:
+        raise ValueError(f"attention: num_splits={num_splits} beside fixed_split_size={fixed_split_size}; give one")
+    return fixed_split_size
+
+
+def check_split_size(size: int, window: tuple[int, int], query: Tensor, Hkv: int, keys: int) -> None:
+    """Of rows (B, Hq, Sq, D), and as many keys as a sequence has room for; as splits_of_size of src/plan/decode.cpp."""
+    if not size or not is_few(query.shape[1], query.shape[2], Hkv):
+        return
+    if min(window) >= 0:
+        keys = min(keys, sum(window) + query.shape[2] + SPLIT_UNIT - 1)
+    if keys > MOST_SPLITS * size:
+        least = -(-keys // (MOST_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
+        raise ValueError(
+            f"attention: fixed_split_size={size} makes more than {MOST_SPLITS} splits of {keys} keys, the most that a "
+            f"sequence has room for; give at least {least}"
+        )
 
 
 def heads_fit(Hq: int, Hkv: int) -> bool:
@@ -121,10 +148,14 @@ def have_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return taken and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in dims)
 
 
+def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
+    return Hkv > 0 and Sq * (Hq // Hkv) <= FEW_ROWS
+
+
 def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether kernels of decode, which split the keys, take them: forward alone."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    few = key.shape[1] > 0 and query.shape[2] * (query.shape[1] // key.shape[1]) <= FEW_ROWS
+    few = is_few(query.shape[1], query.shape[2], key.shape[1])
     read = (query, query, query) if key.dtype in FORMATS else (query, key, value)  # paged_fwd knows which of 8 bits
     return few and not differentiated and have_kernels(*read)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cached import dequantised, multiplied_in
 from .ops import empty_in_layout_of, empty_results, never_a_frame
-from .windowed import namespace
+from .windowed import SPLITS, namespace
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -22,13 +22,13 @@ for _name in ("paged_fwd", "_paged_math"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
         "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
-        "int num_splits=0) -> (Tensor out, Tensor lse)",
+        f"{SPLITS}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
     "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0) -> Tensor lse",
+    f"float? scale, {SPLITS}) -> Tensor lse",
     tags=_TAGS,
 )
 
@@ -64,7 +64,7 @@ def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """settings: of windowed.Window, the softcap, the scale and the splits."""
+    """settings: of windowed.Window, the softcap, the scale, the splits and their size."""
     _check(query, key, value, pages, used_k)
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]

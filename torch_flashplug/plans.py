@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import problem, sequences, windowed
 from .cached import multiplied_in
-from .operands import softcap_of, splits_of, window_of
+from .operands import softcap_of, split_size_of, splits_of, window_of
 from .windowed import Window
 
 
@@ -86,6 +86,7 @@ def plan(  # noqa: PLR0913
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
     num_splits: int | None = None,
+    fixed_split_size: int | None = None,
     gradients: bool | None = None,
 ) -> LengthsPlan:
     """For attention(..., plan=): lists of tiles of these lengths, made once for all calls that share them. Arguments
@@ -93,9 +94,9 @@ def plan(  # noqa: PLR0913
     layer's will do. gradients: whether lists of the backward are made, too; None: if q, k or v requires a gradient. A
     backward that finds none makes them.
 
-    Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap,
-    num_splits, sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to
-    since, are another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU, in
+    Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap, splits,
+    sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to since, are
+    another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU, in
     fp32) there are no lists, and the plan changes nothing.
 
     One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
@@ -107,7 +108,8 @@ def plan(  # noqa: PLR0913
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("plan: it is made outside of torch.compile; give the compiled function a plan")
-    seen = (*window_of(causal, window), softcap_of(softcap), None, splits_of(num_splits))
+    splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
+    seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
     given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
     eight = sequences.check_on_end((q, k, v), given)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]

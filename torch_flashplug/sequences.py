@@ -16,6 +16,7 @@ from .operands import (
     check_dtypes,
     check_operands,
     check_rank,
+    check_split_size,
     have_kernels,
     heads_fit,
     in_16_bits,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
 _OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so
-# seen: of Window, then softcap, scale and splits. into: where the output goes, as it is returned.
+# seen: of Window, then softcap, scale, splits and their size. into: where the output goes, as it is returned.
 
 
 def on_end(
@@ -95,6 +96,7 @@ def some_of_each(
     found = scales_of(eight, scales, *turned[1:])
     turned = turned if eight else problem.under_autocast(q.device.type, *turned)
     if are_few_rows(*turned):  # each cache is a page
+        check_split_size(seen[-1], seen[:2], turned[0], k.shape[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         into = None if into is None else into.transpose(1, 2)
         given = (*turned, pages, used.contiguous(), *map(_packed, found), as_sinks(sinks, q))
@@ -139,6 +141,7 @@ def in_pages(  # noqa: PLR0913
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
     eight = check_dtypes(batch, k, v)
+    check_split_size(seen[-1], seen[:2], query, k.shape[2], block_table.shape[1] * k.shape[1])
     found = map(_packed, scales_of(eight, scales, *pools))
     if not eight:
         query, *pools = problem.under_autocast(q.device.type, query, *pools)

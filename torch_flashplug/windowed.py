@@ -25,7 +25,8 @@ from . import native, reference
 from .ops import empty_results, never_a_frame, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-_SPLITS = "int num_splits=0"  # 1: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at it
+# 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
+SPLITS = "int num_splits=0, int fixed_split_size=0"
 _PLAN = ", Tensor? plan=None, SymInt plan_key=0"  # of plans.py: for kernels, not for mathematics
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -33,22 +34,22 @@ _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name, _more in (("attention_fwd", _PLAN), ("_attention_math_fwd", "")):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
-        f"Tensor? used_k, {_WINDOW}, {_SPLITS}{_more}) -> (Tensor out, Tensor lse)",
+        f"Tensor? used_k, {_WINDOW}, {SPLITS}{_more}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
     "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {_SPLITS}{_PLAN}) -> Tensor lse",
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {SPLITS}{_PLAN}) -> Tensor lse",
     tags=_TAGS,
 )
 _library.define(
     f"_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, {_WINDOW}, "
-    "int num_splits, bool gradients) -> (Tensor lists, int key)"
+    "int num_splits, int fixed_split_size, bool gradients) -> (Tensor lists, int key)"
 )
 for _name, _more in (("attention_bwd", _PLAN), ("_attention_math_bwd", "")):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {_SPLITS}{_more}) "
+        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {SPLITS}{_more}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
@@ -132,6 +133,7 @@ class BackwardArgs(NamedTuple):
     scale: float | None  # None: 1 / sqrt(D)
     wants_delta: bool
     num_splits: int = 0
+    fixed_split_size: int = 0
     plan: Tensor | None = None  # as of the forward
     plan_key: int = 0
 
@@ -272,8 +274,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
         return None, None, None, None, *unasked
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
-    *window, splits = ctx.settings
-    kernels = (splits, plan, ctx.plan_key)
+    *window, splits, split_size = ctx.settings
+    kernels = (splits, split_size, plan, ctx.plan_key)
     dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
     if of_sinks and cu_q is not None:
         delta = _delta(grad_out, out, grad_lse, lse.dtype)

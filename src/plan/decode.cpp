@@ -100,6 +100,13 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
+// As many as the longest sequence that there may be needs, whose first block need not begin where its window does. Two
+// at least: one writes other roundings.
+Splits splits_of_size(const Problem& p) {
+  const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
+  return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
+}
+
 // Every size that a cluster can have is tried; beyond, what CTAs work and what is combined weigh least together where
 // they are equal: at blocks * cost / n = n * partial_ns.
 Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {

@@ -25,8 +25,9 @@ int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, cons
   const int found = find_kernel_row(p, kDecode, family, device, tables);
   if (found < 0) return -1;
   const KernelRow& row = tables.kernels[found];
-  const Splits splits = wanted > 0 ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
-                                   : best_splits(p, row, device, tables);
+  const Splits splits = p.split_size > 0 ? splits_of_size(p)
+                        : wanted > 0     ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
+                                         : best_splits(p, row, device, tables);
   if (!few) {
     plan->packed_ns = packed_time(p, row, device, tables, splits);
     plan->unpacked_ns = estimate(p, tables.kernels[unpacked], device);

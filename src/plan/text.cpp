@@ -107,11 +107,12 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, c
 std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
   const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
+  const int64_t blocks =
+      p.split_size > 0 ? p.split_size / row.tile_n : ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits.n);
   return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
-         " SMs: splits " + number(plan.splits.n) + " of " +
-         number(ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits.n)) + " blocks of " + number(row.tile_n) + " keys, " +
-         (plan.splits.cluster > 1 ? "in clusters, " : "") + number(ctas) + " CTAs (" + number(100 * ctas / sms) +
-         " % of the SMs)";
+         " SMs: splits " + number(plan.splits.n) + " of " + number(blocks) + " blocks of " + number(row.tile_n) +
+         " keys, " + (plan.splits.cluster > 1 ? "in clusters, " : "") + number(ctas) + " CTAs (" +
+         number(100 * ctas / sms) + " % of the SMs)";
 }
 
 std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {

@@ -41,12 +41,14 @@ class Call:
     sinks: Tensor | None = None
     window: Window = field(default=EVERYTHING)
     softcap: float = 0.0
+    split_size: int = 0
 
     def run(self, device: str) -> tuple[Tensor, Tensor]:
         """By a kernel."""
         given = (self.q, self.k, self.v, self.numbers, self.used, *self.scales, self.sinks)
         native.counters(reset=True)
-        out, lse = OP(*(None if x is None else x.to(device) for x in given), *self.window, self.softcap, None)
+        tensors = (None if x is None else x.to(device) for x in given)
+        out, lse = OP(*tensors, *self.window, self.softcap, None, fixed_split_size=self.split_size)
         assert native.counters(reset=True)["ours_fwd"] == 1
         return out.cpu(), lse.cpu()
 
@@ -150,6 +152,30 @@ def test_many_splits_and_one(kernels_on: str) -> None:
     sinks = torch.randn(8, generator=torch.Generator().manual_seed(1))
     for used in ((3000,), tuple(range(20, 60))):
         check(replace(drawn(used, 32, heads=(8, 8)), sinks=sinks), kernels_on)
+
+
+LENGTHS_OF_SPLITS = (0, 1, 127, 128, 129, 256, 300)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (40, 3), (200, 0), (-1, -1)], ids=str)
+@pytest.mark.parametrize("Sq", [1, 3])
+@pytest.mark.parametrize("beside", ["", "softcap", "sinks", "int8"])
+def test_splits_of_a_size(kernels_on: str, beside: str, Sq: int, window: tuple[int, int]) -> None:
+    """Of lengths around its multiples; no key is left out."""
+    call = replace(drawn(LENGTHS_OF_SPLITS, 16, Sq=Sq), window=Window(*window), split_size=128)
+    changed = {"softcap": {"softcap": 3.0}, "sinks": {"sinks": torch.tensor([-3.0, 0.0, 2.0, 50.0] * 2)}}
+    check(in_8_bits(call, "int8") if beside == "int8" else replace(call, **changed.get(beside, {})), kernels_on)
+
+
+def test_a_size_that_nobody_has_twice(kernels_on: str) -> None:
+    check(replace(drawn(LENGTHS_OF_SPLITS, 16), split_size=2**40), kernels_on)
+
+
+def test_sizes_that_are_none(kernels_on: str) -> None:
+    for size, says in ((-128, "fixed_split_size is -128"), (100, "in multiples of 128"), (128, "makes 256 splits of")):
+        call = replace(drawn((255 * 128 + 16,) if size == 128 else (16,), 16), split_size=size)
+        with pytest.raises(RuntimeError, match=says):
+            call.run(kernels_on)
 
 
 def test_all_pages_the_same(kernels_on: str) -> None:

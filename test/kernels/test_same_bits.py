@@ -1,8 +1,11 @@
-"""num_splits=1: results and gradients of a sequence are the same bits alone and in any batch, by kernels."""
+"""num_splits=1 and fixed_split_size: results and gradients of a sequence are the same bits alone and in any batch, by
+kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -88,26 +91,68 @@ def test_batches(kernels_on: str, rows: int) -> None:
 # ---- pages ----
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Of a call of pages."""
+
+    Sq: int = 8
+    window: tuple = CAUSAL
+    eight: bool = False
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+def beside_others(
+    mine: int, batches: list[tuple[list[int], int]], asked: Asked, device: str, **splits: int
+) -> list[tuple[Tensor, ...]]:  # fmt: skip
+    """What a sequence of so many keys gets in batches of these lengths and widths of tables, its pages elsewhere."""
+    found, pages = [], -(-mine // 16)
+    for used, width in batches:
+        place, B = used.index(mine), len(used)
+        order = torch.randperm(B * width, generator=torch.Generator().manual_seed(B + width)).view(B, width).int()
+        pools = [drawn(B * width, 16, 64, seed=90 + i).unsqueeze(1) for i in range(2)]
+        q = drawn(B, HQ, asked.Sq, 64, seed=3)
+        q[place] = drawn(HQ, asked.Sq, 64, seed=33)
+        for i, pool in enumerate(pools):
+            pool[order[place, :pages].long()] = drawn(pages, 1, 16, 64, seed=60 + i)
+        scales = [None, None]
+        if asked.eight:
+            pools, scales = map(list, zip(*(in_int8(x.float()) for x in pools), strict=True))
+        given = (q, *pools, order, torch.tensor(used).int(), *scales, asked.sinks)
+        given = [None if x is None else x.to(device) for x in given]
+        settings = (*asked.window, asked.softcap, None)
+        out, lse = by_kernels(lambda: OPS.paged_fwd(*given, *settings, **splits))  # noqa: B023
+        found.append((out[place], lse[place]))
+    return found
+
+
+def assert_same(found: list[tuple[Tensor, ...]]) -> None:
+    for results in found[1:]:
+        for what, got, alone in zip(("out", "lse"), results, found[0], strict=True):
+            assert_bitwise_equal(what, got, alone)
+
+
 @pytest.mark.parametrize("eight", [False, True], ids=["16", "8"])
 @pytest.mark.parametrize("Sq", [1, 5])
 @pytest.mark.parametrize("window", [CAUSAL, (50, 0, True)], ids=str)
 def test_pages(kernels_on: str, Sq: int, eight: bool, window: tuple) -> None:
-    """Others are shorter or longer, tables wider, pages elsewhere."""
-    found = []
-    for used, width in (([130], 9), ([130], 40), ([3, 130, 0], 9), ([130, 600], 38), ([20] * 9 + [130], 12)):
-        place, B = used.index(130), len(used)
-        order = torch.randperm(B * width, generator=torch.Generator().manual_seed(B + width)).view(B, width).int()
-        pools = [drawn(B * width, 16, 64, seed=90 + i).unsqueeze(1) for i in range(2)]
-        q = drawn(B, HQ, Sq, 64, seed=3)
-        q[place] = drawn(HQ, Sq, 64, seed=33)
-        for i, pool in enumerate(pools):
-            pool[order[place, :9].long()] = drawn(9, 1, 16, 64, seed=60 + i)
-        scales = [None, None]
-        if eight:
-            pools, scales = map(list, zip(*(in_int8(x.float()) for x in pools), strict=True))
-        given = [None if x is None else x.to(kernels_on) for x in (q, *pools, order, torch.tensor(used).int(), *scales)]
-        out, lse = by_kernels(lambda: OPS.paged_fwd(*given, None, *window, 0.0, None, 1))  # noqa: B023
-        found.append((out[place], lse[place]))
-    for results in found[1:]:
-        for what, got, alone in zip(("out", "lse"), results, found[0], strict=True):
-            assert_bitwise_equal(what, got, alone)
+    """Others are shorter or longer."""
+    batches = [([130], 9), ([130], 40), ([3, 130, 0], 9), ([130, 600], 38), ([20] * 9 + [130], 12)]
+    assert_same(beside_others(130, batches, Asked(Sq, window, eight), kernels_on, num_splits=1))
+
+
+ASKED = {  # some rows: two LSEs may be the same whatever the order of their sums
+    "causal": Asked(), "24 rows": Asked(Sq=24), "window": Asked(window=(200, 0, True)), "softcap": Asked(softcap=3.0),
+    "sinks": Asked(sinks=torch.tensor([0.5, -1.0])), "8 bits": Asked(eight=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mine", [0, 1, 127, 128, 129, 600])
+@pytest.mark.parametrize("asked", ASKED)
+def test_pages_in_splits_of_a_size(kernels_on: str, asked: str, mine: int) -> None:
+    """Tables have room for as many as the sequence needs, for 10, and for 36: so many that are alike would be
+    added up in three orders.
+    """
+    width = max(1, -(-mine // 16))
+    batches = [([mine], width), ([mine], 80), ([mine], 288), ([5, mine, 0], max(width, 9)), ([mine, 640], 80)]
+    assert_same(beside_others(mine, batches, ASKED[asked], kernels_on, fixed_split_size=128))

@@ -1,17 +1,21 @@
 """num_splits=1 of attention(): a sequence gets the same kernel alone and in any batch, its keys are not split, and its
-gradients are added up in one order.
+gradients are added up in one order. fixed_split_size: the same, but of pages keys are split.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+import torch
 from plans import Call, call, made_of
+from torch import Tensor
 
-from torch_flashplug import native
+from torch_flashplug import configs, native
 from torch_flashplug.api import DEVICES
 from torch_flashplug.families import BACKENDS
+from torch_flashplug.operands import MOST_SPLITS, SPLIT_UNIT, check_split_size
 
 GPUS = {"h100": DEVICES["h100"], "h200": DEVICES["h200"]}
 BATCHES = (1, 2, 9, 64, 300)
@@ -99,3 +103,59 @@ def test_other_numbers_are_how_many_ctas_share_keys(splits: int) -> None:
     mode = BACKENDS.index("fa2") | splits << 8
     assert native.plan(batch(1, 1, 4096, 128, "paged"), DEVICES["h100"], mode)["splits"] == splits
     assert native.plan(batch(1, 1, 16, 128, "paged"), DEVICES["h100"], mode)["splits"] == 1  # of one block there is one
+
+
+# ---- of a fixed size ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_size_changes_splits_of_pages_alone(kind: str) -> None:
+    """Of which there are as many as a table has room for, whatever the batch; the kernel is the same one."""
+    size, one = 1024, plans(KINDS[kind], "h100", by_kind=1)
+    for plan, other, said in zip(plans(KINDS[kind], "h100", by_kind=1, split_size=size), one, KINDS[kind], strict=True):
+        assert plan["kernel"] == other["kernel"] and plan["cluster"] == 1
+        assert plan["splits"] == (max(2, -(-said["Sk"] // size)) if kind in PAGED else 1)
+
+
+def test_sizes_are_whole_blocks_of_every_kernel() -> None:
+    tiles = {spec.tile_n for spec in configs.specs(80, "decode") if "paged" in spec.features}
+    assert tiles and all(SPLIT_UNIT % tile_n == 0 for tile_n in tiles)
+
+
+def blocks(used: int, Sq: int, left: int, right: int, tile_n: int) -> int:
+    """That a sequence's rows walk over: BoundFew.share of window_of_few.py, to the bottom right."""
+    end = -(-min(max(used + right, 1), max(used, 1)) // tile_n)
+    return end - min(max(used - Sq - left, 0) // tile_n, end - 1)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, 0), (127, 0), (128, 3), (1000, 0), (1023, 5), (-1, -1)], ids=str)
+@pytest.mark.parametrize("Sq", [1, 5, 16])
+def test_there_are_enough_splits_for_every_length(Sq: int, window: tuple[int, int]) -> None:
+    """And two at least: one would write its own results."""
+    for keys, size in itertools.product((16, 128, 144, 1008, 4096), (128, 256, 1024)):
+        left, right = (Sq + keys if bound < 0 else bound for bound in window)
+        given = batch(3, Sq, keys, 64, "paged", by_kind=1, split_size=size) | {"left": left, "right": right}
+        (splits,) = {plan["splits"] for plan in plans([given, given | {"B": 300}], "h100")}
+        assert splits >= 2
+        for used, tile_n in itertools.product(range(keys + 1), (64, 128)):
+            assert blocks(used, Sq, left, right, tile_n) * tile_n <= splits * size
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (100, 0), (70000, 4)], ids=str)
+def test_the_least_size_that_the_error_says_is_enough(window: tuple[int, int]) -> None:
+    q = torch.empty(1, 8, 3, 64, device="meta")
+    for keys in (255 * 128, 255 * 128 + 1, 100_000, 1_000_000):
+        said = next((size for size in range(128, 8192, 128) if accepted(size, window, q, keys) is None), 0)
+        assert said and all(accepted(size, window, q, keys) == said for size in range(128, said, 128))
+        left, right = (3 + keys if bound < 0 else bound for bound in window)
+        given = batch(1, 3, keys, 64, "paged", by_kind=1) | {"left": left, "right": right}
+        splits = [plan["splits"] for plan in plans([given | {"split_size": said - i * 128} for i in range(2)], "h100")]
+        assert splits[0] <= MOST_SPLITS and (said == 128 or splits[1] > MOST_SPLITS)
+
+
+def accepted(size: int, window: tuple[int, int], q: Tensor, keys: int) -> int | None:
+    """None, or the least size."""
+    try:
+        check_split_size(size, window, q, 2, keys)
+    except ValueError as error:
+        return int(str(error).rpartition(" ")[2])

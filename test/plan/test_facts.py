@@ -324,6 +324,7 @@ ONE_FACT_OF_FORCED = {
     "bottom_right": (call((8, 8, 8), (320, 8192), (64, 64), **_WINDOW | {"left": 512}), -1),
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
     "by_kind": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
+    "split_size": (call((1, 32, 8), (1, 8192), (128, 128)), 1024),
     "tall": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
 }
 FA3 = BACKENDS.index("fa3")

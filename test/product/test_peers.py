@@ -100,7 +100,7 @@ class Nothing:
 def test_pages_without_a_peer():
     row = run("paged", paged_decode.suite_paged)
     assert row["ratio"] is None and row["peers_ms"] == {} and set(row["refused"]) == {"flashinfer", "flashinfer_mma"}
-    assert set(row["all_ms"]) == {*paged_decode.PAGES, "ours_lengths", "ours_on_end"}
+    assert set(row["all_ms"]) == {*paged_decode.PAGES, *paged_decode.SPLITS, "ours_lengths", "ours_on_end"}
 
 
 def test_a_peer_of_pages_is_given_the_call_and_a_wrong_one_is_not_timed(monkeypatch):

@@ -311,6 +311,7 @@ def refused(message: str, error: type[Exception] = ValueError, **arguments: obje
 def test_refused() -> None:
     refused("beside causal or window", causal=True)
     refused("beside num_splits", num_splits=1)
+    refused("beside fixed_split_size", fixed_split_size=128)
     refused("beside sinks", sinks=torch.zeros(4))
     refused("beside softcap", softcap=3.0)
     refused("beside lengths", seqused_k=torch.ones(2, dtype=torch.int32))

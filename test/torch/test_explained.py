@@ -83,6 +83,22 @@ def test_splits_are_told() -> None:
     assert "splits 5 of" in plans[2].gate
 
 
+def test_sizes_of_splits_are_told() -> None:
+    """Of keys that are split; by kind, whatever the batch, where they are not."""
+    size, one = {"fixed_split_size": 1024, "device": "h100"}, {"num_splits": 1, "device": "h100"}
+    for operands, arguments in ((dense(1, 8192), {"seqused_k": ints(2)}), (dense(1, 8192), {}),
+                                (in_pages(2, 1), PAGES | {"block_table": ints(2, 512)})):  # fmt: skip
+        plan = explain_attention(*operands, **arguments, **size)
+        assert plan.splits == 8 and "splits 8 of 8 blocks of 128 keys" in plan.gate
+        assert plan.call.endswith("fixed_split_size=1024")
+    for arguments in (PAGES, {"seqused_k": ints(2)}):
+        operands = in_pages(2, 90) if arguments is PAGES else dense(90, 512)
+        plans = [explain_attention(*operands, **arguments, **more) for more in (size, one)]
+        assert plans[0].splits == 1 and plans[0].kernel == plans[1].kernel
+    with pytest.raises(ValueError, match="give at least 256"):
+        explain_attention(*in_pages(2, 1), **PAGES | {"block_table": ints(2, 4000)}, **size | {"fixed_split_size": 128})
+
+
 def test_f_sdpas_plan_is_explains() -> None:
     q, k, v = dense(512, 512)
     turned = [x.transpose(1, 2) for x in (q, k, v)]

@@ -1,5 +1,5 @@
-"""attention() into a given tensor, with num_splits, and of keys and values in 8 bits beside lengths, softcaps and
-sinks: on every road the result is that of the call without.
+"""attention() into a given tensor, with num_splits or fixed_split_size, and of keys and values in 8 bits beside
+lengths, softcaps and sinks: on every road the result is that of the call without.
 """
 
 from __future__ import annotations
@@ -78,20 +78,21 @@ def test_out(device: str, call: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS | MORE)
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_splits_move_no_number_by_more_than_a_rounding(device: str, call: str, num_splits: int) -> None:
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"num_splits": 3}, {"fixed_split_size": 128}], ids=str)
+def test_splits_move_no_number_by_more_than_a_rounding(device: str, call: str, splits: dict[str, int]) -> None:
     operands, arguments = made(call, device)
     right = attention(*operands, **arguments)
-    found = attention(*operands, **arguments, num_splits=num_splits)
+    found = attention(*operands, **arguments, **splits)
     torch.testing.assert_close(found, right, rtol=2e-2, atol=1e-2)
 
 
-def test_one_split_keeps_gradients(device: str) -> None:
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"fixed_split_size": 128}], ids=str)
+def test_one_split_and_sizes_keep_gradients(device: str, splits: dict[str, int]) -> None:
     for call in ("plain", "window", "on_end"):
         operands, arguments = made(call, device, torch.float32)
         leaves = [x.requires_grad_() for x in operands]
         right = torch.autograd.grad(attention(*leaves, **arguments).sum(), leaves)
-        found = torch.autograd.grad(attention(*leaves, **arguments, num_splits=1).sum(), leaves)
+        found = torch.autograd.grad(attention(*leaves, **arguments, **splits).sum(), leaves)
         for got, exact in zip(found, right, strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
 
@@ -127,7 +128,9 @@ def test_opcheck_of_the_ops_that_write(device: str, op: torch._ops.OpOverloadPac
         given = (arguments["block_table"], arguments["seqused_k"], None, None, None)
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *given, -1, 0, True, 0.0, None), test_utils=tests)
+    for splits in ((), (3,), (0, 128)):
+        settings = (-1, 0, True, 0.0, None, *splits)
+        torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *given, *settings), test_utils=tests)
 
 
 def test_opcheck_of_what_makes_16_bits(device: str) -> None:
@@ -139,12 +142,13 @@ def test_opcheck_of_what_makes_16_bits(device: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("call", ["plain", "window", "on_end", "pages", "eight_softcap"])
-def test_compiled(device: str, call: str) -> None:
+@pytest.mark.parametrize("splits", [{"num_splits": 1}, {"fixed_split_size": 128}], ids=str)
+def test_compiled(device: str, call: str, splits: dict[str, int]) -> None:
     operands, arguments = made(call, device)
-    right = attention(*operands, **arguments, num_splits=1)
+    right = attention(*operands, **arguments, **splits)
 
     def into(out: Tensor, *operands: Tensor) -> Tensor:
-        return attention(*operands, **arguments, num_splits=1, out=out) * 2
+        return attention(*operands, **arguments, **splits, out=out) * 2
 
     out = torch.empty_like(right)
     found = torch.compile(into, fullgraph=True, backend="aot_eager")(out, *operands)
@@ -164,6 +168,9 @@ def test_what_is_refused() -> None:
         (RuntimeError, "no gradients through out", {"out": out.clone().requires_grad_()}),
         (RuntimeError, "no gradients through out", {"out": out, "sinks": torch.zeros(HQ, requires_grad=True)}),
         *((ValueError, f"num_splits={x}; give 1 to 255", {"num_splits": x}) for x in (0, 256, 1.0, True)),
+        *((ValueError, f"fixed_split_size={x}; give a multiple of 128 keys, or None", {"fixed_split_size": x})
+          for x in (0, -128, 100, 128.0, True)),
+        (ValueError, "num_splits=1 beside fixed_split_size=128; give one", {"num_splits": 1, "fixed_split_size": 128}),
         (TypeError, "max_seqlen_q is str; give an int", {"max_seqlen_q": "z"}),
         (TypeError, "max_seqlen_k is Tensor; give an int", {"max_seqlen_k": torch.tensor(3)}),
     ):  # fmt: skip
@@ -171,6 +178,23 @@ def test_what_is_refused() -> None:
             attention(*operands, **arguments)
     with pytest.raises(TypeError, match="q is str"):
         attention("q", *operands[1:], out=out)
+
+
+def test_more_splits_than_there_may_be_are_refused(device: str) -> None:
+    """By the width of the table, not by what counts of it, nor by the batch; of a window by its keys. More rows' keys
+    are not split.
+    """
+
+    def attend(rows: int, size: int, **more: object) -> Tensor:
+        pools = [drawn(4, 16, HKV, D, seed=i).to(device, torch.bfloat16) for i in range(2)]
+        q, table = drawn(2, rows, HQ, D), torch.zeros(2, 2100, dtype=torch.int32, device=device)
+        given = {"block_table": table, "seqused_k": numbers(3, 0).to(device)}
+        return attention(q.to(device, torch.bfloat16), *pools, **given, fixed_split_size=size, **more)
+
+    with pytest.raises(ValueError, match="=128 makes more than 255 splits of 33600 keys, .* give at least 256"):
+        attend(1, 128)
+    for rows, size, more in ((1, 256, {}), (40, 128, {}), (1, 128, {"window": (500, 0)})):
+        assert attend(rows, size, **more).isfinite().all()
 
 
 def test_autocast_casts_no_fp64(device: str) -> None:
@@ -188,6 +212,8 @@ def test_flash_attns_num_splits_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
     """0 is None there."""
     import torch_flashplug.flash_attn as names
 
+    with pytest.raises(TypeError, match="fixed_split_size"):
+        flash_attn_func(*made("plain", "cpu", torch.float32)[0], fixed_split_size=128)
     seen: list[int | None] = []
 
     def recorded(*operands: Tensor, num_splits: int | None = None, **more: object) -> Tensor | tuple[Tensor, Tensor]:

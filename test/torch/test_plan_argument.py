@@ -85,11 +85,11 @@ def test_opcheck(device: str) -> None:
     q, k, v = (x.unsqueeze(0).transpose(1, 2).requires_grad_() for x in operands(device=device))
     cu, lists = starts(0, 5, 17, device=device), torch.zeros(2, 96, dtype=torch.int32, device=device)
     settings = (-1, 0, True, 0.0, None)
-    torch.library.opcheck(OPS.attention_fwd, (q, k, v, None, cu, cu, None, *settings, 0, lists, 5))
-    out, lse = OPS.attention_fwd(q, k, v, None, cu, cu, None, *settings, 0, lists, 5)
+    torch.library.opcheck(OPS.attention_fwd, (q, k, v, None, cu, cu, None, *settings, 0, 0, lists, 5))
+    out, lse = OPS.attention_fwd(q, k, v, None, cu, cu, None, *settings, 0, 0, lists, 5)
     kept = [x.detach() for x in (q, k, v, out, lse)]
-    torch.library.opcheck(OPS._plan_lists, (q.detach(), k.detach(), v.detach(), cu, cu, None, *settings, 0, True))
-    torch.library.opcheck(OPS.attention_bwd, (torch.ones_like(kept[3]), None, *kept, cu, cu, *settings, False, 0, lists,
+    torch.library.opcheck(OPS._plan_lists, (q.detach(), k.detach(), v.detach(), cu, cu, None, *settings, 0, 0, True))
+    torch.library.opcheck(OPS.attention_bwd, (torch.ones_like(kept[3]), None, *kept, cu, cu, *settings, False, 0, 0, lists,
                                               5))  # fmt: skip
 
 

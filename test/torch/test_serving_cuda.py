@@ -18,6 +18,7 @@ from torch_flashplug.quantised import in_int8
 pytestmark = pytest.mark.gpu
 
 HQ, HKV, D, PAGE, WIDTH, B = 8, 2, 128, 16, 20, 4
+SAME_BITS = ({"num_splits": 1}, {"fixed_split_size": 128})
 NEAR = 0.01  # relative, root mean square
 Given = dict[str, Tensor]
 
@@ -107,15 +108,15 @@ def warm(call: Callable[[], object]) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("num_splits", [None, 1])
+@pytest.mark.parametrize("splits", [{}, *SAME_BITS], ids=str)
 @pytest.mark.parametrize("into", [False, True], ids=["made", "given"])
 @pytest.mark.parametrize("road", ROADS)
-def test_a_replay_reads_the_tables_and_lengths_of_now(road: str, into: bool, num_splits: int | None) -> None:
+def test_a_replay_reads_the_tables_and_lengths_of_now(road: str, into: bool, splits: dict[str, int]) -> None:
     held = state(road, 0)
     out = torch.empty_like(held["q"]) if into else None
 
     def call() -> Tensor:
-        return attend(held, num_splits=num_splits, out=out)
+        return attend(held, **splits, out=out)
 
     warm(call)
     graph = torch.cuda.CUDAGraph()
@@ -246,17 +247,50 @@ def one_of(given: Given, i: int) -> Given:
 @pytest.mark.parametrize(
     "road", ["pages", "pages_8_bits", "pages_many_rows", "caches", "caches_many_rows", "on_end", "few", "many"]
 )
-def test_one_split_has_the_same_bits_alone(road: str) -> None:
+@pytest.mark.parametrize("splits", SAME_BITS, ids=str)
+def test_one_split_and_sizes_have_the_same_bits_alone(road: str, splits: dict[str, int]) -> None:
     """few, many: batches of which all keys count."""
     dense = {"few": 3, "many": 90}.get(road)
     given = state(road, 3) if dense is None else drawn((B, dense), (B, 700), torch.Generator().manual_seed(3))
     given = {name: x.cuda() for name, x in given.items()}
-    out = attend(given, num_splits=1)
+    out = attend(given, **splits)
     for i in range(B):
         alone = one_of(given, i)
         begin = int(given["cu_seqlens_q"][i]) if road == "on_end" else i
         mine = out[begin : begin + len(alone["q"])]
-        assert torch.equal(attend(alone, num_splits=1), mine), f"sequence {i}"
+        assert torch.equal(attend(alone, **splits), mine), f"sequence {i}"
+
+
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["16", "8"])
+@pytest.mark.parametrize("settings", [{}, {"window": (3000, 0)}, {"sinks": torch.arange(HQ).float()}])
+@pytest.mark.parametrize("used", [0, 1, 1023, 1024, 1025, 9000, 40_000])
+def test_a_long_sequence_in_splits_of_a_size(used: int, settings: dict[str, object], eight_bits: bool) -> None:
+    """Right, by as many CTAs as it has room for splits, and the same bits alone and in five batches, whose tables are
+    wider, and others in them longer or shorter.
+    """
+    draw, width = torch.Generator().manual_seed(used), -(-40_000 // PAGE)
+    pools = drawn((1, 1), (3 * width, PAGE), draw)
+    pools = {name: x.cuda() for name, x in (eight(pools) if eight_bits else pools).items()}
+    settings = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in settings.items()}
+    q, mine = pools.pop("q"), torch.randperm(width, generator=draw).int().cuda()
+
+    def among(others: list[int], table_width: int, place: int = 0, **more: object) -> Tensor:
+        counts = [*others[:place], used, *others[place:]]
+        table = torch.randint(0, 3 * width, (len(counts), table_width), generator=draw).int().cuda()
+        table[place, : min(width, table_width)] = mine[:table_width]
+        rows = torch.randn(len(counts), 1, HQ, D, generator=draw).bfloat16().cuda()
+        rows[place] = q[0]
+        lengths = torch.tensor(counts).int().cuda()
+        given = {"q": rows, **pools, "block_table": table, "seqused_k": lengths, **settings}
+        return attention(**given, causal=True, **more)[place]
+
+    size, narrow = {"fixed_split_size": 1024}, max(1, -(-used // PAGE))
+    found = [among([], narrow, **size), among([], width, **size), among([], 4 * width, **size)]
+    found += [among([5, 40_000], width, 1, **size), among([0] * 63, width, 40, **size)]
+    found += [among([used, 9000, 1] * 40, width, 120, **size)]
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    right = among([], narrow).float()
+    assert float((found[0].float() - right).norm()) <= NEAR * float(right.norm()) + 1e-6
 
 
 def test_gathered_pages_take_one_copy() -> None:

@@ -29,8 +29,8 @@ _OUTSIDE = (
     "block, or redistribute to Replicate(), Shard(0) or Shard(1) first"
 )
 _SEVERAL_DIMS = (
-    "query is sharded over its rows in a context_parallel block, and on a mesh of several dims; a block takes one of one "
-    "dim: beside tensor parallelism give it .to_local()"
+    "query is sharded over its rows in a context_parallel block, and on a mesh of several dims; a block takes one of "
+    "one dim: beside tensor parallelism give it .to_local()"
 )
 
 

@@ -158,7 +158,7 @@ class DecodeSm80(DecodeCall):
         )
         if call.splits > 1:
             chain = self.seams.chain(call)
-            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
+            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size)
 
     def stored(self, call: FewRows) -> Stored:
         found = self.seams.stored(call)

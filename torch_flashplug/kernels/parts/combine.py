@@ -104,13 +104,15 @@ class Combine:
     @cute.jit
     def __call__(
         self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, chain: Chain,
-        stream: cuda.CUstream,
+        stream: cuda.CUstream, split_size: Int32 | None = None,
     ):  # fmt: skip
-        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima; chain: the scores'."""
-        rows, many = partials.rows, partials.splits >= MANY
-        rows_of_cta = cutlass.select_(many, Int32(1), Int32(WARPS))
-        columns = cutlass.select_(partials.splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
-        self.kernel(mO, mLSE, partials.start, partials.splits, scale, chain.sinks).launch(
+        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima; chain: the scores'; split_size: as of
+        added_like().
+        """
+        rows, like = partials.rows, added_like(partials.splits, split_size)
+        rows_of_cta = cutlass.select_(like >= MANY, Int32(1), Int32(WARPS))
+        columns = cutlass.select_(like <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
+        self.kernel(mO, mLSE, partials.start, partials.splits, scale, chain.sinks, split_size).launch(
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
@@ -120,7 +122,7 @@ class Combine:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLSE: cute.Tensor, start: cute.Pointer, splits: Int32, scale: Float32,
-        sinks: cute.Tensor | None,
+        sinks: cute.Tensor | None, split_size: Int32 | None,
     ):  # fmt: skip
         B, Hq, Sq, Dv = mO.shape
         partials = Partials(start, B * Hq * Sq, splits, Dv)
@@ -130,7 +132,8 @@ class Combine:
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, chunk, _ = cute.arch.block_idx()
-        few, many = splits <= FEW, splits >= MANY
+        like = added_like(splits, split_size)
+        few, many = like <= FEW, like >= MANY
         row = cutlass.select_(many, block, block * WARPS + warp)
         lanes = cutlass.select_(few, Int32(WARP), Int32(COLUMN_LANES))
         column = (chunk * lanes + lane % lanes) * QUAD
@@ -142,11 +145,11 @@ class Combine:
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
                 part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
-        if splits > FEW:
+        if like > FEW:
             part.join_lanes()
         if many:
             part.join_warps(shared, warp)
-        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (splits < MANY))
+        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (like < MANY))
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
@@ -155,6 +158,13 @@ class Combine:
                 part.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[batch, head, query] = lse
+
+
+def added_like(splits: Int32, split_size: Int32 | None) -> Int32:
+    """How many splits are added up in the order that these are. Those of a size (more than 0) have one order, in which
+    as many empty ones as there may be behind the others change no bit.
+    """
+    return splits if split_size is None else cutlass.select_(split_size > 0, Int32(FEW + 1), splits)
 
 
 def starts_early() -> bool:

@@ -1,5 +1,5 @@
 """A window of few query rows (window.py), packed: rows of a tile are queries of several heads. Splits share the blocks
-from the first that some query sees to the last.
+from the first that some query sees to the last: alike, or a size each.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from .window import InWindow, KeysInWindow, Reach, Window, Windowed
 
 class WindowOfFew(Windowed):
     def walk(self, call: object) -> Window:
-        return FewInWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
+        return FewInWindow(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
 
     def visible(self, call: object) -> InWindow:
-        return PackedInWindow(self.walk(call), call.sinks)
+        return PackedInWindow(super().walk(call), call.sinks)
 
 
+@dataclass(frozen=True)
 class FewInWindow(Window):
+    split_size: Int32  # keys; 0: splits are alike
+
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundFew:
-        return BoundFew(self.of(sizes), sizes, tile_n)
+        return BoundFew(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class BoundFew:
     window: Reach
     sizes: Sizes
     tile_n: int
+    split_blocks: Int32
     hides = True
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundFew:
@@ -46,14 +50,22 @@ class BoundFew:
         """Nothing is looked for."""
 
     def share(self, number: Int32, parts: Int32) -> Split:
-        """A split's; one behind all keys where there are fewer blocks than splits."""
+        """A split's; one behind all keys where there are none for it. Those of a size are counted from the sequence's
+        first block, so that it has the same ones beside any others, in tables of any width.
+        """
         first, _ = self.window.keys(Int32(0))
         _, behind = self.window.keys(self.sizes.Sq - 1)
         end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.some_keys), self.tile_n)
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
-        mine = Split.create(end - begin, number, parts)
+        mine = self.split_of(end - begin, number, parts)
         beyond = cute.ceil_div(self.sizes.some_keys, self.tile_n)
         return Split(begin + mine.begin, begin + mine.end).or_block(beyond)
+
+    def split_of(self, blocks: Int32, number: Int32, parts: Int32) -> Split:
+        alike, size = Split.create(blocks, number, parts), self.split_blocks
+        ends = (cutlass.min((number + i) * size, blocks) for i in range(2))
+        of_size = zip(ends, (alike.begin, alike.end), strict=True)
+        return Split(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
 
     def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
         """Whether some query does not see all of the block at a position."""

@@ -46,6 +46,7 @@ class FewRows:
     softcap: Float32 | None
     pages: cute.Tensor | None
     used_k: cute.Tensor | None
+    split_size: Int32 | None
 
     @property
     def scales(self) -> Scales:
@@ -93,8 +94,9 @@ class DecodeCall(KernelCall):
         softcap: Float32 | None,
         pages: cute.Tensor | None,
         used_k: cute.Tensor | None,
+        split_size: Int32 | None,
         stream: cuda.CUstream,
     ):
         beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated, Limits.of(left, right, bottom_right))
-        beside = (*beside, sinks, softcap, pages, used_k)
+        beside = (*beside, sinks, softcap, pages, used_k, split_size)
         self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, *beside), stream)
