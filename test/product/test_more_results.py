@@ -48,4 +48,8 @@ def test_the_table_of_several_gpus():
         assert cells == [*ratios, steps, f"{memory['ours_auto'] / memory['stock']:.2f}"]
     page = (ROOT / "docs" / "several_gpus.md").read_text()
     page = " ".join(page.split())
-    assert f"as DTensors takes {block['ours_ms']:.2f} ms, as plain tensors {block['all_ms']['ours_local']:.2f}" in page
+    local, *stocks = (f"{block['all_ms'][name]:.2f}" for name in ("ours_local", "stock", "stock_local"))
+    ours = f"take {block['ours_ms']:.2f} ms with heads as DTensors, {local} as plain tensors"
+    assert f"{ours}; without the plugin {' and '.join(stocks)}." in page
+    (gather,) = (row["variants_ms"]["gather"] for row in rings if row["case"] == "train_ring_allgather_s65536")
+    assert f'gathering all keys ("gather") {gather:.1f}' in page
