@@ -62,6 +62,6 @@ def test_what_is_said_of_the_second_fa3_wheel():
     pages = [min(row["peers_ms"].values()) / row["ours_ms"] for row in rows_of("paged-h200")]
     page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     assert len(windows) == 15 and len(pages) == 9
-    said = f"{statistics.geometric_mean(windows):.2f} in the mean of the 15 windows without gradients"
-    assert f"{said}, lowest {min(windows):.2f} (D 256, 128 keys)" in page
-    assert f"{statistics.geometric_mean(pages):.2f} in the mean of the nine calls below, lowest {min(pages):.2f}" in page
+    means = [f"{statistics.geometric_mean(of):.2f} in the mean of the" for of in (windows, pages)]
+    assert f"{means[0]} 15 windows without gradients, lowest {min(windows):.2f} (D 256, 128 keys)" in page
+    assert f"{means[1]} nine calls below, lowest {min(pages):.2f}" in page

@@ -89,8 +89,8 @@ def test_opcheck(device: str) -> None:
     out, lse = OPS.attention_fwd(q, k, v, None, cu, cu, None, *settings, 0, 0, lists, 5)
     kept = [x.detach() for x in (q, k, v, out, lse)]
     torch.library.opcheck(OPS._plan_lists, (q.detach(), k.detach(), v.detach(), cu, cu, None, *settings, 0, 0, True))
-    torch.library.opcheck(OPS.attention_bwd, (torch.ones_like(kept[3]), None, *kept, cu, cu, *settings, False, 0, 0, lists,
-                                              5))  # fmt: skip
+    given = (torch.ones_like(kept[3]), None, *kept, cu, cu, *settings, False, 0, 0, lists, 5)
+    torch.library.opcheck(OPS.attention_bwd, given)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
