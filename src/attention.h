@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
+#include <initializer_list>
 
 #include "flashplug.h"
 #include "values.h"
@@ -93,6 +94,14 @@ void check_lengths(const ForwardCall& call, const Facts& facts);  // throws wher
 // By kernels that a mode allows; false where there are none. Throws where the call's mode forces one.
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
 bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no kernel of ours
+bool wants_math(Mode mode);
+bool are_kernels(const Problem& p);  // others are the mathematics' to look at
+// Throws where a tensor is not fp32 of these sizes, on the query's device.
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts);
+
+// ---- listed.cpp ----
+
+void register_listed(torch::stable::detail::StableLibrary* library);
 
 // ---- window.cpp: what windows and pages bring ----
 

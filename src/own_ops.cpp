@@ -5,7 +5,7 @@
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
 //   torch_flashplug::_plan_lists: what calls of them may share (plans.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
-//   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse.py)
+//   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (listed.cpp)
 //   attention_fwd_out, paged_fwd_out: the same into a given tensor
 #include <torch/csrc/stable/library.h>
 
@@ -16,8 +16,6 @@
 #include "schemas.h"
 
 namespace flashplug {
-
-namespace {
 
 void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
@@ -34,6 +32,12 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
   throw std::runtime_error(std::string("torch_flashplug: ") + name + " has to be float32 [" + sizes +
                            "], on the query's device");
 }
+
+bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
+
+bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
+
+namespace {
 
 // How many rows a tensor of int32 numbers has that kernels can read: each row on end, on the query's device; or -1.
 int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
@@ -71,8 +75,6 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   }
   stack[0] = box::from_tensor(cached_math(call));
 }
-
-bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
 // What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
 // it. None of these kernels splits keys, whatever a call asks for.
@@ -169,18 +171,6 @@ bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult*
 }
 
 namespace {
-
-// Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
-Facts read_lists(const ForwardCall& call) {
-  Facts facts = read_facts(call);
-  facts.problem.grad = true;  // kernels of few rows read masks, and no digests; none of them has gradients
-  if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
-    throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
-  return facts;
-}
-
-// Others are the mathematics' to look at.
-bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
 void check_out(const ForwardCall& call, const Facts& facts) {
   if (call.out == nullptr) return;
@@ -371,37 +361,6 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
 }
 
-void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
-  call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.tall = box::to<double>(stack[op["tall"]]);
-  const Facts facts = read_lists(call);
-  ForwardResult result;
-  if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);
-  stack[op.result("out")] = box::from_tensor(std::move(result.out));
-  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
-}
-
-void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedBackward;
-  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
-              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
-              digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
-              lse = box::to_tensor(stack[op["lse"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
-  forward.scale = box::to_optional_double(stack[op["scale"]]);
-  const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
-  const Facts facts = read_lists(forward);
-  const Problem& p = facts.problem;
-  if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
-  BackwardResult result;
-  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
-  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
-}
-
 }  // namespace
 
 void register_own_ops(torch::stable::detail::StableLibrary* library) {
@@ -411,8 +370,7 @@ void register_own_ops(torch::stable::detail::StableLibrary* library) {
   library->impl("attention_fwd_out", &attention_forward_out);
   library->impl("_plan_lists", &planned_lists);
   library->impl("paged_fwd", &paged_forward);
-  library->impl("listed_fwd", &listed_forward);
-  library->impl("listed_bwd", &listed_backward);
+  register_listed(library);
   library->impl("paged_fwd_out", &paged_forward_out);
 }
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.experimental import context_parallel
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_bench", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
+MODULES = ("rank_bench", "rank_blocks", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
 OFF = {"TORCH_FLASHPLUG": "0"}
 
 
