@@ -27,7 +27,7 @@ DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,1
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The demo in a process of its own: it times, and switches the plugin on and off."""
     command = [sys.executable, "-m", "torch_flashplug", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
 
 
 @pytest.fixture
