@@ -34,6 +34,19 @@ def splits_of(num_splits: int | None) -> int:
     return num_splits
 
 
+def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
+    """Likewise. num_splits: None beside a size."""
+    if fixed_split_size is None:
+        return 0
+    is_int = isinstance(fixed_split_size, int) and not isinstance(fixed_split_size, bool)
+    if not is_int or fixed_split_size < 1 or fixed_split_size % SPLIT_UNIT:
+        given = f"fixed_split_size={fixed_split_size!r}"
+        raise ValueError(f"attention: {given}; give a multiple of {SPLIT_UNIT} keys, or None")
+    if num_splits is not None:
+        raise ValueError(f"attention: num_splits={num_splits} beside fixed_split_size={fixed_split_size}; give one")
+    return fixed_split_size
+
+
 def softcap_of(softcap: float) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
@@ -52,19 +65,6 @@ def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) 
 
 def _is_bound(bound: object) -> bool:
     return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
-
-
-def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
-    """Likewise."""
-    if fixed_split_size is None:
-        return 0
-    of_units = type(fixed_split_size) is not bool and isinstance(fixed_split_size, int)
-    if not of_units or fixed_split_size < 1 or fixed_split_size % SPLIT_UNIT:
-        given = f"fixed_split_size={fixed_split_size!r}"
-        raise ValueError(f"attention: {given}; give a multiple of {SPLIT_UNIT} keys, or None")
-    if num_splits is not None:
-        raise ValueError(f"attention: num_splits={num_splits} beside fixed_split_size={fixed_split_size}; give one")
-    return fixed_split_size
 
 
 def check_split_size(size: int, window: tuple[int, int], query: Tensor, Hkv: int, keys: int) -> None:
