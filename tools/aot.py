@@ -1,6 +1,7 @@
 """Compile the kernel table into packs (configs.PACKS). Needs no GPU and no nvcc, only the DSL's wheel and a C compiler.
 
     python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and .json: what was measured of it
+    python tools/aot.py --pack sm90a --sample --out DIR         the kernels of it that are tested where no GPU is
     python tools/aot.py --arch sm_90a --out DIR                 every pack of that target
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
@@ -196,6 +197,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pack", choices=packs, help="the pack to build")
     what.add_argument("--arch", choices=TARGETS, help="all packs of that target; with --spec: what to compile for")
+    parser.add_argument("--sample", action="store_true", help="of packs, the kernels of configs.SAMPLES alone")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
     parser.add_argument("--objects", type=Path, help="folder in which objects are kept; OUT/objects")
@@ -211,7 +213,8 @@ def main() -> None:
         return
     for pack in configs.PACKS:
         if pack.name == args.pack or pack.target == args.arch:
-            build(args.out / pack.file, [spec.name() for spec in pack.specs()], store, args.jobs)
+            specs = pack.sample() if args.sample else pack.specs()
+            build(args.out / pack.file, [spec.name() for spec in specs], store, args.jobs)
     whole_table = [spec.name() for arch in TARGETS[store.target] for spec in configs.specs(arch)]
     store.drop_others(whole_table)
 

@@ -98,7 +98,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
     packs = [pack for pack in aot.configs.PACKS if pack.target == args.target]
-    names = args.spec or sorted({spec.name() for one in packs for spec in one.specs()})
+    store = aot.Store(OBJECTS, args.target)
+    names = args.spec or sorted({spec.name() for one in packs for spec in one.specs() if store.has(spec.name())})
     print(pack(kernels_of(args.target, names), args.out / f"interpreted_{args.target}.so"))
 
 

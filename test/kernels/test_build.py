@@ -126,21 +126,36 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     assert others == {"detbwd"}
 
 
+# Each kernel's modules in a process of its own, which has the DSL from the first one.
+LOADED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import aot, cutlass.cute
+before = set(sys.modules)
+for name in sys.argv[2:]:
+    if os.fork() == 0:
+        from torch_flashplug.kernels import builder
+        builder(aot.KernelSpec.from_name(name))
+        found = (sys.modules[name].__file__ for name in set(sys.modules) - before if "flashplug" in name)
+        os.write(1, (" ".join(found) + "\\n").encode())
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(name)
+"""
+
+
 def test_sources_of_a_kernel_are_what_it_imports():
     """Read from the files, held against what Python loads."""
     pytest.importorskip("cutlass")
     from torch_flashplug import compile as compiler
 
-    for spec in {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values():
-        code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import aot\n"
-        code += "before = set(sys.modules)\n"
-        code += "from torch_flashplug.kernels import builder\n"
-        code += f"builder(aot.KernelSpec.from_name({spec.name()!r}))\n"
-        code += "print(*(sys.modules[name].__file__ for name in set(sys.modules) - before if 'flashplug' in name))"
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-        loaded = {Path(file) for file in run.stdout.split() if Path(file).name != "__init__.py"}
-        read_before = ("spec", "arguments", "elements", "features", "recipes")
-        tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in read_before}
+    specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
+    command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    read_before = ("spec", "arguments", "elements", "features", "recipes")
+    tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in read_before}
+    for spec, line in zip(specs, run.stdout.splitlines(), strict=True):
+        loaded = {Path(file) for file in line.split() if Path(file).name != "__init__.py"}
         assert loaded | tables == set(compiler.sources_of(spec)), spec.name()
 
 

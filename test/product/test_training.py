@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
 
 STEPS, LAYERS, BATCH = 20, 2, 2
-LENGTH = {"cpu": 64, "cuda": 512}
+LENGTH, HIDDEN = {"cpu": 64, "cuda": 512}, {"cpu": 256, "cuda": 512}
 LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding changes a curve beyond comparing
 SPREAD_FACTOR = 3  # as for gradients; a scale that is wrong by 2 % moves the losses by 5 spreads
 
@@ -29,7 +29,7 @@ def compile_parts(road: Road, model: nn.Module, parts: str) -> None:
 
 
 def model_and_text(road: Road, compiled: str) -> tuple[nn.Module, Tensor]:
-    model = new_llama(road, layers=LAYERS, hidden_size=512, use_cache=False)
+    model = new_llama(road, layers=LAYERS, hidden_size=HIDDEN[road.device], use_cache=False)
     length = LENGTH[road.device]
     compile_parts(road, model, compiled)
     return model, as_tokens(repeated(read_text(None)[0], BATCH * length)).view(BATCH, length).to(road.device)
