@@ -333,6 +333,9 @@ void* launch_counter(int device_index, void* stream);
 Tables& tables();
 bool enabled();
 Mode effective_mode();  // process-wide backend first, else this thread's mode
+// Of our own ops, which graphs tell the mode of the block that they were traced in; 0: of none, and they go by the
+// above.
+Mode own_op_mode(int64_t baked);
 Backend process_backend();
 void set_process_precision(int precision);
 // Tests without a GPU: CPU tensors are eligible; the math op stands in for the kernel, or a pack's symbol is called on

@@ -21,7 +21,7 @@ void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kListedForward;
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
               v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
+  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.tall = box::to<double>(stack[op["tall"]]);
   const Facts facts = read_lists(call);
@@ -37,7 +37,8 @@ void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
               k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
               digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
               lse = box::to_tensor(stack[op["lse"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()}, effective_mode()};
+  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
+                      own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);

@@ -203,7 +203,7 @@ ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullpt
               v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
               used_k = box::to_optional_tensor(stack[op["used_k"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.sinks = sinks.get();
@@ -297,7 +297,7 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   const Owned k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
               v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
               sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
@@ -338,7 +338,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
               v = box::to_tensor(stack[op["value"]]), out = box::to_tensor(stack[op["out"]]),
               lse = box::to_tensor(stack[op["lse"]]);
   const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get()}, effective_mode()};
+  ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   const Owned lists = read_plan<kAttentionBackward>(stack, &forward);

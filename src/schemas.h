@@ -81,45 +81,41 @@ inline constexpr Schema kCachedMath(
     "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
-    "num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
+    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
-    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? "
-    "k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, int "
-    "num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
+    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
     "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) -> (Tensor out, Tensor lse)");
+    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
+    "-> (Tensor out, Tensor lse)");
 inline constexpr Schema kPlanLists(
     "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, "
-    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, int fixed_split_size, bool "
-    "gradients) -> "
-    "(Tensor lists, int key)");
+    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, int fixed_split_size, "
+    "bool gradients) -> (Tensor lists, int key)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) "
-    "-> (Tensor dq, "
-    "Tensor dk, Tensor dv, Tensor delta)");
+    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, "
+    "int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
     "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, Tensor? used_k, int left, int right, "
-    "bool bottom_right, float softcap, float? scale, int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor "
-    "lse)");
+    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, float? "
-    "scale, "
-    "bool wants_delta, int num_splits=0, int fixed_split_size=0) -> (Tensor dq, "
-    "Tensor dk, Tensor dv, Tensor delta)");
+    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kListedForward(
-    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale) -> "
-    "(Tensor out, "
-    "Tensor lse)");
+    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale, "
+    "int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kListedBackward(
     "torch_flashplug::listed_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, "
-    "Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+    "Tensor lse, float? scale, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv)");
 inline constexpr Schema kListedMathForward(
     "torch_flashplug::_listed_math_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor "
     "out, Tensor lse)");
@@ -129,11 +125,12 @@ inline constexpr Schema kListedMathBackward(
 inline constexpr Schema kAttentionForwardOut(
     "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
     "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0) -> Tensor lse");
+    "float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
+    "-> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
     "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0) -> Tensor lse");
+    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "

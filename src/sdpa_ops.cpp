@@ -202,16 +202,6 @@ BackwardResult backward(const BackwardCall& call) {
   return result;
 }
 
-Mode own_op_mode(int64_t baked) {
-  if (Mode{baked}.family() >= tables().num_families())
-    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of families.py");
-  const Mode now = effective_mode(), said{baked & kModeMask};
-  const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
-  // Whether gradients are wanted, only who traces knows.
-  const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
-  return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
-}
-
 Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
   if (causal_mode < 0 || causal_mode > static_cast<int64_t>(Causal::kBottomRight))
     throw std::runtime_error("torch_flashplug: causal_mode is " + std::to_string(causal_mode) +

@@ -103,6 +103,16 @@ Mode effective_mode() {
   return mode.with_precision(asked == kWholePrecision ? 0 : asked);
 }
 
+Mode own_op_mode(int64_t baked) {
+  if (Mode{baked}.family() >= tables().num_families())
+    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of families.py");
+  const Mode now = effective_mode(), said{baked & kModeMask};
+  const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
+  // Whether gradients are wanted, only who traces knows.
+  const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
+  return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
+}
+
 void set_process_precision(int precision) { state().process_precision.store(precision); }
 
 DeviceFacts device_facts(int device_index) {

@@ -182,6 +182,7 @@ ForwardResult paged_math(const ForwardCall& call) {
   op[schema["v_scale"]] = optional(call.v_scale);
   op[schema["sinks"]] = optional(call.sinks);
   put_window<schema>(call, &op);
+  op[schema["block_mode"]] = box::from(call.mode.word & kModeMask);
   op.run();
   return out_and_lse<schema>(&op);
 }

@@ -34,7 +34,7 @@ from .operands import (
 )
 from .plans import LengthsPlan, check_is_plan
 from .sequences import check_pages, in_pages, on_end, some_of_each
-from .windowed import Window
+from .windowed import NO_PLAN, Window
 
 
 def attention(  # noqa: PLR0913
@@ -188,7 +188,7 @@ def _batches(  # noqa: PLR0913
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
     elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
         given = (*problem.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
-        (out, lse), filled = written("attention_fwd", into, *given, *settings), into is not None
+        (out, lse), filled = written("attention_fwd", into, *given, *settings, *NO_PLAN), into is not None
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)

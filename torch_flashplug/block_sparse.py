@@ -18,10 +18,12 @@ _BACKWARD = (
     "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, Tensor lse, float? scale"
 )
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
-for _name, _more in (("listed_fwd", "float tall, float? scale"), ("_listed_math_fwd", "float? scale")):
+for _name, _more in (
+    ("listed_fwd", "float tall, float? scale, int block_mode=0"), ("_listed_math_fwd", "float? scale")
+):  # fmt: skip
     _library.define(f"{_name}({_FORWARD}{_more}) -> (Tensor out, Tensor lse)", tags=_TAGS)
-for _name in ("listed_bwd", "_listed_math_bwd"):
-    _library.define(f"{_name}({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
+for _name, _more in (("listed_bwd", ", int block_mode=0"), ("_listed_math_bwd", "")):
+    _library.define(f"{_name}({_BACKWARD}{_more}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
 
 _ANYWHERE = "CompositeExplicitAutograd"
 namespace = torch.ops.torch_flashplug
@@ -57,15 +59,15 @@ def _math_forward(
 @never_a_frame
 def _math_backward(  # noqa: PLR0913
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, digest: Tensor, out: Tensor, lse: Tensor,
-    scale: float | None,
+    scale: float | None, mode: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s = _scores(query, key, value, digest, scale)
     return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse))[:3]
 
 
 @never_a_frame
-def _math_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, digest: Tensor, tall: float, scale: float | None
+def _math_on_cpu(  # noqa: PLR0913
+    query: Tensor, key: Tensor, value: Tensor, digest: Tensor, tall: float, scale: float | None, mode: int = 0
 ) -> tuple[Tensor, Tensor]:
     return _math_forward(query, key, value, digest, scale)
 
@@ -74,7 +76,7 @@ def _math_on_cpu(
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    *tensors, _, ctx.scale = inputs
+    *tensors, _, ctx.scale, ctx.mode = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -83,8 +85,9 @@ def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
 def _backward(ctx, grad_out: Tensor | None, _: None) -> tuple:
     query, key, value, digest, out, lse = ctx.saved_tensors
     if grad_out is None:
-        return (None,) * 6
-    return *namespace.listed_bwd(grad_out, query, key, value, digest, out, lse, ctx.scale), None, None, None
+        return (None,) * 7
+    given = (grad_out, query, key, value, digest, out, lse, ctx.scale, ctx.mode)
+    return *namespace.listed_bwd(*given), None, None, None, None
 
 
 def _register() -> None:

@@ -19,7 +19,8 @@ from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
 from .block_masks import BlockLists, block_lists
 from .families import BACKENDS, KERNEL_BACKENDS
-from .operands import check_out
+from .operands import check_out, window_of
+from .plans import check_is_plan
 from .windowed import Window, namespace
 
 _F_SDPA = F.scaled_dot_product_attention
@@ -36,7 +37,7 @@ def explain_attention(
 ) -> Plan:  # fmt: skip
     """The plan for the same call of attention(), with all its arguments, made without running it: nothing is launched,
     nothing waited for but what block_lists() waits for. autograd, autocast and sdpa_backend state count. It raises what
-    attention() raises of arguments.
+    attention() raises of arguments, but for a plan of another kernel.
 
     The backend is "math" where no kernel of ours runs the call. `device` names a preset, as for explain().
     """
@@ -49,12 +50,14 @@ def explain_attention(
     if (out := arguments.pop("out", None)) is not None:
         check_out(out, given, *(arguments.get(name) for name in ("sinks", "k_scale", "v_scale")))
     arguments = {name: x for name, x in arguments.items() if x is not None}
-    arguments.pop("plan", None)  # which no kernel is chosen by
+    lists = arguments.pop("plan", None)  # which no kernel is chosen by
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
         arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))
     road = _Road(q.device if device is None else torch.device("cuda"), device)
     operands, told = [road.faked(x) for x in given], {name: road.faked(x) for name, x in arguments.items()}
     plan = road.follow(lambda: attention(*operands, **told))
+    if lists is not None:
+        _check_lists(lists, given, arguments)
     if plan is None:
         plan = _of_sdpa(road, given, device)
         plan = _behind(_WHOLE, plan) if road.dequantises else plan
@@ -106,7 +109,7 @@ class _Road(TorchFunctionMode):
             plan = self._of_pages()
         elif end is namespace.attention_fwd:
             given = _Given(*self.args)
-            plan = self._of_op(self.args, given.needs(given.key.shape[2]), given.num_splits, forced=True)
+            plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are not split
         elif end is namespace.cached_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0)
             if not plan.kernel:
@@ -118,7 +121,7 @@ class _Road(TorchFunctionMode):
         return _behind(_WHOLE, plan) if self.dequantises else plan
 
     def _of_pages(self) -> Plan:
-        q, k, v, pages, used, k_scale, _, sinks, *settings = given = self.args
+        q, k, v, pages, used, k_scale, _, sinks, *settings, _ = given = self.args
         keys, told = pages.shape[1] * k.shape[2], _Given(q, k, v, sinks, None, None, used, *settings)
         needs = told.needs(keys) | {"paged": 1, "cache8": k_scale is not None, "Sk": keys}
         plan = self._of_op(given, needs, told.num_splits)
@@ -182,6 +185,7 @@ class _Given(NamedTuple):
     fixed_split_size: int = 0
     plan: Tensor | None = None
     plan_key: int = 0
+    mode: int = 0  # _Road._mode() knows it
 
     def needs(self, keys: int) -> dict[str, float]:
         """Facts of the call beside its tensors', of so many keys."""
@@ -191,6 +195,14 @@ class _Given(NamedTuple):
         said |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
         said |= {"by_kind": self.num_splits == 1 or self.fixed_split_size > 0, "split_size": self.fixed_split_size}
         return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
+
+
+def _check_lists(plan: object, given: tuple[Tensor, ...], arguments: dict[str, object]) -> None:
+    """attention()'s argument plan, as it is checked there, but for kernels."""
+    cu_q, cu_k, used = (arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    check_is_plan(plan, cu_q is not None and "block_table" not in arguments and "block_mask" not in arguments)
+    window = window_of(arguments.get("causal", False), arguments.get("window"))
+    plan.check(*given[:2], (cu_q, cu_q if cu_k is None else cu_k, used), window)
 
 
 def _behind(first: str, plan: Plan) -> Plan:

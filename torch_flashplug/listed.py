@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import problem
+from . import problem, tracing
 from .block_masks import BlockLists, block_lists
 from .block_sparse import namespace
 from .operands import check_dtypes, check_operands, refuse_forward_mode
@@ -37,6 +37,6 @@ def of_blocks(
     if wanted and not block_mask.gradients:
         raise ValueError("attention: lists of blocks were made without gradients; make them by block_lists(block_mask)")
     given = (x.transpose(1, 2) for x in problem.under_autocast(q.device.type, *operands))
-    out, lse = namespace.listed_fwd(*given, block_mask.digest, block_mask.tall, scale)
+    out, lse = namespace.listed_fwd(*given, block_mask.digest, block_mask.tall, scale, tracing.mode_of_block())
     out = out.transpose(1, 2)
     return (out if into is None else into.copy_(out)), lse

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import problem
+from . import problem, tracing
 from .cached import FORMATS, IN_WORDS, multiplied_in
 from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from .windowed import Window
@@ -21,30 +23,38 @@ NO_SCALES: Scales = (None, None)
 
 
 def check_bound(name: str, bound: object) -> None:
-    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
+    if bound is None or isinstance(bound, torch.SymInt):
+        return
+    if not is_int(bound):
         raise TypeError(f"attention: {name} is {type(bound).__name__}; give an int, or None")
+    if bound < 0:
+        raise ValueError(f"attention: {name}={bound}; give 0 or more, or None")
+
+
+def is_int(x: object) -> bool:
+    """NumPy's count; True and False do not."""
+    return isinstance(x, int | numbers.Integral) and not isinstance(x, bool)
 
 
 def splits_of(num_splits: int | None) -> int:
     """As ops take them: 0 for None."""
     if num_splits is None:
         return 0
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
+    if not is_int(num_splits) or not 1 <= num_splits <= MOST_SPLITS:
         raise ValueError(f"attention: num_splits={num_splits!r}; give 1 to {MOST_SPLITS}, or None")
-    return num_splits
+    return int(num_splits)
 
 
 def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
     """Likewise. num_splits: None beside a size."""
     if fixed_split_size is None:
         return 0
-    is_int = isinstance(fixed_split_size, int) and not isinstance(fixed_split_size, bool)
-    if not is_int or fixed_split_size < 1 or fixed_split_size % SPLIT_UNIT:
+    if not is_int(fixed_split_size) or not 1 <= fixed_split_size < 2**62 or fixed_split_size % SPLIT_UNIT:
         given = f"fixed_split_size={fixed_split_size!r}"
         raise ValueError(f"attention: {given}; give a multiple of {SPLIT_UNIT} keys, or None")
     if num_splits is not None:
         raise ValueError(f"attention: num_splits={num_splits} beside fixed_split_size={fixed_split_size}; give one")
-    return fixed_split_size
+    return int(fixed_split_size)
 
 
 def softcap_of(softcap: float) -> float:
@@ -59,16 +69,19 @@ def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) 
     bounds = (None, None) if window is None else window
     if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
         raise ValueError(f"attention: window={window!r}; give (left, right), each -1, None or a number of keys")
-    left, right = (-1 if bound is None else bound for bound in bounds)
+    left, right = (-1 if bound is None else int(bound) for bound in bounds)
     return Window(left, 0 if causal else right, causal != "top_left")
 
 
 def _is_bound(bound: object) -> bool:
-    return bound is None or (isinstance(bound, int) and not isinstance(bound, bool) and -1 <= bound < 2**62)
+    return bound is None or (is_int(bound) and -1 <= bound < 2**62)
 
 
-def check_split_size(size: int, window: tuple[int, int], query: Tensor, Hkv: int, keys: int) -> None:
-    """Of rows (B, Hq, Sq, D), and as many keys as a sequence has room for; as splits_of_size of src/plan/decode.cpp."""
+def check_split_size(size: int, window: tuple[int, int], query: Tensor, value: Tensor, keys: int) -> None:
+    """Of rows (B, Hq, Sq, D), and as many keys as a sequence has room for, whose values are (.., Hkv, .., Dv); as
+    splits_of_size of src/plan/decode.cpp, and check_splits of src/own_ops.cpp.
+    """
+    Hkv, Dv = value.shape[1], value.shape[3]
     if not size or not is_few(query.shape[1], query.shape[2], Hkv):
         return
     if min(window) >= 0:
@@ -78,6 +91,12 @@ def check_split_size(size: int, window: tuple[int, int], query: Tensor, Hkv: int
         raise ValueError(
             f"attention: fixed_split_size={size} makes more than {MOST_SPLITS} splits of {keys} keys, the most that a "
             f"sequence has room for; give at least {least}"
+        )
+    partials = query.shape[:3].numel() * max(-(-keys // size), 2) * (Dv + 2)
+    if partials >= 2**31:
+        raise ValueError(
+            f"attention: fixed_split_size={size} makes {partials} partial results, of at most 2^31 - 1; give "
+            "a larger one, or fewer sequences"
         )
 
 
@@ -235,12 +254,14 @@ def _shares_memory(x: Tensor, others: tuple[Tensor, ...]) -> bool:
 
 
 def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    """Output and LSE of attention_fwd or paged_fwd, in a tensor (B, Hq, Sq, Dv) where one is given."""
-    namespace = torch.ops.torch_flashplug
+    """Output and LSE of attention_fwd or paged_fwd, in a tensor (B, Hq, Sq, Dv) where one is given. more: what schemas
+    have behind query, but for the mode.
+    """
+    namespace, mode = torch.ops.torch_flashplug, tracing.mode_of_block()
     if into is None or into.dtype != query.dtype:
-        out, lse = getattr(namespace, op)(query, *more)
+        out, lse = getattr(namespace, op)(query, *more, mode)
         return out if into is None else into.copy_(out), lse
-    lse = getattr(namespace, f"{op}_out")(into, query, *more)
+    lse = getattr(namespace, f"{op}_out")(into, query, *more, mode)
     if not torch.compiler.is_compiling() and not into.is_inference():
         torch.autograd.graph.increment_version(into)  # the op has no kernel that does
     return into, lse

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cached import dequantised, multiplied_in
 from .ops import empty_in_layout_of, empty_results, never_a_frame
-from .windowed import SPLITS, namespace
+from .windowed import NO_PLAN, SPLITS, namespace
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -22,13 +22,13 @@ for _name in ("paged_fwd", "_paged_math"):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
         "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
-        f"{SPLITS}) -> (Tensor out, Tensor lse)",
+        f"{SPLITS}, int block_mode=0) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
     "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    f"float? scale, {SPLITS}) -> Tensor lse",
+    f"float? scale, {SPLITS}, int block_mode=0) -> Tensor lse",
     tags=_TAGS,
 )
 
@@ -64,7 +64,7 @@ def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """settings: of windowed.Window, the softcap, the scale, the splits and their size."""
+    """settings: of windowed.Window, the softcap, the scale, the splits and their size; the mode, where it is not 0."""
     _check(query, key, value, pages, used_k)
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]
@@ -78,7 +78,8 @@ def _math(
     q = wide.transpose(0, 1).flatten(1, 2).unsqueeze(0)
     on_end = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
     found, lse = namespace.attention_fwd(
-        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys if len(key) else 0), *settings
+        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys if len(key) else 0), *settings[:7],
+        *((*NO_PLAN, *settings[7:]) if settings[7:] else ()),
     )  # fmt: skip
     out = empty_in_layout_of(query, (B, Hq, Sq, value.shape[3]))
     out.copy_(found.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))

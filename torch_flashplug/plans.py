@@ -9,11 +9,29 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import problem, sequences, windowed
 from .cached import multiplied_in
 from .operands import softcap_of, split_size_of, splits_of, window_of
 from .windowed import Window
+
+
+class _Seen(NamedTuple):
+    """A tensor, as far as the host can tell it from another, and from what it was."""
+
+    place: tuple[int | None, torch.Size, tuple[int, ...]]  # its address, None of fake ones; shape, strides
+    version: int | None  # as autograd counts what is written to it; None: nobody does, of those of inference mode
+
+    @classmethod
+    def now(cls, x: Tensor | None) -> _Seen | None:
+        if x is None:
+            return None
+        try:
+            address = None if isinstance(x, FakeTensor) else x.data_ptr()
+        except RuntimeError:  # of vmap's
+            address = None
+        return cls((address, x.shape, x.stride()), None if x.is_inference() else x._version)
 
 
 class LengthsPlan(NamedTuple):
@@ -25,7 +43,7 @@ class LengthsPlan(NamedTuple):
     keys: int
     window: Window
     lengths: sequences.Lengths  # as they were given
-    versions: tuple[int | None, ...]  # of those tensors, as autograd counts what is written to them
+    seen_as: tuple[_Seen | None, ...]  # those tensors then
 
     @property
     def of_op(self) -> tuple[Tensor | None, int]:
@@ -43,31 +61,24 @@ class LengthsPlan(NamedTuple):
         if torch.compiler.is_compiling():
             return
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        for name, x, made_of, version in zip(names, given, self.lengths, self.versions, strict=True):
-            if not _is_same(x, made_of):
+        for name, x, made_of, then in zip(names, given, self.lengths, self.seen_as, strict=True):
+            now = _Seen.now(x)
+            if (now and now.place) != (then and then.place):
                 raise ValueError(f"attention: plan was made of another {name}; give that tensor, or make one of this")
-            if version != _version(x):
+            # x.data counts for itself.
+            if now and not now.version == then.version == _Seen.now(made_of).version:
                 raise ValueError(f"attention: {name} was written to since plan was made; make it again")
 
 
-def _is_same(x: Tensor | None, other: Tensor | None) -> bool:
-    if x is None or other is None or x is other:
-        return x is other
-    return (x.data_ptr(), x.shape, x.stride()) == (other.data_ptr(), other.shape, other.stride())
-
-
-def _version(x: Tensor | None) -> int | None:
-    """None: nobody counts, of no tensor and of those of torch.inference_mode."""
-    return None if x is None or x.is_inference() else x._version
-
-
 def check_is_plan(plan: object, on_end: bool) -> None:
+    """What attention() asks of it ahead of anything else."""
     if not isinstance(plan, LengthsPlan):
         raise TypeError(f"attention: plan is {type(plan).__name__}; give what torch_flashplug.plan() returned, or None")
     if not on_end:
         raise ValueError("attention: plan is for cu_seqlens_q, without block_table and block_mask; leave it out")
 
 
+@torch.inference_mode(False)  # what is kept may meet gradients later
 @torch.no_grad()
 def _lists(operands: list[Tensor], lengths: sequences.Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
     return windowed.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
@@ -96,13 +107,16 @@ def plan(  # noqa: PLR0913
 
     Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap, splits,
     sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to since, are
-    another call's: attention() raises ValueError then. Where no kernel of ours runs the call (on the CPU, in
-    fp32) there are no lists, and the plan changes nothing.
+    another call's: attention() raises ValueError then. Mind who counts: autograd does, so what is written through
+    .data, NumPy or DLPack, and to tensors that were made in torch.inference_mode, goes unnoticed, and the lists are
+    those of the old lengths: make the plan again with every batch. Where no kernel of ours runs the call (on the CPU,
+    in fp32, under "math") there are no lists, the plan changes nothing, and kernels are not compared.
 
     One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
     every replay if plan() is captured, too; lists from ahead of it stay those of the lengths they were made of. A plan
-    is made outside of torch.compile, and may be given to what is compiled: there rows, keys and window are compared, as
-    kernels are, but not which tensors the lengths are.
+    is made outside of torch.compile, and may be given to what is compiled, as an argument (an attribute of a module is
+    a constant to Dynamo, which compiles anew for each): there rows, keys and window are compared, as kernels are
+    (RuntimeError), but not which tensors the lengths are.
 
     Raises ValueError or TypeError for what attention() does not take.
     """
@@ -114,9 +128,8 @@ def plan(  # noqa: PLR0913
     eight = sequences.check_on_end((q, k, v), given)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
     lists, key = _lists(_as_multiplied(operands, eight), given, seen, _wants(gradients, operands))
-    versions = tuple(map(_version, given))
-    window = Window(*seen[:3])
-    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, given, versions)
+    seen_as, window = tuple(map(_Seen.now, given)), Window(*seen[:3])
+    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, given, seen_as)
 
 
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:

@@ -27,6 +27,7 @@ from .operands import (
 
 if TYPE_CHECKING:
     from .plans import LengthsPlan
+from .windowed import NO_PLAN
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
 _OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so
@@ -54,7 +55,7 @@ def on_end(
 def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
     """What kernels say of a plan is said of an argument."""
     if plan is None or torch.compiler.is_compiling():
-        return written("attention_fwd", into, *given, *(() if plan is None else plan.of_op))
+        return written("attention_fwd", into, *given, *(NO_PLAN if plan is None else plan.of_op))
     try:
         return written("attention_fwd", into, *given, *plan.of_op)
     except RuntimeError as error:
@@ -96,7 +97,7 @@ def some_of_each(
     found = scales_of(eight, scales, *turned[1:])
     turned = turned if eight else problem.under_autocast(q.device.type, *turned)
     if are_few_rows(*turned):  # each cache is a page
-        check_split_size(seen[-1], seen[:2], turned[0], k.shape[2], k.shape[1])
+        check_split_size(seen[-1], seen[:2], turned[0], turned[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         into = None if into is None else into.transpose(1, 2)
         given = (*turned, pages, used.contiguous(), *map(_packed, found), as_sinks(sinks, q))
@@ -141,7 +142,7 @@ def in_pages(  # noqa: PLR0913
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
     eight = check_dtypes(batch, k, v)
-    check_split_size(seen[-1], seen[:2], query, k.shape[2], block_table.shape[1] * k.shape[1])
+    check_split_size(seen[-1], seen[:2], query, pools[1], block_table.shape[1] * k.shape[1])
     found = map(_packed, scales_of(eight, scales, *pools))
     if not eight:
         query, *pools = problem.under_autocast(q.device.type, query, *pools)

@@ -111,6 +111,17 @@ def _baked_mode() -> int:
     return word & ((1 << native.PRECISION_SHIFT) - 1) | precision << native.PRECISION_SHIFT
 
 
+def mode_of_block() -> int:
+    """What our own ops are told of the sdpa_backend block that they are traced in; 0 outside of any, where they go by
+    what surrounds their run.
+    """
+    return _baked_mode() if _traced.blocks and _is_current() else 0
+
+
+# As torch.compiler.assume_constant_result, which loads Dynamo, would mark it: Dynamo runs it while it traces the block.
+mode_of_block._dynamo_marked_constant = True
+
+
 # ---- trace carrier ----
 
 

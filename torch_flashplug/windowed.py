@@ -27,11 +27,13 @@ from .ops import empty_results, never_a_frame, not_twice
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 # 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
-_PLAN = ", Tensor? plan=None, SymInt plan_key=0"  # of plans.py: for kernels, not for mathematics
+# For kernels, not for mathematics: of plans.py, and tracing.mode_of_block().
+_KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
+NO_PLAN = (None, 0)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
-for _name, _more in (("attention_fwd", _PLAN), ("_attention_math_fwd", "")):
+for _name, _more in (("attention_fwd", _KERNELS), ("_attention_math_fwd", "")):
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
         f"Tensor? used_k, {_WINDOW}, {SPLITS}{_more}) -> (Tensor out, Tensor lse)",
@@ -39,14 +41,14 @@ for _name, _more in (("attention_fwd", _PLAN), ("_attention_math_fwd", "")):
     )
 _library.define(
     "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {SPLITS}{_PLAN}) -> Tensor lse",
+    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {SPLITS}{_KERNELS}) -> Tensor lse",
     tags=_TAGS,
 )
 _library.define(
     f"_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, {_WINDOW}, "
     "int num_splits, int fixed_split_size, bool gradients) -> (Tensor lists, int key)"
 )
-for _name, _more in (("attention_bwd", _PLAN), ("_attention_math_bwd", "")):
+for _name, _more in (("attention_bwd", _KERNELS), ("_attention_math_bwd", "")):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
         f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {SPLITS}{_more}) "
@@ -136,6 +138,7 @@ class BackwardArgs(NamedTuple):
     fixed_split_size: int = 0
     plan: Tensor | None = None  # as of the forward
     plan_key: int = 0
+    mode: int = 0  # likewise
 
     @property
     def seen(self) -> Tensor:
@@ -213,7 +216,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """more: of OnEnd, of Window, the softcap and the scale; splits and a plan, which are kernels'."""
+    """more: of OnEnd, of Window, the softcap and the scale; splits, a plan and a mode, which are kernels'."""
     lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
@@ -256,16 +259,16 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, cu_q, cu_k, used_k, *settings, plan, plan_key = inputs
+    query, key, value, sinks, cu_q, cu_k, used_k, *settings, plan, plan_key, mode = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k, plan)
-    ctx.plan_key = plan_key
+    ctx.plan_key, ctx.mode = plan_key, mode
     ctx.settings, ctx.some_keys = settings, used_k is not None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, sinks, out, lse, cu_q, cu_k, plan = ctx.saved_tensors
-    unasked = (None,) * (3 + len(ctx.settings) + 2)
+    unasked = (None,) * (3 + len(ctx.settings) + 3)
     if ctx.some_keys:
         raise RuntimeError(
             "attention with seqused_k has no gradient; call it under torch.no_grad(), or give lengths that all count"
@@ -275,7 +278,7 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
     *window, splits, split_size = ctx.settings
-    kernels = (splits, split_size, plan, ctx.plan_key)
+    kernels = (splits, split_size, plan, ctx.plan_key, ctx.mode)
     dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
     if of_sinks and cu_q is not None:
         delta = _delta(grad_out, out, grad_lse, lse.dtype)

@@ -100,6 +100,13 @@ def test_a_plan_makes_lists_and_nothing_else(kernels_on: str) -> None:
     assert_same(call.results(gradients=True, plan=made), right, ("dq",))
 
 
+def test_a_plan_of_inference_mode_has_gradients(kernels_on: str) -> None:
+    call = given(kernels_on, "mixed")
+    with torch.inference_mode():
+        made = call.planned(gradients=True)
+    assert_same(call.results(gradients=True, plan=made), call.results(gradients=True), ("dq",))
+
+
 def test_keys_that_count(kernels_on: str) -> None:
     used = torch.tensor([7, 0, 0, 129, 0, 3], dtype=torch.int32, device=kernels_on)
     call = given(kernels_on, "mixed", seqused_k=used)

@@ -1,5 +1,5 @@
 """Random calls of attention()'s ops, by kernels of ours on a GPU or interpreted, against mathematics in fp64: lengths,
-windows, softcaps, sinks, layouts, scales and head dims that no other test puts together.
+windows, softcaps, sinks, splits, plans, layouts, scales and head dims that no other test puts together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch_flashplug import native
 SEED, CALLS = 20261125, 10  # of a test
 OP = torch.ops.torch_flashplug.attention_fwd
 MATH = torch.ops.torch_flashplug._attention_math_fwd
+LISTS = torch.ops.torch_flashplug._plan_lists
 # Relative, root mean square; gradients beside a thousandth of each element's size, since some sums cancel, and those of
 # sinks are few.
 NEAR = {torch.bfloat16: (8e-3, 3e-2), torch.float16: (1.5e-3, 1e-2)}
 FEW = 5e-2
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129)
+SPLITS = ((0, 0), (0, 0), (1, 0), (0, 128))  # num_splits, fixed_split_size
 BOUNDS = ((-1, -1), (-1, 0), (0, 0), (17, 0), (128, 0), (40, 40), (-1, 33), (70, -1))
 
 
@@ -31,10 +33,11 @@ class Drawn:
     tensors: tuple[Tensor, Tensor, Tensor]  # q, k, v (B, H, S, D)
     sinks: Tensor | None
     lengths: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_q, cu_k, used_k
-    settings: tuple[int, int, bool, float, float | None]  # window, softcap, scale
+    settings: tuple[int, int, bool, float, float | None, int, int]  # window, softcap, scale, splits
     gradients: bool
     in_order: bool
     backend: str
+    planned: str  # lists made ahead: "both", "forward", or "" for none
 
 
 def laid_out(draw: random.Random, x: Tensor) -> Tensor:
@@ -72,17 +75,23 @@ def drawn(seed: int) -> Drawn:
     sinks = torch.randn(Hq, generator=generator) * 3 if draw.random() < 0.5 else None
     settings = (*draw.choice(BOUNDS), draw.random() < 0.7, softcap, draw.choice((None, None, 0.3, -0.2)))
     gradients = used is None and draw.random() < 0.6
-    return Drawn(tensors, sinks, lengths, settings, gradients, draw.random() < 0.3, draw.choice(("fa3", "fa3", "fa2")))
+    is_in_order, backend = draw.random() < 0.3, draw.choice(("fa3", "fa3", "fa2"))
+    planned = "" if lengths[0] is None else draw.choice(("", "both", "forward"))
+    settings = (*settings, *draw.choice(SPLITS))
+    return Drawn(tensors, sinks, lengths, settings, gradients, is_in_order, backend, planned)
 
 
-def run(call: Drawn, op, device: str, dtype: torch.dtype | None = None) -> list[Tensor]:  # noqa: ANN001
+def run(call: Drawn, op, device: str, dtype: torch.dtype | None = None, planned: str = "") -> list[Tensor]:  # noqa: ANN001
     """Output, LSE and gradients."""
     leaves = [x.detach().to(device, dtype or x.dtype) for x in call.tensors]
     sinks = None if call.sinks is None else call.sinks.to(device, dtype or torch.float32)
     leaves += [] if sinks is None else [sinks]
     leaves = [x.requires_grad_(call.gradients) for x in leaves]
     lengths = [None if x is None else x.to(device) for x in call.lengths]
-    out, lse = op(*leaves[:3], sinks, *lengths, *call.settings)
+    with torch.no_grad():
+        plan = LISTS(*leaves[:3], *lengths, *call.settings, planned == "both") if planned else ()
+    native.counters(reset=True)
+    out, lse = op(*leaves[:3], sinks, *lengths, *call.settings, *plan)
     if not call.gradients:
         return [out, lse]
     grads = (torch.randn(x.shape, generator=torch.Generator().manual_seed(i)).to(x) for i, x in enumerate((out, lse)))
@@ -93,9 +102,8 @@ def run(call: Drawn, op, device: str, dtype: torch.dtype | None = None) -> list[
 def test_random_calls(kernels_on: str, tenth: int) -> None:
     for seed in range(SEED + CALLS * tenth, SEED + CALLS * (tenth + 1)):
         call = drawn(seed)
-        native.counters(reset=True)
         with torch_flashplug.sdpa_backend(call.backend), in_order(call.in_order):
-            found = [x.cpu().double() for x in run(call, OP, kernels_on)]
+            found = [x.cpu().double() for x in run(call, OP, kernels_on, planned=call.planned)]
         counts = native.counters(reset=True)
         assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == call.gradients, (seed, counts)
         with torch_flashplug.sdpa_backend("math"):

@@ -83,6 +83,18 @@ def test_splits_are_told() -> None:
     assert "splits 5 of" in plans[2].gate
 
 
+def test_splits_that_kernels_do_not_make_are_not_told() -> None:
+    for operands, arguments in (
+        (ON_END, {"cu_seqlens_q": ints(9)}),
+        (dense(90, 512), {"window": (9, 0)}),
+        (dense(90, 512), {"seqused_k": ints(2)}),
+    ):
+        alone, several = (explain_attention(*operands, **arguments, num_splits=n, device="h100") for n in (None, 3))
+        assert alone.kernel and several.kernel == alone.kernel and several.splits == 1 and not several.error
+        with sdpa_backend("fa3"):
+            assert not explain_attention(*operands, **arguments, num_splits=3, device="h100").error
+
+
 def test_sizes_of_splits_are_told() -> None:
     """Of keys that are split; by kind, whatever the batch, where they are not."""
     size, one = {"fixed_split_size": 1024, "device": "h100"}, {"num_splits": 1, "device": "h100"}
@@ -97,6 +109,9 @@ def test_sizes_of_splits_are_told() -> None:
         assert plans[0].splits == 1 and plans[0].kernel == plans[1].kernel
     with pytest.raises(ValueError, match="give at least 256"):
         explain_attention(*in_pages(2, 1), **PAGES | {"block_table": ints(2, 4000)}, **size | {"fixed_split_size": 128})
+    many = PAGES | {"block_table": ints(9000, 2000), "seqused_k": ints(9000)}
+    with pytest.raises(ValueError, match="partial results, of at most 2.31"):
+        explain_attention(*in_pages(9000, 8), **many, **size | {"fixed_split_size": 128})
 
 
 def test_f_sdpas_plan_is_explains() -> None:

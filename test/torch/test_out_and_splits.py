@@ -4,6 +4,7 @@ lengths, softcaps and sinks: on every road the result is that of the call withou
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +157,13 @@ def test_compiled(device: str, call: str, splits: dict[str, int]) -> None:
     torch.testing.assert_close(found, right * 2)
 
 
+def test_numpy_counts() -> None:
+    (q, k, v), _ = made("plain", "cpu", torch.float32)
+    for name, value in (("num_splits", 1), ("fixed_split_size", 128), ("window", (7, 0)), ("max_seqlen_k", 40)):
+        numbers = tuple(map(np.int64, value)) if isinstance(value, tuple) else np.int64(value)
+        assert torch.equal(attention(q, k, v, **{name: numbers}), attention(q, k, v, **{name: value})), name
+
+
 def test_what_is_refused() -> None:
     operands, _ = made("plain", "cpu", torch.float32)
     out = torch.empty(2, 40, HQ, D)
@@ -168,11 +176,13 @@ def test_what_is_refused() -> None:
         (RuntimeError, "no gradients through out", {"out": out.clone().requires_grad_()}),
         (RuntimeError, "no gradients through out", {"out": out, "sinks": torch.zeros(HQ, requires_grad=True)}),
         *((ValueError, f"num_splits={x}; give 1 to 255", {"num_splits": x}) for x in (0, 256, 1.0, True)),
+        (ValueError, "give a multiple of 128 keys", {"fixed_split_size": 2**70}),
         *((ValueError, f"fixed_split_size={x}; give a multiple of 128 keys, or None", {"fixed_split_size": x})
           for x in (0, -128, 100, 128.0, True)),
         (ValueError, "num_splits=1 beside fixed_split_size=128; give one", {"num_splits": 1, "fixed_split_size": 128}),
         (TypeError, "max_seqlen_q is str; give an int", {"max_seqlen_q": "z"}),
         (TypeError, "max_seqlen_k is Tensor; give an int", {"max_seqlen_k": torch.tensor(3)}),
+        (ValueError, "max_seqlen_k=-7; give 0 or more", {"max_seqlen_k": -7}),
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             attention(*operands, **arguments)

@@ -58,6 +58,41 @@ def test_another_call_is_refused_all_the_same() -> None:
         attention(q, k, v, cu_seqlens_q=cu, plan=made)
 
 
+def test_what_autograd_does_not_count() -> None:
+    """Seen all the same: other memory behind the same object, and another object of memory that was written to."""
+    q, k, v = operands()
+
+    def refused(says: str, cu: Tensor, made: LengthsPlan) -> None:
+        with pytest.raises(ValueError, match=says):
+            attention(q, k, v, cu_seqlens_q=cu, plan=made)
+
+    cu = starts(0, 5, 17)
+    made = plan(q, k, v, cu_seqlens_q=cu)
+    attention(q, k, v, cu_seqlens_q=cu.data, plan=made)
+    cu[1] = 9
+    refused("cu_seqlens_q was written to", cu.data, made)
+    cu = starts(0, 5, 17)
+    made = plan(q, k, v, cu_seqlens_q=cu)
+    cu.data = starts(0, 9, 17)
+    refused("of another cu_seqlens_q", cu, made)
+    cu = starts(0, 5, 17)
+    made = plan(q, k, v, cu_seqlens_q=cu)
+    torch.utils.swap_tensors(cu, starts(0, 9, 17))
+    refused("of another cu_seqlens_q", cu, made)
+
+
+def test_explain_attention_refuses_what_attention_does() -> None:
+    (q, k, v), cu = operands(), starts(0, 5, 17)
+    made = plan(q, k, v, causal=True, cu_seqlens_q=cu)
+    assert explain_attention(q, k, v, causal=True, cu_seqlens_q=cu, plan=made).backend == "math"
+    with pytest.raises(TypeError, match="plan is int"):
+        explain_attention(q, k, v, cu_seqlens_q=cu, plan=3)
+    with pytest.raises(ValueError, match="plan is for cu_seqlens_q"):
+        explain_attention(*(x.unsqueeze(0) for x in (q, k, v)), causal=True, plan=made)
+    with pytest.raises(ValueError, match="plan was made for .left, right"):
+        explain_attention(q, k, v, cu_seqlens_q=cu, plan=made)
+
+
 def test_what_is_refused() -> None:
     (q, k, v), cu = operands(), starts(0, 5, 17)
     made, batch = plan(q, k, v, cu_seqlens_q=cu), [x.unsqueeze(0) for x in (q, k, v)]
@@ -126,6 +161,8 @@ def test_vmap() -> None:
     """Sequences of all that is mapped are the same ones."""
     (q, k, v), cu = operands(), starts(0, 5, 17)
     many, made = torch.stack((q, 2 * q, 3 * q)), plan(q, k, v, cu_seqlens_q=cu)
+    with pytest.raises(ValueError, match="of another cu_seqlens_q"):
+        torch.func.vmap(lambda cu: attention(q, k, v, cu_seqlens_q=cu, plan=made))(torch.stack((cu, cu)))
     found = torch.func.vmap(lambda q: attention(q, k, v, cu_seqlens_q=cu, plan=made))(many)
     for got, q in zip(found, many, strict=True):
         torch.testing.assert_close(got, attention(q, k, v, cu_seqlens_q=cu))
