@@ -120,7 +120,8 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     quantised.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
     was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it is an order.
 
-    Blocks nest. Inside a torch.compile region the block is compiled in; entered outside of one, it is read by the
+    Blocks nest. Inside a torch.compile region the block is compiled in, for F.sdpa and attention() (ops of torch's
+    own, as varlen_attn's, go by what surrounds the run of a graph); entered outside of one, it is read by the
     compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
     with torch.nn.attention.sdpa_kernel).
     """

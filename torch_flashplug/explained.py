@@ -111,7 +111,7 @@ class _Road(TorchFunctionMode):
             given = _Given(*self.args)
             plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are not split
         elif end is namespace.cached_fwd:
-            plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0)
+            plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
             if not plan.kernel:
                 plan = _behind(_WHOLE, replace(plan, backend="stock"))
         elif end is namespace.listed_fwd:
@@ -132,14 +132,16 @@ class _Road(TorchFunctionMode):
         made = ", and made 16 bits" * (k_scale is not None)
         return _behind(f"pages are gathered first{made}: {why}", self.follow(lambda: paged._math(*given)))
 
-    def _of_op(self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False) -> Plan:
+    def _of_op(
+        self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
+    ) -> Plan:
         """By the first family of kernels that can, or the mode's; else mathematics. forced: what such a mode's kernels
-        cannot run raises.
+        cannot run raises. mode: of an op that goes by no other.
         """
         described = problem.describe(*args[:3], None, 0.0, False, None) | needs
         described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
         described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
-        mode, facts, reasons, error = self._mode(), self._facts(), {}, ""
+        mode, facts, reasons, error = self._mode() if mode is None else mode, self._facts(), {}, ""
         if native.backend_of(mode) in {"math", "stock"}:
             return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, f"{native.backend_of(mode)} is asked for"))
         only = native.forced_kernels(mode) if forced else None

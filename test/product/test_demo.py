@@ -77,7 +77,7 @@ def rows(shown: str, title: str) -> dict[str, list[str]]:
 def test_training_demo(tmp_path):
     """Speeds, losses and gradients of every attention; ours are as near to fp64 as stock's, and train to the same."""
     picture = tmp_path / "made" / "losses.png"
-    done = demo("--train", "--rounds", "3", "--repeats", "2", "--picture", str(picture))
+    done = demo("--train", "--rounds", "1", "--repeats", "2", "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     shown, on_gpu = done.stdout, torch.cuda.is_available()
     speeds, losses, gradients = (rows(shown, title) for title in ("Training, steps of", "Losses, ", "Errors of grad"))

@@ -129,6 +129,8 @@ def test_modes() -> None:
         with sdpa_backend(mode):
             plan = explain_attention(q, k, v, softcap=2.0, device="h100")
         assert plan.backend == "math" and set(plan.reasons.values()) == {f"{mode} is asked for"}
+        with sdpa_backend(mode):  # which does not matter to caches of 8 bits
+            assert explain_attention(*dense(3, 512, torch.int8), **EIGHT, device="h100").backend == "fa2"
     with sdpa_backend("fa2"):
         assert explain_attention(q, k, v, softcap=2.0, device="h100").backend == "fa2"
     wide = [meta(2, 512, 2, 512) for _ in range(3)]

@@ -63,7 +63,7 @@ class Recipe:
 
 # As many KV heads as heads: the efficient backend knows no groups. No longer texts: math keeps 1 GiB of scores a layer.
 GPU_RECIPE = Recipe(gpt.Shape(layers=8, heads=16, kv_heads=16, head_dim=128), batch=1, length=4096, steps=50)
-CPU_RECIPE = Recipe(CPU_SHAPE, batch=4, length=128, steps=12)
+CPU_RECIPE = Recipe(CPU_SHAPE, batch=2, length=128, steps=12)
 
 
 @dataclass(frozen=True, slots=True)
