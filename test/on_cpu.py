@@ -39,24 +39,31 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 
 
 @functools.cache
-def not_built() -> frozenset[str]:
-    """Kernels that TARGET's packs lack, where the build was one of samples (configs.SAMPLES); else none."""
-    packs = [pack for pack in configs.PACKS if pack.target == TARGET]
+def not_built(target: str = TARGET) -> frozenset[str]:
+    """Kernels that a target's packs lack, where the build was one of samples (configs.SAMPLES); else none."""
+    packs = [pack for pack in configs.PACKS if pack.target == target]
     reports = [path.with_suffix(".json") for pack in packs if (path := library.find_built(pack.file))]
     built = {row["name"] for report in reports for row in json.loads(report.read_text())["kernels"]}
     whole, samples = ({spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.sample))
     return frozenset(whole - samples) if built == samples else frozenset()
 
 
+def need(kernel: str, target: str = TARGET) -> None:
+    """Skips where it is one that was not built."""
+    if kernel in not_built(target):
+        pytest.skip(f"{kernel}: {NOT_BUILT}")
+
+
 def build(folder: Path, *kernels: str) -> Path:
     """A pack in that folder, linked with the interpreter, of what the build left behind: these kernels of TARGET, as
     far as they were built, or all.
     """
-    kernels, asked = tuple(kernel for kernel in kernels if kernel not in not_built()), kernels
-    if asked and not kernels:
-        pytest.skip(f"{', '.join(asked)}: {NOT_BUILT}")
+    built = [kernel for kernel in kernels if kernel not in not_built()]
+    if kernels and not built:
+        need(kernels[0])
     command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
-    command += [word for kernel in kernels for word in ("--spec", kernel)]
+    command += ["--sample"] if not_built() else []
+    command += [word for kernel in built for word in ("--spec", kernel)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Path(done.stdout.split()[-1])
@@ -179,8 +186,7 @@ def function(file: Path, name: str) -> Callable[..., None]:
     """
     import tvm_ffi
 
-    if name in not_built():
-        pytest.skip(f"{name}: {NOT_BUILT}")
+    need(name)
     kernel, hold_to = load_pack(file)[name], ctypes.CDLL(str(file)).interpreter_tensors
 
     def call(*values: object) -> None:

@@ -95,11 +95,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=aot.TARGETS, required=True, help="what the kernels were compiled for")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable)")
+    parser.add_argument("--sample", action="store_true", help="only kernels of configs.SAMPLES")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
     packs = [pack for pack in aot.configs.PACKS if pack.target == args.target]
-    store = aot.Store(OBJECTS, args.target)
-    names = args.spec or sorted({spec.name() for one in packs for spec in one.specs() if store.has(spec.name())})
+    specs = (spec for one in packs for spec in (one.sample() if args.sample else one.specs()))
+    names = args.spec or sorted({spec.name() for spec in specs})
     print(pack(kernels_of(args.target, names), args.out / f"interpreted_{args.target}.so"))
 
 

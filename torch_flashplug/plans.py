@@ -31,7 +31,11 @@ class _Seen(NamedTuple):
             address = None if isinstance(x, FakeTensor) else x.data_ptr()
         except RuntimeError:  # of vmap's
             address = None
-        return cls((address, x.shape, x.stride()), None if x.is_inference() else x._version)
+        return cls((address, x.shape, x.stride()), _version(x))
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 class LengthsPlan(NamedTuple):
@@ -66,7 +70,7 @@ class LengthsPlan(NamedTuple):
             if (now and now.place) != (then and then.place):
                 raise ValueError(f"attention: plan was made of another {name}; give that tensor, or make one of this")
             # x.data counts for itself.
-            if now and not now.version == then.version == _Seen.now(made_of).version:
+            if now and not now.version == then.version == _version(made_of):
                 raise ValueError(f"attention: {name} was written to since plan was made; make it again")
 
 

@@ -24,10 +24,10 @@ from .operands import (
     scales_of,
     written,
 )
+from .windowed import NO_PLAN
 
 if TYPE_CHECKING:
     from .plans import LengthsPlan
-from .windowed import NO_PLAN
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
 _OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so

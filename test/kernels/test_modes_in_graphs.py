@@ -26,12 +26,12 @@ def numbers(*of: int) -> Tensor:
     return torch.tensor(of, dtype=torch.int32)
 
 
-def lists_of_blocks() -> object:
-    return block_lists(create_block_mask(lambda b, h, row, key: row >= key, None, None, 192, 192, device="cpu"))
+def lists_of_blocks(device: str) -> object:
+    return block_lists(create_block_mask(lambda b, h, row, key: row >= key, None, None, 192, 192, device=device))
 
 
-def dense(rows: int = ROWS, keys: int = ROWS) -> tuple[Tensor, ...]:
-    return tuple(drawn(1, n, heads, D, seed=i) for i, (n, heads) in enumerate(((rows, HQ), (keys, HKV), (keys, HKV))))
+def dense(rows: int = ROWS) -> tuple[Tensor, ...]:
+    return tuple(drawn(1, rows, heads, D, seed=i) for i, heads in enumerate((HQ, HKV, HKV)))
 
 
 def in_pages(rows: int) -> tuple[Tensor, ...]:
@@ -46,20 +46,18 @@ CALLS: dict[str, tuple[tuple[Tensor, ...], dict[str, object]]] = {
     "on_end": (tuple(x[0] for x in dense()), {"causal": True, "cu_seqlens_q": numbers(0, 70, ROWS)}),
     "pages": (in_pages(3), TABLE),
     "many_of_pages": (in_pages(40), TABLE),
-    "blocks": (dense(192, 192), {"block_mask": lists_of_blocks}),
+    "blocks": (dense(192), {"block_mask": lists_of_blocks}),
 }
 TRAINED = ("window", "softcap", "on_end", "blocks")
 
 
 def made(call: str, device: str) -> tuple[list[Tensor], dict[str, object]]:
     operands, settings = CALLS[call]
-    settings = {name: x() if callable(x) else x for name, x in settings.items()}
-    if "block_mask" in settings:
-        lists = settings["block_mask"]
-        settings = {"block_mask": lists._replace(digest=lists.digest.to(device))}
-    return [x.to(device) for x in operands], {
-        name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()
-    }
+
+    def there(x: object) -> object:
+        return x.to(device) if isinstance(x, Tensor) else x(device) if callable(x) else x
+
+    return list(map(there, operands)), {name: there(x) for name, x in settings.items()}
 
 
 def inside(mode: str, settings: dict[str, object]) -> Callable[..., Tensor]:
