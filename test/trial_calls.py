@@ -184,7 +184,7 @@ def ragged(spec: KernelSpec, seed: int) -> Call:
         "scratch": tiles(at, met, at, BACKWARD_TILE[0], case.Sq),
     }
     extra = {f"{name}_tiles": entries for name, (entries, _) in lists.items()}
-    extra |= {f"{name}_count": count for name, (_, count) in lists.items()}
+    extra |= {f"{name}_head": head for name, (_, head) in lists.items()}
     return Call(case, inputs, Masking(int(case.causal)), extra, SEQUENCES)
 
 

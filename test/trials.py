@@ -69,13 +69,13 @@ class Extra:
     query_rows_of_head: Int32
     masked_turn: cute.Tensor
     whole_turn: cute.Tensor
-    # (n, ENTRY) and (1,) Int32
+    # (n, ENTRY) and (2,) Int32
     row_tiles: cute.Tensor
-    row_count: cute.Tensor
+    row_head: cute.Tensor
     key_tiles: cute.Tensor
-    key_count: cute.Tensor
+    key_head: cute.Tensor
     scratch_tiles: cute.Tensor
-    scratch_count: cute.Tensor
+    scratch_head: cute.Tensor
 
     @property
     def mask(self) -> Planes:
@@ -90,8 +90,8 @@ class Extra:
         return Listed(of_keys, Lists(*queries, *planes, self.masked_turn, self.whole_turn))
 
     def pieces(self, k: cute.Tensor) -> Ragged:
-        rows, keys = TileList(self.row_tiles, self.row_count), TileList(self.key_tiles, self.key_count)
-        return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_count), total_keys=k.shape[2])
+        rows, keys = TileList(self.row_tiles, self.row_head), TileList(self.key_tiles, self.key_head)
+        return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_head), total_keys=k.shape[2])
 
 
 class TrialSeams(Seams):
@@ -145,8 +145,8 @@ def fake_extra() -> Extra:
     def fake(field: dataclasses.Field) -> object:
         if field.name.endswith("_tiles"):
             return cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), ENTRY), (ENTRY, 1), assumed_align=16)
-        if field.name in {"row_count", "key_count", "scratch_count"}:
-            return fake_vector(Int32, 4, size=1)
+        if field.name in {"row_head", "key_head", "scratch_head"}:
+            return fake_vector(Int32, 4, size=2)
         if field.name == "drawn_from":
             return fake_vector(Int64, 8, size=1)
         if field.name.startswith("mask_") and field.type == "cute.Tensor":

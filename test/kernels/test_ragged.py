@@ -47,14 +47,14 @@ def test_entries_are_the_blocks_that_sequences_have(rows, size):
     keys = rows[::-1]
     for (own, others), made in zip(((rows, keys), (keys, rows)), lists(rows, keys, size), strict=True):
         wanted = expected(own, others, rows, size)
-        assert int(made.count[0]) == len(wanted) <= len(made.entries)
+        assert int(made.head[0]) == len(wanted) <= len(made.entries)
         assert [tuple(entry) for entry in made.entries[: len(wanted)].tolist()] == wanted
         assert all(entry == [0] * 7 + [1] for entry in made.entries[len(wanted) :].tolist())  # CTAs without a tile
 
 
 def launches(made: tuple[Entries, Entries], section: int):
     """As kernels make them: of rows, then of keys, each with its number of heads."""
-    counts = [int(each.count[0]) for each in made]
+    counts = [int(each.head[0]) for each in made]
     order = scheduler.TileOrder(True, counts[0], HEADS, HEADS, section)
     bound = walk.Band().at(walk.Sizes(0, 0), 64, 64)
     of_keys = key_order.KeyOrder(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
@@ -82,6 +82,24 @@ def test_every_block_of_every_head_is_a_tile_once_and_the_longest_come_first(row
         assert all(t.sizes.some_keys == max(t.sizes.Sk, 1) for t in tiles)
         lasting = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
         assert lasting == sorted(lasting, reverse=True)
+
+
+@pytest.mark.parametrize("lengths, section", [([512] * 32, 2), ([4096, 2048, *[100] * 20], 8), ([16384], 4)], ids=str)
+def test_a_section_takes_no_less_than_its_longest_tile(lengths, section, monkeypatch):
+    """16 heads of one group on 132 CTAs, where L2 holds two of them."""
+    monkeypatch.setattr(ragged.cute.arch, "make_warp_uniform", lambda x: x)
+    monkeypatch.setattr(ragged.cute.arch, "grid_dim", lambda: (132, 1, 1))
+    monkeypatch.setattr(ragged.cutlass, "select_", lambda condition, this, other: this if condition else other)
+
+    def work(block, own, met):
+        return torch.minimum(met, (block + 1) * 128)
+
+    entries, head = tile_lists()(*[starts(lengths)] * 3, 128, sum(lengths), work)
+    rows = Entries(entries, head.tolist())
+    tiles = [min(n, (b + 1) * 128) for n in lengths for b in range(-(-n // 128))]
+    heads = ragged.Ragged(rows).section(2, 16, 1)
+    assert heads == section and heads * sum(tiles) >= max(tiles) * 132 * 0.9
+    assert ragged.Ragged(rows).section(16, 16, 4) == 16
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2])

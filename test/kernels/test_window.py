@@ -11,6 +11,8 @@ import pytest
 window = pytest.importorskip("torch_flashplug.kernels.parts.window", reason="the DSL is needed for kernels")
 key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
 pieces = pytest.importorskip("torch_flashplug.kernels.parts.pieces")
+fragments = pytest.importorskip("torch_flashplug.kernels.parts.fragments")
+visible = pytest.importorskip("torch_flashplug.kernels.parts.scores.visible")
 walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
 
 TILES = [(128, 128), (64, 64), (128, 48), (64, 128)]  # tile_m, tile_n
@@ -51,17 +53,21 @@ def test_keys_of_queries(drawn):
                     others, run = bound.keys_of_part(tile, first, rows, uneven)
                     assert others + run.count == runs[0][-1].count and (uneven or others == 0)
                     runs.append((others, first, rows, run))
-        for _, first, rows, run in runs:
+        blocks = [runs[0][-1].nth(j) for j in range(runs[0][-1].count)]
+        for others, first, rows, run in runs:
             queries = range(first, min(first + rows, Sq))
             keys = lambda n: range(n * bound.tile_n, (n + 1) * bound.tile_n)  # noqa: E731
             seen = lambda n: any(sees(i, j) for i in queries for j in keys(n) if j < Sk)  # noqa: B023, E731
             whole = lambda n: all(j < Sk and sees(i, j) for i in queries for j in keys(n))  # noqa: B023, E731
-            start, masked = walk.Section(True, 0, 1), run.masked_positions()
+            start = walk.Section(True, 0, 1)
             check((start, *run.sections()), run.nth, seen, range(num_blocks), whole)
             end = walk.Section(True, run.count - 1, run.count)
             check((*run.sections_before_last(), end), run.nth, seen, range(num_blocks), whole)
             for section in (start, *run.sections()):
-                assert all(masked.holds(j) == section.masked for j in range(section.begin, section.end))
+                assert all((j < run.num_masked) == section.masked for j in range(section.begin, section.end))
+            assert [run.nth(j) for j in range(run.count)] == blocks[others:]  # as the producer loads them
+            assert [run.before(j + 1) for j in range(run.count)] == [run.nth(j) for j in range(run.count)]
+            assert [run.after(j) for j in range(run.count - 1)] == [run.nth(j) for j in range(1, run.count)]
             assert [run.more(j) for j in range(run.count)] == [*[True] * (run.count - 1), False]
             assert run.last() == run.nth(run.count - 1)
             behind = run.nth(0) * bound.tile_n + run.columns_of_first(rows)  # keys of the first block that no row sees
@@ -100,3 +106,10 @@ def test_bounds_are_those_of_the_definition(drawn):
     for j in range(0, Sk, 7):
         begin, end = bound.window.queries(j)
         assert [begin <= i < end for i in range(Sq)] == [sees(i, j) for i in range(Sq)]
+
+
+def test_scores_ahead_of_a_column():
+    """A thread's, by the number of which keep_between sets bits."""
+    for column in range(-40, 300):
+        ahead = sum(fragments.column_of(c) < column for c in range(64))
+        assert min(max(visible.scores_before(column), 0), 64) == ahead

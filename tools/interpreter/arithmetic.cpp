@@ -355,6 +355,11 @@ void add_arithmetic(Opcodes& to) {
   };
   to["shf.l.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_left>};
   to["shf.r.wrap.b32"] = {"wwww", ternary<uint32_t, uint32_t, uint32_t, funnel_right>};
+  constexpr auto bit_mask = [](uint32_t first, uint32_t count) {
+    const uint64_t upto = (uint64_t{1} << std::min<uint64_t>(uint64_t{first} + count, 32)) - 1;
+    return static_cast<uint32_t>(first < 32 ? upto >> first << first : 0);
+  };
+  to["bmsk.clamp.b32"] = {"www", binary<uint32_t, uint32_t, uint32_t, bit_mask>};
   constexpr auto permuted = [](uint32_t low, uint32_t high, uint32_t selectors) {
     const uint64_t bytes = uint64_t{high} << 32 | low;
     uint32_t made = 0;

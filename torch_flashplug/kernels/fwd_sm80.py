@@ -156,7 +156,7 @@ class ForwardSm80(ForwardCall):
         right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
         run = walk.keys_of_rows(tile, first_row)
-        masked = run.masked_positions()
+        masked = run.num_masked
         keys.load_k(run.nth(0), whole=False)
         sm80.arrive()
         for j in cutlass.range(run.count, unroll=1):
@@ -166,7 +166,7 @@ class ForwardSm80(ForwardCall):
             sm80.arrive()
             if run.more(j):
                 keys.load_k(run.after(j), whole=run.tail_first)
-            if masked.holds(j):
+            if j < masked:
                 ask(slabs, block, j, masked=True)
             else:
                 ask(slabs, block, j, masked=False)

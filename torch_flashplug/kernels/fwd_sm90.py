@@ -33,7 +33,7 @@ from .parts.softmax import OnlineSoftmax, Unscaled, write_lse
 from .parts.walk import Sizes, Walk
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-SHORT = 2  # blocks of keys
+SHORT = 4  # blocks of keys
 
 
 class Barrier(enum.IntEnum):
@@ -257,6 +257,7 @@ class ForwardSm90(ForwardCall):
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        section = pieces.section(section, B * Hq, Hq // Hkv)
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
@@ -307,14 +308,19 @@ class ForwardSm90(ForwardCall):
                 sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
                 stages.load(block, done + j)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
-            # one from CTAs that run dry first.
+            # one from CTAs that run dry first. Where tiles are short the next one's loads must not wait for it.
+            last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
             if cutlass.const_expr(self.seams.short):
                 if run.count > SHORT:
                     ticket = work.queue.draw()
+                    sm90.load_block(*last)
+                number = work.queue.post(nth, ticket)
+                if run.count <= SHORT:
+                    sm90.load_block(*last)
             else:
                 ticket = work.queue.draw()
-            sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
-            number = work.queue.post(nth, ticket)
+                sm90.load_block(*last)
+                number = work.queue.post(nth, ticket)
             nth += 1
             done += run.count
 

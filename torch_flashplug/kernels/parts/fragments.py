@@ -114,6 +114,11 @@ def zero_of(step: Int32) -> Int32:
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
 
 
+def single_bit(i: int) -> Int32:
+    """Of 32."""
+    return Int32((1 << i) - (1 << 32) * (i == 31))
+
+
 def target_from(arch: Arch) -> bool:
     """Whether what is compiled for is that architecture or a later one."""
     return BaseDSL._get_dsl().get_arch_enum() >= arch

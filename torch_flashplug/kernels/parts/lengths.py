@@ -15,7 +15,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.base_dsl import Arch
 
 from ...spec import BACKWARD_TILE, WARP, WARPGROUP
@@ -29,6 +29,7 @@ from .walk import Walk
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
 BLOCK = BACKWARD_TILE[0]  # rows of a block of scratch, and what work is counted in
+MOST_WORTH = 2.0**20  # tiles; times heads it is an Int32
 assert CLASSES == THREADS, "a thread has a class"
 
 
@@ -144,19 +145,22 @@ class TileLists:
         smem = cutlass.memory.SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
+        work = smem.allocate_tensor(Float32, cute.make_layout(WARPS), 16)
         number = cute.arch.block_idx()[0]
         for i in cutlass.range_constexpr(len(self.wanted)):
             if number == i:
-                Making(given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums).make()
+                Making(given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums, work).make()
 
 
 class Making:
     """One list, by a CTA."""
 
     def __init__(
-        self, given: Given, made: TileList, walk: Walk, wanted: Wanted, counts: cute.Tensor, sums: cute.Tensor
+        self, given: Given, made: TileList, walk: Walk, wanted: Wanted, counts: cute.Tensor, sums: cute.Tensor,
+        work: cute.Tensor,
     ):  # fmt: skip
-        self.given, self.made, self.walk, self.wanted, self.counts, self.sums = given, made, walk, wanted, counts, sums
+        self.given, self.made, self.walk, self.wanted = given, made, walk, wanted
+        self.counts, self.sums, self.work = counts, sums, work
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
         groups = cute.ceil_div(given.sequences, WARP)
@@ -186,16 +190,19 @@ class Making:
 
     @cute.jit
     def begin_classes(self):
-        """Numbers of tiles become places of the first ones, of the largest class first."""
+        """Numbers of tiles become places of the first ones, of the largest class first; and what all are worth."""
         mine = CLASSES - 1 - self.thread
         found = self.counts[mine]
-        upto = sum_to(found)
-        sums = self.sums
+        upto, one = sum_to(found), Float32(mine + 1)
+        sums, work, of_warp = self.sums, self.work, warp_sum(Float32(found) * one)
         if self.lane == WARP - 1:
-            sums[self.warp, 0] = upto
+            sums[self.warp, 0], work[self.warp] = upto, of_warp
         cute.arch.sync_threads()
         before = warp_sum(cutlass.select_(self.lane < self.warp, self.sums[self.lane, 0], 0))
-        self.counts[mine] = before + upto - found
+        place, all_work = before + upto - found, warp_sum(self.work[self.lane])
+        self.counts[mine] = place
+        if (place == 0) & (found > 0):
+            cute.arch.store(self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / one, MOST_WORTH)))
         cute.arch.sync_threads()
 
     @cute.jit
@@ -277,7 +284,7 @@ class Making:
         for place in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
             self.store(place, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:
-            cute.arch.store(self.made.count.iterator, total)
+            cute.arch.store(self.made.head.iterator, total)
 
     def store(self, place: Int32, entry: tuple[Int32 | int, ...]) -> None:
         values = cute.make_rmem_tensor((ENTRY,), Int32)
@@ -304,13 +311,13 @@ class Lengths(Seams):
         return Given(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
 
     def pieces(self, call: object) -> Ragged:
-        """Each list lies in the call's scratch behind the one before: its count, a sector, then its entries."""
+        """Each list lies in the call's scratch behind the one before: its head, a sector, then its entries."""
         given, start, lists = self.given(call), call.lengths.lists.iterator, {}
         for one in self.wanted:
             room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
             first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
             entries = cute.make_tensor(first, cute.make_layout((room, ENTRY), stride=(ENTRY, 1)))
-            lists[one.name] = TileList(entries, cute.make_tensor(start, cute.make_layout(1)))
+            lists[one.name] = TileList(entries, cute.make_tensor(start, cute.make_layout(2)))
             start = start + (room + 1) * ENTRY
         return Ragged(**lists, total_keys=given.keys)
 

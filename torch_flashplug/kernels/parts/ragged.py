@@ -123,11 +123,15 @@ class TileList:
     the other side, at least one.
     """
 
-    entries: cute.Tensor  # (room, ENTRY) Int32, 16-byte aligned; from `count` on zeros, but for the last number: 1
-    count: cute.Tensor  # (1,) Int32
+    entries: cute.Tensor  # (room, ENTRY) Int32, 16-byte aligned; from the last one on zeros, but for the last number: 1
+    # (2,) Int32: how many there are; of a sorted list, how many times the work of the first one all of them are.
+    head: cute.Tensor
 
     def room(self) -> Int32:
         return self.entries.shape[0]
+
+    def count(self) -> Int32:
+        return cute.arch.make_warp_uniform(self.head[0])
 
     def load(self, number: Int32) -> tuple[Int32, ...]:
         entry = cute.make_rmem_tensor((ENTRY,), Int32)
@@ -195,13 +199,24 @@ class Ragged(Pieces):
         return self.rows.room()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        return cute.arch.make_warp_uniform(self.rows.count[0])
+        return self.rows.count()
+
+    def section(self, section: Int32, heads: Int32, group: Int32) -> Int32:
+        """A tile that takes longer than the others of the last section together would run on alone: sections are as
+        large as the longest tile asks for.
+        """
+        worth, groups = cute.arch.make_warp_uniform(self.rows.head[1]), heads // group
+        sections = cutlass.max(worth * heads // cute.arch.grid_dim()[0], 1)
+        size = cute.ceil_div(groups, sections)
+        rest = groups % size
+        size = cutlass.select_((rest > 0) & (2 * rest < size), size + 1, size)  # no small one at the end
+        return cutlass.max(section, size * group)
 
     def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.room()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        return cute.arch.make_warp_uniform(self.keys.count[0])
+        return self.keys.count()
 
     def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> RaggedLaunch:
         return RaggedLaunch(order, sizes, kv_heads, entries=self.rows)

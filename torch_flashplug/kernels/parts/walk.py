@@ -47,18 +47,6 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Positions:
-    """Those before `end`, and from `begin` on: what of a run is masked."""
-
-    end: Int32
-    begin: Int32 | None = None
-
-    def holds(self, j: Int32) -> cutlass.Boolean:
-        before = j < self.end
-        return before if self.begin is None else before | (j >= self.begin)
-
-
-@dataclass(frozen=True)
 class Walk:
     """What a kernel takes: any of its kinds."""
 
@@ -178,10 +166,6 @@ class RunOfKeys(Run):
 
     tail_first = True  # whether only the first one may have keys beyond the last
     behind: Int32 | int = 0  # blocks of the tile behind the last one that only other rows need
-
-    def masked_positions(self) -> Positions:
-        """For those who walk over all sections in one loop."""
-        return Positions(self.num_masked, None)
 
     def sections_before_last(self) -> tuple[Section, Section]:
         """All but the last one, which counts as masked."""

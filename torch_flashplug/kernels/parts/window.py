@@ -3,7 +3,8 @@ and right together are not negative; who has no bound on one side passes a numbe
 them is still an Int32. diagonal: Sk - Sq of a sequence to the bottom right, where the last query goes with the last
 key; else 0.
 
-Masked blocks are at both ends of a run, whole ones between.
+Masked blocks are at both ends of what a tile sees, whole ones between. A run of keys has the right end first, then the
+left one, so that one loop masks; a run of queries has them as they lie.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .fragments import column_of
 from .pieces import Tile
 from .scores.chain import Place, Stage
+from .scores.visible import keep_between
 from .seams import Seams
-from .walk import Downward, Positions, RunOfKeys, Section, Sizes, Walk
+from .walk import Downward, RunOfKeys, Section, Sizes, Walk
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,28 @@ class BoundWindow:
         """
         of_tile = self.keys(tile)
         if not uneven:
-            return Int32(0), replace(of_tile, first_row=first_row, rows=rows)
-        mine = self.keys_of(first_row, rows)
-        end = cutlass.max(mine.end, of_tile.begin + 1)
-        end = cutlass.select_(first_row < self.sizes.Sq, end, of_tile.begin + 1)
-        end = cute.arch.make_warp_uniform(end)
-        run = WindowKeys(self, first_row, rows, of_tile.begin, end)
-        return of_tile.end - end, run
+            return Int32(0), replace(of_tile, first_row=first_row)
+        _, mine = self.bounds(first_row, rows)
+        mine = cutlass.select_(first_row < self.sizes.Sq, mine, 0)
+        others = cute.arch.make_warp_uniform(of_tile.end - cutlass.max(mine, of_tile.begin + 1))
+        end, right = of_tile.end - others, of_tile.right - others
+        return others, replace(of_tile, first_row=first_row, end=end, right=right)
 
-    def keys_of(self, first_row: Int32, rows: int) -> WindowKeys:
-        """KV blocks that some of these rows see; one where none sees any."""
+    def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
+        """From which KV block to before which one some of these rows see some; one where none sees any."""
         first, _ = self.window.keys(first_row)
         _, end = self.window.keys(first_row + rows - 1)
         end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.some_keys), self.tile_n)
-        begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
-        return WindowKeys(self, first_row, rows, begin, end)
+        return cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1), end
+
+    def keys_of(self, first_row: Int32, rows: int) -> WindowKeys:
+        begin, end = self.bounds(first_row, rows)
+        _, end_of_first = self.window.keys(first_row)
+        begin_of_last, _ = self.window.keys(first_row + rows - 1)
+        whole_end = cutlass.min(cutlass.max(end_of_first, 0), self.sizes.Sk) // self.tile_n
+        right = cutlass.min(cutlass.max(end - whole_end, 1), end - begin)
+        left = cutlass.max(cute.ceil_div(cutlass.max(begin_of_last, 0), self.tile_n) - begin, 0)
+        return WindowKeys(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
 
     def queries(self, tile: Tile) -> WindowQueries:
         """Query blocks that see some key of a KV block. Keys beyond the last mask every step."""
@@ -114,62 +122,54 @@ class BoundWindow:
 
 @dataclass(frozen=True)
 class WindowKeys(RunOfKeys):
-    """KV blocks of `rows` rows from first_row on, from the right: from end - 1 to begin. The first counts as masked."""
+    """KV blocks from `begin` to before `end`: `right` masked ones from the right, then the `left` ones at the other end
+    that are masked, too, then the whole ones between. A part of a tile's rows has the tile's positions, less those on
+    the right that only others see.
+    """
 
     bound: BoundWindow
     first_row: Int32
-    rows: int
     begin: Int32
     end: Int32
+    right: Int32
+    left: Int32
 
     @property
     def count(self) -> Int32:
         return self.end - self.begin
 
+    @property
+    def num_masked(self) -> Int32:
+        """The first always counts as one: its code is there anyway."""
+        return cutlass.max(self.right + self.left, 1)
+
     def nth(self, j: Int32) -> Int32:
-        return self.end - 1 - j
+        whole = self.count - self.right - self.left
+        moved = cutlass.select_(j < self.right, 0, cutlass.select_(j < self.right + self.left, -whole, self.left))
+        return self.end - 1 - j + moved
 
     def before(self, j: Int32) -> Int32:
-        return self.end - j
+        return self.nth(j - 1)
 
     def more(self, j: Int32) -> cutlass.Boolean:
         """Whether a position follows."""
-        return self.nth(j) > self.begin
+        return j + 1 < self.count
 
     def after(self, j: Int32) -> Int32:
-        return self.nth(j) - 1
+        return self.nth(j + 1)
 
     def last(self) -> Int32:
-        return self.begin
+        return self.nth(self.count - 1)
 
-    def edges(self) -> tuple[Int32, Int32]:
-        """Positions before the first one, and from the second one on, are masked."""
-        window, tile_n, Sk = self.bound.window, self.bound.tile_n, self.bound.sizes.Sk
-        _, end = window.keys(self.first_row)
-        begin, _ = window.keys(self.first_row + self.rows - 1)
-        right = self.end - cutlass.min(cutlass.max(end, 0), Sk) // tile_n
-        right = cutlass.min(cutlass.max(right, 1), self.count)
-        left = self.end - cute.ceil_div(cutlass.max(begin, 0), tile_n)
-        return right, cutlass.max(cutlass.min(left, self.count), right)
-
-    def masked_positions(self) -> Positions:
-        return Positions(*self.edges())
-
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> tuple[Section, Section]:
         """After the first one."""
-        right, left = self.edges()
-        return Section(True, 1, right), Section(False, right, left), Section(True, left, self.count)
-
-    def sections_before_last(self) -> tuple[Section, ...]:
-        """All but the last one, which counts as masked."""
-        last, (right, left) = self.count - 1, self.edges()
-        right, left = cutlass.min(right, last), cutlass.min(left, last)
-        return Section(True, 0, right), Section(False, right, left), Section(True, left, last)
+        masked = self.num_masked
+        return Section(True, 1, masked), Section(False, masked, self.count)
 
     def columns_of_first(self, rows: int) -> Int32:
         """Keys of the first block that some of `rows` rows may see; more than it has: all."""
         _, end = self.bound.window.keys(self.first_row + rows - 1)
-        return cutlass.min(end, self.bound.sizes.Sk) - (self.end - 1) * self.bound.tile_n
+        return cutlass.min(end, self.bound.sizes.Sk) - self.nth(0) * self.bound.tile_n
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,8 @@ class KeysInWindow(Stage):
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         first = block * self.place.block + self.place.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            # Column numbers are constants: an element costs two compares and one select.
             begin, end = self.seen(self.place.row + 8 * r)
-            begin, end = begin - first, end - first
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                inside = (column_of(c) >= begin) & (column_of(c) < end)
-                S[r, c] = cutlass.select_(inside, S[r, c], -Float32.inf)
+            keep_between(S, r, begin - first, end - first)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,35 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..fragments import column_of
+from ....blocks import BITS
+from ..fragments import column_of, single_bit
 from .chain import Place, Stage
+
+
+def scores_before(column: Int32) -> Int32:
+    """How many of a thread's scores are in columns before one (fragments.column_of); before 0 none, or less."""
+    return (column >> 3) * 2 + cutlass.min(column & 7, 2)
+
+
+def bits_between(begin: Int32, end: Int32) -> Int32:
+    """Those from one to before another are set; numbers beyond a word stand for its ends."""
+    begin = cutlass.max(begin, 0)
+    text, given = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [begin, cutlass.max(end - begin, 0)]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
+
+
+@cute.jit
+def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: Int32):
+    """Sets scores of a row to -inf but those from column `begin` to before `end`, counted from the thread's first.
+
+    By a bit each: one instruction tests seven (R2P), where a compare with each bound would be two a score.
+    """
+    columns, begin, end = cute.size(S, mode=[1]), scores_before(begin), scores_before(end)
+    for first in cutlass.range_constexpr(0, columns, BITS):
+        bits = bits_between(begin - first, end - first)
+        for i in cutlass.range_constexpr(min(BITS, columns - first)):
+            there = (bits & single_bit(i)) != 0
+            S[r, first + i] = cutlass.select_(there, S[r, first + i], -Float32.inf)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from ....blocks import BITS, THREADS, TILE
 from ....spec import SLAB
-from ..fragments import zero_of
+from ..fragments import single_bit, zero_of
 from .chain import Place, Stage
 
 
@@ -112,7 +112,7 @@ class Words(Stage):
     def bit(self, r: int, c: int) -> cutlass.Boolean:
         """Of score (r, c) of a block."""
         word, i = divmod(r + 2 * c, BITS)
-        return (self.now[word] & Int32((1 << i) - (1 << BITS) * (i == BITS - 1))) != 0
+        return (self.now[word] & single_bit(i)) != 0
 
 
 def shifted(low: Int32, high: Int32, count: Int32) -> Int32:
