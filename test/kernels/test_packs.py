@@ -121,16 +121,17 @@ def forward_products(spec: KernelSpec) -> tuple[int, int]:
     once after; a diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it. And
     fences, of which an early rescale, which touches O between two batches, takes one more in each body.
     """
-    # A block that hides something has its own; in a window at both ends.
-    bodies = 3 if "window" in spec.features else 2 if spec.features & {"causal", "mask"} else 1
+    bodies = 2 if spec.features & {"causal", "mask", "window"} else 1  # a block that hides something has its own
     recipe = features.recipe_of(spec.features)
     halves = bool(spec.features & {"causal", "window"}) and spec.tile_n == 128 and spec.dv <= spec.d and recipe is None
+    halves = halves and not ("softcap" in spec.features and spec.d <= 64)
     scores, output = (bodies + 1 + halves) * (spec.d // 16), (bodies + 1) * (spec.tile_n // 16)
     products = (recipe is None) * scores + (spec.bytes_of("v") == 2) * output  # those in 8 bits have other names
     return products, 4 * (bodies + 1 + halves) + bodies * spec.early_rescale
 
 
 def backward_bodies(spec: KernelSpec) -> int:
+    """Of steps of queries: those of a window that hide something are at both ends."""
     return 3 if "window" in spec.features else 2
 
 
@@ -145,7 +146,7 @@ def part_products(spec: KernelSpec) -> tuple[int, int]:
     warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
     """
     bodies, sums = backward_bodies(spec), spec.tile_n // 16
-    dq = (bodies + 1) * (spec.d // 16 + spec.dv // 16 + sums)
+    dq = (2 + 1) * (spec.d // 16 + spec.dv // 16 + sums)
     dkdv = (bodies + 1) * (spec.d // 16) + 2 * (spec.dv // 16) + (bodies + 1) * 2 * sums
     return dq + dkdv, 20 * bodies
 

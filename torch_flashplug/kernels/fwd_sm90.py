@@ -148,10 +148,10 @@ class ForwardSm90(ForwardCall):
         self.early_rescale = spec.early_rescale
         # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
         self.small_smem = spec.q_slots < 2 * self.warpgroups
-        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D, and in 8 bits, ptxas
-        # would serialise every product.)
+        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D, in 8 bits and of bent
+        # scores of D 64 ptxas would serialise every product.)
         halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
-        self.halves = halves and self.element.scores is self.element
+        self.halves = halves and self.element.scores is self.element and not (self.seams.bent and spec.d <= ROWS)
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.out_in_q
         self.form = Form(self.element, self.warpgroups, self.tile_n)

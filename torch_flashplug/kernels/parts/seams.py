@@ -39,6 +39,7 @@ class Seams:
 
     uneven = False  # whether rows of a tile may see different numbers of keys
     short = False  # whether many tiles have few rows
+    bent = False  # whether scores are, everywhere
     turned = False  # whether V is given as (B, Hkv, Dv, Sk)
 
     def __init__(self, element: Element, spec: KernelSpec, transposed: bool):

@@ -59,6 +59,8 @@ class Slope:
 
 
 class Softcapped(Seams):
+    bent = True
+
     def chain(self, call: object) -> Chain:
         """Ahead of what hides scores."""
         return Chain((Softcap(call.scales.natural / call.softcap, call.softcap), *super().chain(call).stages))
