@@ -1,10 +1,13 @@
 """The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
 3.3) by lists of blocks that were made ahead of the call (block_masks.py). Schema, fake, autograd, and their mathematics
 on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp, those of
-masks, which one by `tall`, the work of tiles of TALL rows over that of others. The LSE is not differentiable.
+masks, which one by `tall`, the work of tiles of TALL rows over that of others. Their backward knows no gradient of the
+LSE: that is made of two more calls.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -76,18 +79,37 @@ def _math_on_cpu(  # noqa: PLR0913
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    *tensors, _, ctx.scale, ctx.mode = inputs
+    *tensors, ctx.tall, ctx.scale, ctx.mode = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out: Tensor | None, _: None) -> tuple:
+def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, digest, out, lse = ctx.saved_tensors
-    if grad_out is None:
-        return (None,) * 7
-    given = (grad_out, query, key, value, digest, out, lse, ctx.scale, ctx.mode)
-    return *namespace.listed_bwd(*given), None, None, None, None
+    dq = dk = dv = None
+    if grad_out is not None:
+        given = (grad_out, query, key, value, digest, out, lse, ctx.scale, ctx.mode)
+        dq, dk, dv = namespace.listed_bwd(*given)
+    if grad_lse is not None:
+        of_query, of_key = _of_lse(ctx, grad_lse, query, key, digest, lse)
+        dq, dk = (of_query, of_key) if dq is None else (dq + of_query, dk + of_key)
+    return dq, dk, dv, None, None, None, None
+
+
+def _of_lse(
+    ctx, grad_lse: Tensor, query: Tensor, key: Tensor, digest: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dS = P dLSE: dQ = scale dLSE P K, an output whose values are the keys, and dK = scale P^T (dLSE Q), such an
+    output's dV. dLSE is brought below 1 ahead of 16 bits; where a row sees no key P is 0, whatever dLSE is.
+    """
+    scale = query.shape[3] ** -0.5 if ctx.scale is None else ctx.scale
+    grad_lse = grad_lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
+    largest = grad_lse.abs().amax().clamp(min=torch.finfo(grad_lse.dtype).tiny) if grad_lse.numel() else 1.0
+    keys, _ = namespace.listed_fwd(query, key, key, digest, ctx.tall, ctx.scale, ctx.mode)
+    weighed = (query * (grad_lse / largest)).to(query.dtype)
+    given = (weighed, query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
+    of_key = namespace.listed_bwd(*given)[2] * (scale * largest)
+    return (keys * (scale * grad_lse)).to(query.dtype), of_key.to(key.dtype)
 
 
 def _register() -> None:

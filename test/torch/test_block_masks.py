@@ -241,7 +241,8 @@ def test_compiled(fresh_dynamo: None, device: str) -> None:
     lists = block_lists(block_mask(sliding, 130, 200, device))
 
     def called(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists) -> Tensor:
-        return attention(q, k, v, block_mask=lists).square().sum()
+        out, lse = attention(q, k, v, block_mask=lists, return_lse=True)
+        return out.square().sum() + lse.square().sum()
 
     compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
     found = torch.autograd.grad(compiled(*leaves, lists), leaves)
@@ -296,10 +297,39 @@ def test_explained() -> None:
     assert plan.backend == "math" and "dtype" in plan.reasons["fa3"]
 
 
-def test_lse_has_no_gradient() -> None:
-    leaves = [x.requires_grad_() for x in operands(130, 200)]
-    _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200), return_lse=True)
-    assert not lse.requires_grad
+@pytest.mark.parametrize("mod", [sliding, of_heads, none_for_some], ids=lambda mod: mod.__name__)
+@pytest.mark.parametrize("of_out", [False, True], ids=["lse", "both"])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_gradients_of_the_lse(device: str, mod: Callable, of_out: bool, scale: float | None) -> None:
+    leaves = [x.double().requires_grad_() for x in operands(130, 200, device=device)]
+    out, lse = attention(*leaves, block_mask=block_mask(mod, 130, 200, device), scale=scale, return_lse=True)
+    exact, right = by_definition(*leaves, dense(mod, 130, 200, device), scale)
+    grad_out, grad_lse, empty = torch.randn_like(out), torch.randn_like(lse), right == -math.inf
+    assert bool(empty.any()) == (mod is none_for_some)
+    grads = []
+    for o, x, of_empty in ((out, lse, math.nan), (exact, right, 0.0)):  # what comes back for rows without keys
+        results, given = [x], [grad_lse.masked_fill(empty, of_empty)]
+        if of_out:
+            results, given = [o, *results], [grad_out, *given]
+        grads.append(torch.autograd.grad(results, leaves[:2], given))
+    for got, one in zip(*grads, strict=True):
+        torch.testing.assert_close(got, one.nan_to_num())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float) -> None:
+    """Large ones would be infinite in fp16 on their way."""
+    leaves = [x.requires_grad_() for x in operands(130, 200, device=kernels_on, D=64, dtype=torch.float16)]
+    grad_lse = size * torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(SEED)).to(kernels_on)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    native.counters(reset=True)
+    _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200, kernels_on), return_lse=True)
+    found = torch.autograd.grad(lse, leaves[:2], grad_lse / 1e3)
+    counts = native.counters(reset=True)
+    assert (counts["ours_fwd"], counts["ours_bwd"], counts["math_fwd"], counts["math_bwd"]) == (2, 1, 0, 0)
+    _, right = by_definition(*wide, dense(sliding, 130, 200, kernels_on))
+    for got, one in zip(found, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):
+        assert float((got.double() - one).norm() / one.norm()) < 2e-3
 
 
 def refused(message: str, error: type[Exception] = ValueError, **arguments: object) -> None:
