@@ -117,7 +117,7 @@ def attention(  # noqa: PLR0913
     block_mask: a BlockMask of torch.nn.attention.flex_attention, (B or 1, Hq or 1, Sq, Sk), or block_lists() of one:
     which blocks of keys a block of queries sees, and what its mask_mod hides of those listed as partial. Beside it
     nothing else hides keys. What is made of a BlockMask is kept with it: the first call waits for the device.
-    Gradients of q, k, v; none of the LSE.
+    Gradients of q, k, v, also by the LSE, at the cost of a forward and a backward more.
 
     Raises ValueError or TypeError for what it does not take.
     """
