@@ -257,7 +257,8 @@ class ForwardSm90(ForwardCall):
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
-        section = pieces.section(section, B * Hq, Hq // Hkv)
+        if cutlass.const_expr(self.seams.short):
+            section = pieces.section(section, B * Hq, Hq // Hkv)
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
@@ -309,8 +310,8 @@ class ForwardSm90(ForwardCall):
                 stages.load(block, done + j)
             # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
             # one from CTAs that run dry first. Where tiles are short the next one's loads must not wait for it.
-            last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
             if cutlass.const_expr(self.seams.short):
+                last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
                 if run.count > SHORT:
                     ticket = work.queue.draw()
                     sm90.load_block(*last)
@@ -319,7 +320,7 @@ class ForwardSm90(ForwardCall):
                     sm90.load_block(*last)
             else:
                 ticket = work.queue.draw()
-                sm90.load_block(*last)
+                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
                 number = work.queue.post(nth, ticket)
             nth += 1
             done += run.count

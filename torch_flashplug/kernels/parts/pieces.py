@@ -152,10 +152,6 @@ class Dense(Pieces):
         """Tiles of a KV head."""
         return cute.ceil_div(Sk, size)
 
-    def section(self, section: Int32, heads: Int32, group: Int32) -> Int32:
-        """Heads of a section of tiles of rows, of those that fit in L2; heads: of all batches; group: of a KV head."""
-        return section
-
     most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # that the host knows of
 
     def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:
