@@ -175,6 +175,8 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]
     if gradients:
         columns[:, :, :M][every.mT] = -1
     for at in uncertain.nonzero().split(_AT_ONCE):
+        if not len(at):
+            break  # of none there is one part, and vmap has no batch of 0
         plane, m, n = at.unbind(1)
         bits = seen.of(at, every[plane, m, n])
         rows[plane, m, n] = words(bits)[:, 0, 0]

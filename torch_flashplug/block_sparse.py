@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import digested, reference
-from .ops import empty_gradients, empty_results, never_a_frame, not_twice
+from .ops import empty_gradients, empty_results, mathematics, never_a_frame, not_twice
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, "
@@ -29,6 +29,7 @@ for _name, _more in (("listed_bwd", ", int block_mode=0"), ("_listed_math_bwd", 
     _library.define(f"{_name}({_BACKWARD}{_more}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
 
 _ANYWHERE = "CompositeExplicitAutograd"
+HALF_OF_FP16 = 2.0**15  # of its largest numbers
 namespace = torch.ops.torch_flashplug
 
 
@@ -49,7 +50,7 @@ def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
     )  # fmt: skip
 
 
-@never_a_frame
+@mathematics
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def _math_forward(
     return out.copy_(probabilities @ s.value), lse
 
 
-@never_a_frame
+@mathematics
 def _math_backward(  # noqa: PLR0913
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, digest: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, mode: int = 0,
@@ -100,16 +101,27 @@ def _of_lse(
     ctx, grad_lse: Tensor, query: Tensor, key: Tensor, digest: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dS = P dLSE: dQ = scale dLSE P K, an output whose values are the keys, and dK = scale P^T (dLSE Q), such an
-    output's dV. dLSE is brought below 1 ahead of 16 bits; where a row sees no key P is 0, whatever dLSE is.
+    output's dV. Where a row sees no key P is 0, whatever dLSE is.
     """
     scale = query.shape[3] ** -0.5 if ctx.scale is None else ctx.scale
     grad_lse = grad_lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
-    largest = grad_lse.abs().amax().clamp(min=torch.finfo(grad_lse.dtype).tiny) if grad_lse.numel() else 1.0
+    narrow = query.dtype == torch.float16 and query.numel() > 0
+    unit = _unit(grad_lse, query, key) if narrow else grad_lse.new_ones(1, 1, 1, 1)
     keys, _ = namespace.listed_fwd(query, key, key, digest, ctx.tall, ctx.scale, ctx.mode)
-    weighed = (query * (grad_lse / largest)).to(query.dtype)
-    given = (weighed, query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
-    of_key = namespace.listed_bwd(*given)[2] * (scale * largest)
+    weighed = query * (grad_lse / unit.repeat_interleave(query.shape[1] // unit.shape[1], 1))
+    given = (weighed.to(query.dtype), query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
+    of_key = namespace.listed_bwd(*given)[2].to(grad_lse.dtype) * (scale * unit)
     return (keys * (scale * grad_lse)).to(query.dtype), of_key.to(key.dtype)
+
+
+def _unit(grad_lse: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """(B, Hkv, 1, 1): by which dLSE is divided on its way through fp16, so that neither its products with Q nor their
+    sums over rows leave that range; a KV head's own, lest one of another size, or NaN, reaches it.
+    """
+    of_heads = [x.abs().unflatten(1, (key.shape[1], -1)).flatten(2) for x in (grad_lse, query.to(grad_lse.dtype))]
+    weights, queries = (x.amax(2) for x in of_heads)
+    unit = torch.maximum(weights, of_heads[0].sum(2) * queries / HALF_OF_FP16)
+    return unit.clamp(min=torch.finfo(unit.dtype).tiny)[..., None, None]
 
 
 def _register() -> None:

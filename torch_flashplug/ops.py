@@ -10,6 +10,7 @@ Dv of value and output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -61,6 +62,24 @@ def never_a_frame(function: Callable) -> Callable:
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
     return function
+
+
+def mathematics(function: Callable) -> Callable:
+    """never_a_frame, with products in the dtype that is written: autocast around a call would have them in 16 bits, and
+    so the LSE.
+    """
+
+    @never_a_frame
+    @functools.wraps(function)
+    def run(first: Tensor, *more: object) -> object:
+        device = first.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return function(first, *more)
+        with torch.autocast(device, enabled=False):
+            return function(first, *more)
+
+    never_a_frame(function)
+    return run
 
 
 class ForwardArgs(NamedTuple):
@@ -249,7 +268,7 @@ def _dropout_mask_fake(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_
     return seed.new_empty((B, Hq, Sq, Sk), dtype=torch.bool)
 
 
-@never_a_frame
+@mathematics
 def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = ForwardArgs(*args)
     check_arguments(a)
@@ -263,7 +282,7 @@ def _math_forward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, seed, offset
 
 
-@never_a_frame
+@mathematics
 def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = BackwardArgs(*args)
     s = _scores(a.forward)
@@ -284,7 +303,7 @@ def _cached_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Te
     return empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
 
 
-@never_a_frame
+@mathematics
 def _cached(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
     out = cached.attend(query, key, value, *more)
     return _cached_fake(query, key, value).copy_(out)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .ops import empty_results, never_a_frame, not_twice
+from .ops import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 # 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
@@ -212,7 +212,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
     )
 
 
-@never_a_frame
+@mathematics
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
     return empty_results(*given)[1]
 
 
-@never_a_frame
+@mathematics
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
     on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)

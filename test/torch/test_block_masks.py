@@ -316,6 +316,48 @@ def test_gradients_of_the_lse(device: str, mod: Callable, of_out: bool, scale: f
         torch.testing.assert_close(got, one.nan_to_num())
 
 
+def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
+    """Where all of many rows see one key, and where a batch's are many times another's, or not finite."""
+    q = drawn(1, 9000, 8, 8).mul(0.1).add(1.0).half().to(device).requires_grad_()
+    k, v = (drawn(1, 1, 1, 8, seed=i).half().to(device).requires_grad_() for i in (1, 2))
+    _, lse = attention(q, k, v, block_mask=block_mask(all_seen, 9000, 1, device), return_lse=True)
+    (found,) = torch.autograd.grad(lse.mean(), k)
+    torch.testing.assert_close(found.float(), q.float().mean((0, 1, 2)).mul(8**-0.5).view_as(k), rtol=2e-3, atol=0.0)
+    leaves = [x.requires_grad_() for x in operands(130, 200, device=device, D=64, dtype=torch.float16)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    grad_lse = drawn(2, 4, 130).to(device) * torch.tensor([1e4, 1e-3], device=device)[:, None, None]
+    _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200, device), return_lse=True)
+    _, right = by_definition(*wide, dense(sliding, 130, 200, device))
+    exact = torch.autograd.grad(right, wide[:2], grad_lse.double())
+    for of_first in (grad_lse[0], grad_lse[0] * math.nan):
+        given = torch.stack((of_first, grad_lse[1]))
+        for got, one in zip(torch.autograd.grad(lse, leaves[:2], given, retain_graph=True), exact, strict=True):
+            error = (got[1].double() - one[1]).norm() / one[1].norm()
+            assert float(error) < 5e-3
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_leaves_mathematics_as_it_is(device: str, inside: bool) -> None:
+    """Operands are cast; the LSE and what is made of it are not. inside: the backward, too."""
+    leaves = [x.bfloat16().requires_grad_() for x in operands(130, 200, device=device, D=40)]
+    mask = block_mask(sliding, 130, 200, device)
+    for beside in ({"block_mask": mask}, {"causal": True}, {"causal": True, "softcap": 2.0}):
+        plain, lse = attention(*leaves, **beside, return_lse=True)
+        grads = torch.autograd.grad((plain.sum(), lse.sum()), leaves[:2])
+        with torch.autocast(device, dtype=torch.bfloat16):
+            cast, of_cast = attention(*leaves, **beside, return_lse=True)
+            found = torch.autograd.grad((cast.sum(), of_cast.sum()), leaves[:2]) if inside else None
+        found = torch.autograd.grad((cast.sum(), of_cast.sum()), leaves[:2]) if found is None else found
+        torch.testing.assert_close((cast, of_cast, *found), (plain, lse, *grads), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("mod", [lambda b, h, q, k: q >= 10 * h - 100, lambda b, h, q, k: (q >= 600 + h) & (k < 7)])
+def test_no_block_is_partial(device: str, mod: Callable) -> None:
+    given, sizes = operands(256, 256, device=device), (2, 4, 256, 256)
+    out = attention(*given, block_mask=flex.create_block_mask(mod, *sizes, device=device))
+    torch.testing.assert_close(out, by_definition(*given, flex.create_mask(mod, *sizes, device=device))[0])
+
+
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float) -> None:
     """Large ones would be infinite in fp16 on their way."""
