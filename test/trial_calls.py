@@ -229,6 +229,7 @@ def extra_of(call: Call) -> list[object]:
 
     nothing = {
         "_tiles": torch.zeros(1, 8, dtype=torch.int32),
+        "_head": torch.zeros(2, dtype=torch.int32),
         "_rows": torch.zeros(4, dtype=torch.int32),
         "_columns": torch.zeros(4, dtype=torch.int32),
         "drawn_from": torch.zeros(1, dtype=torch.int64),
