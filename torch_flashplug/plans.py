@@ -118,10 +118,10 @@ def plan(  # noqa: PLR0913
 
     One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
     every replay if plan() is captured, too; lists from ahead of it stay those of the lengths they were made of, and the
-    plan must live as long as the graph, as every tensor that replays read. A plan
-    is made outside of torch.compile, and may be given to what is compiled, as an argument (an attribute of a module is
-    a constant to Dynamo, which compiles anew for each): there rows, keys and window are compared, as kernels are
-    (RuntimeError), but not which tensors the lengths are.
+    plan must live as long as the graph, as every tensor that replays read. A plan is made outside of torch.compile, and
+    may be given to what is compiled, as an argument (an attribute of a module is a constant to Dynamo, which compiles
+    anew for each): there rows, keys and window are compared, as kernels are (RuntimeError), but not which tensors the
+    lengths are.
 
     Raises ValueError or TypeError for what attention() does not take.
     """

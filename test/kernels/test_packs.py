@@ -142,11 +142,11 @@ def backward_products(spec: KernelSpec) -> tuple[int, int]:
 
 
 def part_products(spec: KernelSpec) -> tuple[int, int]:
-    """dQ's kernel: scores and dP before the loop bodies and in each, dQ in each and after them. dK and dV's: the first
+    """dQ's kernel: scores and dP before two loop bodies and in each, dQ in each and after them. dK and dV's: the first
     warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
     """
     bodies, sums = backward_bodies(spec), spec.tile_n // 16
-    dq = (2 + 1) * (spec.d // 16 + spec.dv // 16 + sums)
+    dq = 3 * (spec.d // 16 + spec.dv // 16 + sums)
     dkdv = (bodies + 1) * (spec.d // 16) + 2 * (spec.dv // 16) + (bodies + 1) * 2 * sums
     return dq + dkdv, 20 * bodies
 

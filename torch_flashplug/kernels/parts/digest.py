@@ -22,6 +22,7 @@ from cutlass import Int32, Int64, Uint16
 
 from ...blocks import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
+from .fragments import single_bit
 from .listed import Lists
 from .scores.words import shifted
 from .scratch import vector_at
@@ -392,7 +393,7 @@ def transpose(bits: cute.Tensor, turned: cute.Tensor):
     for word in cutlass.range_constexpr(WARPS):
         of_row, of_column = bits[thread, word], Int32(0)
         for bit in cutlass.range_constexpr(WARP):
-            ballot = cute.arch.vote_ballot_sync((of_row & Int32((1 << bit) - (1 << BITS) * (bit == BITS - 1))) != 0)
+            ballot = cute.arch.vote_ballot_sync((of_row & single_bit(bit)) != 0)
             of_column = cutlass.select_(lane == bit, ballot, of_column)
         turned[word * WARP + lane, thread // WARP] = of_column
 

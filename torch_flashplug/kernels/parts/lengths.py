@@ -112,7 +112,7 @@ class Some:
         return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
 
 
-def warp_sum(value: Int32) -> Int32:
+def warp_sum(value: Int32 | Float32) -> Int32 | Float32:
     for offset in (16, 8, 4, 2, 1):
         value = value + cute.arch.shuffle_sync_bfly(value, offset=offset)
     return value

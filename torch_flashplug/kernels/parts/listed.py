@@ -239,18 +239,6 @@ class KeysRun(ListedRun, RunOfKeys):
     behind: Int32 | int = 0
     tail_first = False
 
-    def before(self, j: Int32) -> Int32:
-        return self.nth(j - 1)
-
-    def last(self) -> Int32:
-        return self.nth(self.count - 1)
-
-    def more(self, j: Int32) -> cutlass.Boolean:
-        return j + 1 < self.count
-
-    def after(self, j: Int32) -> Int32:
-        return self.nth(j + 1)
-
     def sections(self) -> tuple[Section, Section]:
         """After the first one. Where it is the only one they begin with it, too: lists may have no entry behind it."""
         more = cutlass.min(self.count - 1, 1)

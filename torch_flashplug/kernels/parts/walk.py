@@ -167,6 +167,26 @@ class RunOfKeys(Run):
     tail_first = True  # whether only the first one may have keys beyond the last
     behind: Int32 | int = 0  # blocks of the tile behind the last one that only other rows need
 
+    def before(self, j: Int32) -> Int32:
+        """The block at the position before, behind nth(j)."""
+        return self.nth(j - 1)
+
+    def more(self, j: Int32) -> cutlass.Boolean:
+        """Whether a position follows; the block there, ahead of its nth(j)."""
+        return j + 1 < self.count
+
+    def after(self, j: Int32) -> Int32:
+        return self.nth(j + 1)
+
+    def last(self) -> Int32:
+        """The block at the last position, behind its nth(j)."""
+        return self.nth(self.count - 1)
+
+    def sections(self) -> tuple[Section, Section]:
+        """After the first one."""
+        masked = self.num_masked
+        return Section(True, 1, masked), Section(False, masked, self.count)
+
     def sections_before_last(self) -> tuple[Section, Section]:
         """All but the last one, which counts as masked."""
         last = self.count - 1
@@ -187,19 +207,18 @@ class Leftward(RunOfKeys):
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
 
+    # What RunOfKeys says, in instructions that the compiler does not find by itself.
+
     def before(self, j: Int32) -> Int32:
-        """The block at the position before, behind nth(j)."""
         return self.count - j
 
     def more(self, j: Int32) -> cutlass.Boolean:
-        """Whether a position follows; the block there, ahead of its nth(j)."""
         return self.nth(j) > 0
 
     def after(self, j: Int32) -> Int32:
         return self.nth(j) - 1
 
     def last(self) -> Int32:
-        """The block at the last position, behind its nth(j)."""
         return Int32(0)
 
     @property
@@ -209,11 +228,6 @@ class Leftward(RunOfKeys):
             return Int32(1)
         full = cutlass.min(self.band.sizes.Sk, self.first_row + 1) // self.band.tile_n  # whole for every row
         return cutlass.max(self.count - full, 1)
-
-    def sections(self) -> tuple[Section, Section]:
-        """After the first one."""
-        masked = self.num_masked
-        return Section(True, 1, masked), Section(False, masked, self.count)
 
     def columns_of_first(self, rows: int) -> Int32:
         """Keys of the first block that some of `rows` rows see; more than it has: all."""

@@ -148,24 +148,6 @@ class WindowKeys(RunOfKeys):
         moved = cutlass.select_(j < self.right, 0, cutlass.select_(j < self.right + self.left, -whole, self.left))
         return self.end - 1 - j + moved
 
-    def before(self, j: Int32) -> Int32:
-        return self.nth(j - 1)
-
-    def more(self, j: Int32) -> cutlass.Boolean:
-        """Whether a position follows."""
-        return j + 1 < self.count
-
-    def after(self, j: Int32) -> Int32:
-        return self.nth(j + 1)
-
-    def last(self) -> Int32:
-        return self.nth(self.count - 1)
-
-    def sections(self) -> tuple[Section, Section]:
-        """After the first one."""
-        masked = self.num_masked
-        return Section(True, 1, masked), Section(False, masked, self.count)
-
     def columns_of_first(self, rows: int) -> Int32:
         """Keys of the first block that some of `rows` rows may see; more than it has: all."""
         _, end = self.bound.window.keys(self.first_row + rows - 1)

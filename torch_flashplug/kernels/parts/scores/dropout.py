@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 from ....spec import SLAB
 from ..arguments.operands import Drawn
-from ..fragments import zero_of
+from ..fragments import single_bit, zero_of
 from .chain import Kept, Place, Stage
 
 ROUNDS = 10  # of Philox, as in torch and cuRAND
@@ -125,7 +125,7 @@ class Dropout(Stage):
         value = self.now[word]
         if swapped:
             value, i = exchanged(value), (i + BITS // 2) % BITS
-        return (value & Int32((1 << i) - (1 << BITS) * (i == BITS - 1))) != 0
+        return (value & single_bit(i)) != 0
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
         return self.bit(r, c)
