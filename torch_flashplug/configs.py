@@ -176,6 +176,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1550),
     KernelRow("fwd", 90, 128, 128, RAGGED, 64, 64, 2, 620),
     KernelRow("fwd", 90, 192, 128, WINDOW + RAGGED, 128, 112, 2, 1800),
+    KernelRow("fwd", 90, 192, 192, WINDOW + RAGGED, 128, 112, 2, 2000),
+    KernelRow("fwd", 90, 192, 192, RAGGED, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
     # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md).
@@ -218,7 +220,7 @@ KERNEL_ROWS = (
     KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 128, 128, MASK + BIASES + ALL_DROPPED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + RAGGED, 64, 64, 2),
-    KernelRow("partbwd", 90, 192, 192, BOTH, 64, 64, 2),
+    KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + RAGGED, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),

@@ -166,7 +166,7 @@ def test_every_kernel(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[
 def test_lengths(kernels_on: str, lengths: str, window: str) -> None:
     """By the kernels that are planned for them."""
     nth = [*LENGTHS].index(lengths) + [*WINDOWS].index(window)
-    dims = ((64, 64), (128, 128), (96, 80), (192, 128))[nth % 4]
+    dims = ((64, 64), (128, 128), (96, 80), (192, 128), (160, 136))[nth % 5]
     call = drawn(lengths, window, dims, WHOLE[nth % 2])
     check(call, ours(call, kernels_on, grads=True, backend=("fa3", "fa2")[nth % 3 == 2]), f"{lengths} {window}")
 

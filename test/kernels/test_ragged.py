@@ -84,22 +84,23 @@ def test_every_block_of_every_head_is_a_tile_once_and_the_longest_come_first(row
         assert lasting == sorted(lasting, reverse=True)
 
 
-@pytest.mark.parametrize("lengths, section", [([512] * 32, 2), ([4096, 2048, *[100] * 20], 8), ([16384], 4)], ids=str)
-def test_a_section_takes_no_less_than_its_longest_tile(lengths, section, monkeypatch):
-    """16 heads of one group on 132 CTAs, where L2 holds two of them."""
+@pytest.mark.parametrize("rows", [[512] * 32, [16384], [4051, 2025, 1350, *[200] * 20], [4096, *[100] * 4]], ids=str)
+@pytest.mark.parametrize("heads", [8, 10, 16, 21, 32])
+@pytest.mark.parametrize("group", [1, 2])
+def test_the_last_section_takes_as_long_as_the_longest_tile(rows, heads, group, monkeypatch):
     monkeypatch.setattr(ragged.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(ragged.cute.arch, "grid_dim", lambda: (132, 1, 1))
     monkeypatch.setattr(ragged.cutlass, "select_", lambda condition, this, other: this if condition else other)
-
-    def work(block, own, met):
-        return torch.minimum(met, (block + 1) * 128)
-
-    entries, head = tile_lists()(*[starts(lengths)] * 3, 128, sum(lengths), work)
-    rows = Entries(entries, head.tolist())
-    tiles = [min(n, (b + 1) * 128) for n in lengths for b in range(-(-n // 128))]
-    heads = ragged.Ragged(rows).section(2, 16, 1)
-    assert heads == section and heads * sum(tiles) >= max(tiles) * 132 * 0.9
-    assert ragged.Ragged(rows).section(16, 16, 4) == 16
+    entries, head = tile_lists()(*[starts(rows)] * 3, 128, sum(rows), lambda block, own, met: (block + 1) * 128)
+    tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
+    pieces = ragged.Ragged(Entries(entries, head.tolist()))
+    section = pieces.section(group, heads, group)
+    assert section % group == 0 and group <= section <= heads
+    last = heads - (-(-heads // section) - 1) * section
+    assert section == heads or last * sum(tiles) >= 0.85 * max(tiles) * 132
+    if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
+        assert section < heads  # no larger than it must be
+    assert pieces.section(heads, heads, group) == heads  # what L2 holds
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2])

@@ -247,6 +247,7 @@ class KeyGradientsSm90:
         sizes, num_n_blocks = Sizes(tensors.q.shape[0], Sk), pieces.blocks_of_keys(Sk, TILE_N)
         shares = tensors.dk.shape[2]
         all_shares = pieces.batch(tensors.k) * shares
+        section = pieces.section(section, all_shares, 1, of_keys=True)
         order = KeyOrder(True, num_n_blocks, shares, all_shares, section, walk.at(sizes, TILE_M, TILE_N))
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         heads = (tensors.q.shape[2] // shares, shares // Hkv)

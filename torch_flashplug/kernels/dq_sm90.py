@@ -157,7 +157,9 @@ class QueryGradientSm90:
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, TILE_M), walk.uneven or pieces.uneven
-        order = TileOrder(longest_first, num_m_blocks, Hq, Hq * pieces.batch(tensors.q), section)
+        heads = Hq * pieces.batch(tensors.q)
+        section = pieces.section(section, heads, Hq // Hkv)
+        order = TileOrder(longest_first, num_m_blocks, Hq, heads, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(rings, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
         own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)

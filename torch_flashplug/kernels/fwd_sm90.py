@@ -257,8 +257,7 @@ class ForwardSm90(ForwardCall):
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
-        if cutlass.const_expr(self.seams.short):
-            section = pieces.section(section, B * Hq, Hq // Hkv)
+        section = pieces.section(section, B * Hq, Hq // Hkv)
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
         work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)

@@ -21,7 +21,7 @@ from cutlass.base_dsl import Arch
 from ...spec import BACKWARD_TILE, WARP, WARPGROUP
 from .fragments import target_from
 from .pieces import Tile
-from .ragged import ENTRY, MaybeEmpty, Ragged, TileList
+from .ragged import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList
 from .scratch import vector_at
 from .seams import Seams
 from .walk import Walk
@@ -29,7 +29,6 @@ from .walk import Walk
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
 BLOCK = BACKWARD_TILE[0]  # rows of a block of scratch, and what work is counted in
-MOST_WORTH = 2.0**20  # tiles; times heads it is an Int32
 assert CLASSES == THREADS, "a thread has a class"
 
 
@@ -202,7 +201,7 @@ class Making:
         place, all_work = before + upto - found, warp_sum(self.work[self.lane])
         self.counts[mine] = place
         if (place == 0) & (found > 0):
-            cute.arch.store(self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / one, MOST_WORTH)))
+            cute.arch.store(self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / one, float(MOST_WORTH))))
         cute.arch.sync_threads()
 
     @cute.jit

@@ -152,6 +152,12 @@ class Dense(Pieces):
         """Tiles of a KV head."""
         return cute.ceil_div(Sk, size)
 
+    def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
+        """Heads of a section, of those that fit in L2; heads: of all batches; group: that stay together; of_keys: of
+        tiles of keys.
+        """
+        return section
+
     most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # that the host knows of
 
     def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:

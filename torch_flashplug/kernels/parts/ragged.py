@@ -25,6 +25,7 @@ from .walk import Sizes
 
 ENTRY = 8  # numbers of an entry: one sector
 REACH = 1 << 30  # rows at most, of all sequences
+MOST_WORTH = 1 << 16  # tiles: more are as many
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class TileList:
     def count(self) -> Int32:
         return cute.arch.make_warp_uniform(self.head[0])
 
+    def worth(self) -> Int32:
+        """At least 1, also of no tiles."""
+        return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.head[1]), 1), MOST_WORTH)
+
     def load(self, number: Int32) -> tuple[Int32, ...]:
         entry = cute.make_rmem_tensor((ENTRY,), Int32)
         cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
@@ -201,16 +206,18 @@ class Ragged(Pieces):
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
         return self.rows.count()
 
-    def section(self, section: Int32, heads: Int32, group: Int32) -> Int32:
-        """A tile that takes longer than the others of the last section together would run on alone: sections are as
-        large as the longest tile asks for.
+    def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
+        """A tile that takes longer than the whole last section would run on alone: as many sections as leave that one
+        about as long as the longest tile.
         """
-        worth, groups = cute.arch.make_warp_uniform(self.rows.head[1]), heads // group
-        sections = cutlass.max(worth * heads // cute.arch.grid_dim()[0], 1)
-        size = cute.ceil_div(groups, sections)
-        rest = groups % size
-        size = cutlass.select_((rest > 0) & (2 * rest < size), size + 1, size)  # no small one at the end
-        return cutlass.max(section, size * group)
+        worth, groups = (self.keys if of_keys else self.rows).worth(), heads // group
+        least = cute.ceil_div(cute.arch.grid_dim()[0] * 9, 10 * worth * group)  # groups that take 0.9 of that time
+        most, found = groups // least, groups
+        for fewer in (2, 1, 0):
+            size = cute.ceil_div(groups, cutlass.max(most - fewer, 1))
+            last = groups - (cute.ceil_div(groups, size) - 1) * size
+            found = cutlass.select_(last >= least, size, found)
+        return cutlass.max(section, found * group)
 
     def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.room()
