@@ -95,7 +95,7 @@ def attention(  # noqa: PLR0913
     may be 1, of pages (pages, Hkv, rows); None is 1, which int8 does not take. Few query rows (up to 64 for each KV
     head) are a kernel's that reads the 8 bits; more, such with softcap, and without lengths such with sinks or
     return_lse, have K and V made 16 bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted
-    keys: QuantizedTensor.
+    keys: QuantizedTensor. Where no kernel runs, q may have any floating-point dtype.
 
     num_splits: among how many CTAs the keys of few query rows are split; None: as many as are fast. 1 promises more:
     on one GPU and of one dtype, head dims, heads and settings, results and gradients of a sequence are the same bits
@@ -131,7 +131,7 @@ def attention(  # noqa: PLR0913
     operands, scales = (q, k, v), (k_scale, v_scale)
     given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None:
-        check_out(out, operands, sinks, *scales)
+        check_out(out, operands, sinks, *scales, *given, block_table)
     if plan is not None:
         check_is_plan(plan, cu_seqlens_q is not None and block_table is None and block_mask is None)
     if block_mask is not None:

@@ -5,6 +5,8 @@ a bit a score, two where gradients are wanted.
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +20,9 @@ from .spec import LISTED, TALL
 from .words import words
 
 _AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
+_MOST_HELD = 1000  # things that a mask_mod holds: more take longer to look at than the mask
+_NOTHING_INSIDE = (Tensor, int, float, str, types.NoneType, type, types.ModuleType, torch.dtype, torch.device)
+_OF_OBJECTS = {"__dict__", "__weakref__"}
 _WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
 
 
@@ -56,11 +61,11 @@ class _Looked(NamedTuple):
     @classmethod
     def at(cls, block_mask: object) -> _Looked:
         parts = [getattr(block_mask, name) for name in _WANTED]
-        parts += [mask_mod := getattr(block_mask, "mask_mod", None), *_captured(mask_mod)]
+        parts += _held(getattr(block_mask, "mask_mod", None))
         return cls(tuple(parts), tuple(_version(x) for x in parts))
 
     def is_as(self, other: _Looked) -> bool:
-        same = len(self.parts) == len(other.parts) and self.written == other.written
+        same = len(self.parts) == len(other.parts) <= _MOST_HELD and self.written == other.written
         return same and all(
             a is b or (isinstance(a, tuple) and a == b) for a, b in zip(self.parts, other.parts, strict=True)
         )
@@ -72,12 +77,37 @@ def _version(x: object) -> int | object:
     return object() if x.is_inference() else x._version
 
 
-def _captured(function: object) -> list[object]:
-    """What a function holds of its surroundings, what such functions hold, too."""
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if not _is_empty(cell)]
-    held += [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]  # of functools.partial
-    held += list(getattr(function, "__defaults__", None) or ())
-    return held + [x for inner in (*held, getattr(function, "func", None)) if callable(inner) for x in _captured(inner)]
+def _held(mask_mod: object) -> list[object]:
+    """What a function may read of its surroundings but globals, each thing once: closures, arguments of partials,
+    defaults, what lies in tuples, lists and dicts, and attributes of objects. Up to one more than _MOST_HELD.
+    """
+    found, waiting, known = [], [mask_mod], set()
+    while waiting and len(found) <= _MOST_HELD:
+        x = waiting.pop()
+        if id(x) not in known:
+            known.add(id(x))
+            found.append(x)
+            waiting += _inside(x)
+    return found
+
+
+def _inside(x: object) -> list[object]:
+    if isinstance(x, _NOTHING_INSIDE):
+        return []
+    if isinstance(x, dict):
+        return list(x.values())
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return list(x)
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or () if not _is_empty(cell)]
+        return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
+    if isinstance(x, types.MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values(), *vars(x).values()]
+    slots = (name for kind in type(x).__mro__ for name in kind.__dict__.get("__slots__", ()))
+    inside = [getattr(x, name) for name in slots if name not in _OF_OBJECTS and hasattr(x, name)]
+    return [*inside, *getattr(x, "__dict__", {}).values()]
 
 
 def _is_empty(cell: object) -> bool:
@@ -95,8 +125,9 @@ def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
     """Of a torch.nn.attention.flex_attention.BlockMask, (B or 1, Hq or 1, Sq, Sk), with blocks of multiples of 64
     queries and keys: its lists, and what its mask_mod says of blocks that are listed as partial. It takes
     Sq * Sk / 8 bytes for each of its planes, with gradients twice as many. Waits for the device; a mask that was looked
-    at is known again as long as its tensors, and those in the closure of its mask_mod, are not written to (globals that
-    it reads are not looked at, and tensors of inference mode are never known). Raises TypeError, ValueError.
+    at is known again as long as its tensors, and what its mask_mod holds, are not written to: closures, defaults, what
+    lies in tuples, lists, dicts and objects there, up to 1000 things. A mask that holds more is looked at every time,
+    one with tensors of inference mode too; globals that a mask_mod reads are never. Raises TypeError, ValueError.
     """
     missing = [name for name in _WANTED if not hasattr(block_mask, name)]
     if missing:

@@ -4,6 +4,7 @@ the op that it comes to; the dispatcher is asked what it makes of that.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,6 +29,7 @@ _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
 _ENDS = (
     *(namespace.attention_fwd, namespace.paged_fwd, namespace.cached_fwd, namespace.listed_fwd, namespace.sdpa_fwd),
 )
+_NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
 _WHOLE = "key and value are made 16 bits first"
 _TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/own_ops.cpp
 
@@ -39,7 +41,8 @@ def explain_attention(
     nothing waited for but what block_lists() waits for. autograd, autocast and sdpa_backend state count. It raises what
     attention() raises of arguments, but for a plan of another kernel.
 
-    The backend is "math" where no kernel of ours runs the call. `device` names a preset, as for explain().
+    The backend is "math" where no kernel of ours runs the call, "stock" where F.scaled_dot_product_attention has it and
+    stock's do. `device` names a preset, as for explain().
     """
     if device is not None and device not in DEVICES:
         raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own")
@@ -48,8 +51,8 @@ def explain_attention(
     if not all(isinstance(x, Tensor) for x in given):
         attention(*given, **arguments)  # which says so
     if (out := arguments.pop("out", None)) is not None:
-        check_out(out, given, *(arguments.get(name) for name in ("sinks", "k_scale", "v_scale")))
-    arguments = {name: x for name, x in arguments.items() if x is not None}
+        check_out(out, given, *arguments.values())
+    arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
     lists = arguments.pop("plan", None)  # which no kernel is chosen by
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
         arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))

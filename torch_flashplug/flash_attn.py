@@ -100,9 +100,13 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
     """
     _refuse(more | {"dropout_p": dropout_p})
+    if block_table is not None and page_table is not None:
+        raise ValueError("flash_attn_with_kvcache: block_table and page_table are two names of one; give one of them")
     table = page_table if block_table is None else block_table
     B = q.shape[0]
     if isinstance(cache_seqlens, int):
+        if cache_seqlens < 0:
+            raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {cache_seqlens}; give 0 or more")
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
         given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"

@@ -126,10 +126,14 @@ def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """In the dtype of the LSE."""
     if sinks is None:
         return None
-    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1] or sinks.is_complex():
-        given = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise ValueError(f"attention: sinks are {given}; give a real tensor (Hq,) = ({q.shape[-2]},)")
-    return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
+    fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
+    if not fits or sinks.device != q.device:
+        given = type(sinks).__name__
+        if isinstance(sinks, Tensor):
+            given = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+        wanted = f"(Hq,) = ({q.shape[-2]},) on {q.device}"
+        raise ValueError(f"attention: sinks are {given}; give floating-point {wanted}")
+    return sinks.to(torch.promote_types(torch.float32, q.dtype))
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -225,7 +229,7 @@ def in_16_bits(
 
 
 def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: object) -> None:
-    """Of operands that fit: what is wrong with others is said by whoever takes them. more: what else has gradients."""
+    """Of operands that fit: what is wrong with others is said by whoever takes them. more: what else the call reads."""
     q, _, v = operands
     if not all(isinstance(x, Tensor) and x.dim() for x in operands):
         return
@@ -235,22 +239,54 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
     if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
         given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(f"attention: out is {given}; give {dtype} {wanted[0]} on {q.device}")
-    if not torch.compiler.is_compiling() and _shares_memory(out, operands):
-        raise ValueError("attention: out shares memory with itself or an operand; give a tensor of its own")
     given = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
+    if not torch.compiler.is_compiling():
+        if out.is_neg():
+            raise ValueError("attention: out is a view that negates what is written to it; give a tensor of its own")
+        if _meets_itself(out) or any(_overlap(out, x) for x in given[1:]):
+            raise ValueError("attention: out shares memory with itself or an operand; give a tensor of its own")
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise RuntimeError("attention: there are no gradients through out; call it under torch.no_grad(), or without")
     refuse_forward_mode()
 
 
-def _shares_memory(x: Tensor, others: tuple[Tensor, ...]) -> bool:
-    """Whether two elements may lie at one place, or all begins where another tensor does."""
+def _meets_itself(x: Tensor) -> bool:
+    """Whether two elements may lie at one place."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True
         reach += (size - 1) * stride
-    return x.numel() > 0 and not x.is_meta and any(x.data_ptr() == other.data_ptr() for other in others)
+    return False
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether they may have bytes in common. Of layouts that lie within each other it is known of those that share a
+    stride between their rows, such as q, k, v and out in one tensor.
+    """
+    if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
+        return False
+    (low, dims), (other, others) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
+    apart = other - low
+    if apart >= _extent(dims) or -apart >= _extent(others):
+        return False
+    for step in {stride for stride, _ in (*dims, *others)}:
+        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (dims, others))
+        outer = [stride for stride, _ in (*dims, *others) if stride >= step]
+        place = apart % step
+        if not any(stride % step for stride in outer) and _extent(inner) <= place <= step - _extent(within):
+            return False
+    return True
+
+
+def _dims_in_bytes(x: Tensor) -> list[tuple[int, int]]:
+    """(stride, size), an element's own bytes among them."""
+    size = x.element_size()
+    return [(1, size), *((s * size, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and s)]
+
+
+def _extent(dims: list[tuple[int, int]]) -> int:
+    return 1 + sum(stride * (size - 1) for stride, size in dims)
 
 
 def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:

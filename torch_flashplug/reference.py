@@ -4,6 +4,7 @@ O(Sq * Sk). Names of dims as in ops.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -52,6 +53,21 @@ class Scores(NamedTuple):
         return torch.exp(shifted).masked_fill(none, 0.0)
 
 
+def product_of_seen(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """weights (B, H, Sq, Sk), of what is not seen 0, @ values (B, H, Sk, D); seen: (Sq, Sk) bool. NaN and inf reach the
+    rows alone that see them, where 0 times them would be NaN.
+    """
+    whole = values.isfinite()
+    if values.device.type == "cpu" and whole.all():
+        return weights @ values
+    kinds = torch.stack((values.isnan(), values == math.inf, values == -math.inf))
+    met = (seen.to(values.dtype) @ kinds.to(values.dtype)) > 0
+    found = weights @ values.where(whole, 0.0)
+    for kind, which in zip((math.nan, math.inf, -math.inf), met, strict=True):
+        found = torch.where(which, found + kind, found)
+    return found
+
+
 def scores_of(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Scores:
     dtype, head_dim = compute_dtype(query), query.shape[3]
     scale = scale if scale is not None else (1.0 / math.sqrt(head_dim) if head_dim else math.inf)
@@ -82,9 +98,12 @@ class Gradients(NamedTuple):
     delta: Tensor  # (B, Hq, Sq): rowsum(dO O) - dLSE
 
 
-def gradients(s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known) -> Gradients:
+def gradients(
+    s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known, seen: Tensor | None = None
+) -> Gradients:  # fmt: skip
     """dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO (FlashAttention, arXiv 2205.14135,
     appendix B); the LSE's gradient adds P dLSE to dS, and a softcap multiplies it by 1 - (score / cap)^2.
+    seen: (Sq, Sk) bool, where NaN and inf are to reach nothing else (product_of_seen).
     """
     grad_out, kept = known.grad_out.to(s.value.dtype), 1.0 if known.factors is None else known.factors
     probabilities = s.probabilities(known.lse)
@@ -94,9 +113,13 @@ def gradients(s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known
     grad_scores = probabilities * ((grad_out @ s.value.transpose(-2, -1)) * kept - delta.unsqueeze(-1))
     if known.softcap:
         grad_scores = grad_scores * (1.0 - (s.scores.nan_to_num(neginf=0.0) / known.softcap).square())
-    dq = grad_scores @ s.key * s.scale
-    dk = _sum_groups(grad_scores.transpose(-2, -1) @ s.query, key)
-    dv = _sum_groups((probabilities * kept).transpose(-2, -1) @ grad_out, value)
+    by_row = by_key = torch.matmul
+    if seen is not None:
+        probabilities, grad_scores = (x.masked_fill(~seen, 0.0) for x in (probabilities, grad_scores))
+        by_row, by_key = (functools.partial(product_of_seen, seen=x) for x in (seen, seen.mT))
+    dq = by_row(grad_scores, s.key) * s.scale
+    dk = _sum_groups(by_key(grad_scores.transpose(-2, -1), s.query), key)
+    dv = _sum_groups(by_key((probabilities * kept).transpose(-2, -1), grad_out), value)
     return Gradients(like(dq, query), like(dk, key), like(dv, value), grad_scores, delta)
 
 

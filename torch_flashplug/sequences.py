@@ -226,7 +226,7 @@ def append_kv(
     there = there.cumprod(1).bool()
     # What has no place repeats a write of the call that has one; if none has, it leaves what lies in some place.
     flat = (number.clamp(0, len(k_cache) - 1) * rows + place % rows).flatten()
-    some = there.flatten().int().argmax()
+    some = there.flatten().int().argmax(0, keepdim=True)  # (1,): the host would wait for an index of no dims
     flat = torch.where(there.flatten(), flat, flat[some])
     for x, cache in ((k, k_cache), (v, v_cache)):
         given, page, row = x.flatten(0, 1), flat // rows, flat % rows

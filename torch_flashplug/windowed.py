@@ -223,14 +223,15 @@ def _math_forward(
     on_end = check_lengths(query, lengths)
     query, key, value = _that_count(on_end, query, key, value)
     torch._check(0.0 <= softcap < math.inf, lambda: f"softcap is {softcap}; give a cap, or 0 for none")
-    s = reference.scores_of(query, key, value, scale).capped(softcap).where(_seen(query, key, on_end, window))
+    seen = _seen(query, key, on_end, window)
+    s = reference.scores_of(query, key, value, scale).capped(softcap).where(seen)
     probabilities, lse = s.softmax()
     if sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         share = torch.exp(of_keys - lse).masked_fill(of_keys == -math.inf, 0.0)
         probabilities = probabilities * share.unsqueeze(-1)
     out, _ = empty_results(query, key, value)
-    return out.copy_(probabilities @ s.value), lse
+    return out.copy_(reference.product_of_seen(probabilities, s.value, seen)), lse
 
 
 def _math_forward_out(out: Tensor, *given: object) -> Tensor:
@@ -248,10 +249,10 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
     on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
     operands = _that_count(on_end, *a.operands)
-    s = reference.scores_of(*operands, a.scale).capped(a.softcap).where(a.seen)
+    s, seen = reference.scores_of(*operands, a.scale).capped(a.softcap), a.seen
     grad_out, *_ = _that_count(on_end, a.grad_out, *operands[1:])
     known = reference.Known(grad_out, a.out, a.lse, grad_lse=a.grad_lse, softcap=a.softcap)
-    found = reference.gradients(s, *operands, known)
+    found = reference.gradients(s.where(seen), *operands, known, seen)
     return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
 

@@ -61,6 +61,8 @@ def test_what_they_refuse() -> None:
         (ValueError, "block_table is torch.float32", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
         (TypeError, "no argument is named 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
         (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
+        (ValueError, "two names of one", lambda: flash_attn_with_kvcache(q, k, v, block_table=q, page_table=q)),
+        (ValueError, "cache_seqlens is -4", lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=-4)),
         (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
         (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, v=v, cache_seqlens=1)),
         (ValueError, "append_kv: .* sequences", lambda: flash_attn_with_kvcache(q, k, v, k[:1], v, cache_seqlens=1)),
@@ -106,7 +108,7 @@ def three(family: str, device: str) -> tuple[torch.nn.Module, torch.nn.Module, t
     """The same weights, on ours, on eager, and on eager in fp32."""
     config_of = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
     kind, made = getattr(transformers, f"{family}ForCausalLM"), []
-    for implementation in (integration.OTHER if family == "GptOss" else integration.FLASH, "eager", "eager"):
+    for implementation in (integration.FLASH, "eager", "eager"):
         torch.manual_seed(5)
         config = config_of(**SIZES, **FAMILIES[family], attn_implementation=implementation)
         made.append(kind(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).train(False))
@@ -148,12 +150,16 @@ def test_models_are_right_against_eager(device: str, family: str) -> None:
             close(ours[1].grad, eager[1].grad, right[1].grad)
 
 
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generated_tokens_are_eagers(device: str, family: str) -> None:
+def test_generated_tokens_are_eagers(device: str, family: str, cache: dict[str, object], padding: int) -> None:
+    """A static cache has rows that nothing was written to yet."""
     ours, eager, _ = three(family, device)
-    settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    assert ours.config._attn_implementation == integration.FLASH
+    settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8, **cache}
     mask = torch.ones(2, 13, dtype=torch.long, device=device)
-    mask[1, :5] = 0
+    mask[1, :padding] = 0
     found, right = (model.generate(tokens(device), attention_mask=mask, **settings) for model in (ours, eager))
     assert device != "cpu" or torch.equal(found, right)
 
@@ -173,9 +179,10 @@ def test_packed_sequences_do_not_see_each_other(device: str) -> None:
 @pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="has names of its own for paged caches"
 )
-def test_continuous_batching(device: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_continuous_batching(device: str, family: str) -> None:
     """Prompts of different lengths from a paged cache of transformers' own: what each of them alone gives."""
-    ours, _, exact = three("Llama", device)
+    ours, _, exact = three(family, device)
     ours = ours if device == "cpu" else ours.float().half()
     settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12, 13, 14, 15, 16]]
@@ -189,10 +196,14 @@ def test_uninstall_leaves_no_trace() -> None:
     from transformers import AttentionInterface
     from transformers import modeling_flash_attention_utils as utils
 
-    before = utils._lazy_imports
+    before = utils._lazy_imports, transformers.PreTrainedModel._check_and_adjust_attn_implementation
     integration.install()
     integration.install()
-    assert utils._lazy_imports is not before and integration.FLASH in AttentionInterface._global_mapping
+    assert utils._lazy_imports is not before[0] and integration.FLASH in AttentionInterface._global_mapping
+    model = three("GptOss", "cpu")[1]
+    model.set_attn_implementation(integration.FLASH)
+    assert integration.FLASH not in model._compatible_flash_implementations
     integration.uninstall()
     integration.uninstall()
-    assert utils._lazy_imports is before and integration.FLASH not in AttentionInterface._global_mapping
+    assert (utils._lazy_imports, transformers.PreTrainedModel._check_and_adjust_attn_implementation) == before
+    assert integration.FLASH not in AttentionInterface._global_mapping

@@ -188,3 +188,12 @@ def test_what_ran_is_what_was_explained(road: str, told: list[str]) -> None:
 def on_gpu(operands: tuple[Tensor, ...], arguments: dict[str, object]) -> tuple[list[Tensor], dict[str, object]]:
     made: Callable[[Tensor], Tensor] = lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cuda")  # noqa: E731
     return [made(x) for x in operands], {n: made(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
+@pytest.mark.parametrize("said", [{"causal": None}, {"softcap": None}], ids=str)
+def test_none_is_refused_where_attention_refuses_it(said: dict[str, None]) -> None:
+    q = torch.randn(1, 4, 2, 16)
+    for ask in (attention, explain_attention):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            ask(q, q, q, **said)
+        assert next(iter(said)) in str(raised.value)

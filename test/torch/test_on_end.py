@@ -4,6 +4,8 @@ it, what it refuses. Kernels' numbers are test_lengths.py's.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,6 +89,37 @@ def test_what_is_none_of_a_sequence_may_be_anything(device: str) -> None:
         right = attention(*leaves, cu_seqlens_q=cu, seqused_k=used)
         v[5] = k[5] = torch.nan  # the fourth of four
         assert torch.equal(attention(*leaves, cu_seqlens_q=cu, seqused_k=used), right)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "dout"])
+def test_a_text_does_not_reach_another(device: str, which: int, bad: float) -> None:
+    """By mathematics either: 0 times what is no number is none."""
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.to(device).clone().requires_grad_() for x in given[:3]]
+        out, lse = attention(*leaves, cu_seqlens_q=cu, causal=True, return_lse=True)
+        return out, lse.T, *torch.autograd.grad(out, leaves, given[3].to(device))
+
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    given = [drawn(12, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
+    right = run(*given)
+    given[which][4:] = bad
+    for found, one in zip(run(*given), right, strict=True):
+        assert torch.equal(found[:4], one[:4])
+    for found in (run(*given)[at] for at in (0, 2, 3, 4)):
+        assert (found[9:] == 0).all()
+
+
+def test_what_is_no_number_reaches_the_rows_that_see_it(device: str) -> None:
+    q, v = drawn(1, 100, 2, 16).to(device), drawn(1, 100, 2, 16, seed=1).to(device)
+    right, _ = attention(q, q, v, window=(3, 2), return_lse=True)
+    for bad, row in ((math.inf, 20), (-math.inf, 50), (math.nan, 80)):
+        v[0, row, 1, 7] = bad
+    found, _ = attention(q, q, v, window=(3, 2), return_lse=True)
+    for bad, row in ((math.inf, 20), (-math.inf, 50), (math.nan, 80)):
+        right[0, row - 2 : row + 4, 1, 7] = bad
+    torch.testing.assert_close(found, right, equal_nan=True)
 
 
 def test_a_cache_is_read_where_it_lies(device: str) -> None:

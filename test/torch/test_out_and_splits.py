@@ -249,6 +249,14 @@ def test_a_kernel_that_writes_to_out_is_seen_by_autograd(kernels_on: str) -> Non
         kept.sum().backward()
 
 
+def test_q_k_v_and_out_may_lie_in_one_tensor(device: str) -> None:
+    """By heads, by kinds, and in rows of one."""
+    for shape, dim in (((2, 8, 4, 2, 16), 2), ((2, 8, 2, 4, 16), 3), ((2, 8, 2, 16, 4), 4), ((4, 2, 8, 2, 16), 0)):
+        *given, out = torch.randn(shape, device=device).unbind(dim)
+        right = attention(*(x.clone() for x in given), window=(3, 1))
+        torch.testing.assert_close(attention(*given, window=(3, 1), out=out), right)
+
+
 def test_out_that_meets_itself_or_others_is_refused() -> None:
     q = torch.randn(1, 8, 2, 16)
     for out in (torch.empty(1, 1, 2, 16).expand(1, 8, 2, 16), torch.empty(40).as_strided(q.shape, (1, 1, 16, 1)), q):
@@ -256,6 +264,19 @@ def test_out_that_meets_itself_or_others_is_refused() -> None:
             attention(q, q.clone(), q.clone(), out=out)
         with pytest.raises(ValueError, match="shares memory"):
             torch_flashplug.explain_attention(q, q.clone(), q.clone(), out=out)
+    room, sinks, cu = torch.randn(1000), torch.zeros(2), torch.tensor([0, 8]).int()
+    for at in (1, 16, 255, -255):
+        out, q = room[400 + at :][:256].view(q.shape), room[400:][:256].view(q.shape)
+        with pytest.raises(ValueError, match="shares memory"):
+            attention(q, q.clone(), q.clone(), out=out)
+    for beside in ({"sinks": room[300:302]}, {"cu_seqlens_q": room.view(torch.int32)[300:302]}):
+        with pytest.raises(ValueError, match="shares memory"):
+            into = room[46:302].view(8, 2, 16)
+            attention(*(q[0].clone() for _ in range(3)), **{"cu_seqlens_q": cu, **beside}, out=into)
+    for apart in (room[400:656], room[144:400]):
+        attention(q.clone(), q.clone(), q.clone(), sinks=sinks, out=apart.view(q.shape))
+    with pytest.raises(ValueError, match="negates"):
+        attention(q, q, q, softcap=1.0, out=torch.empty_like(q)._neg_view())
     k8, scale = torch.ones(1, 8, 2, 16, dtype=torch.int8), torch.tensor(0.1, requires_grad=True)
     with pytest.raises(RuntimeError, match="no gradients through out"):
         attention(q.bfloat16(), k8, k8, k_scale=scale, v_scale=0.1, out=torch.empty_like(q, dtype=torch.bfloat16))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
 from torch_flashplug import append_kv, attention
@@ -175,6 +176,32 @@ def test_append_leaves_out_what_has_no_place(device: str) -> None:
             right[place] = 1.0
         assert torch.equal(caches[0], right) and torch.equal(caches[1], right)
     assert append_kv(new, new, pool[:0], pool[:0], *numbers).tolist() == [8, 8]
+
+
+def appended() -> tuple[Tensor, ...]:
+    """Arguments of append_kv."""
+    numbers = (torch.tensor(x).int() for x in ((3, 0), ((3, 9), (1, 2))))
+    return *(drawn(2, 2, HKV, D, seed=seed) for seed in (1, 2)), *torch.zeros(2, 5, 4, HKV, D), *numbers
+
+
+def test_append_reads_no_number_on_the_host() -> None:
+    """On a GPU the host would wait for it, and a CUDA graph could not have it."""
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    with Waits():
+        append_kv(*appended())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_append_in_a_graph() -> None:
+    plain, graphed = appended(), appended()
+    counts = append_kv(*plain)
+    assert torch.equal(torch.compile(append_kv, backend="aot_eager", fullgraph=True)(*graphed), counts)
+    assert all(torch.equal(a, b) for a, b in zip(plain, graphed, strict=True)) and plain[2].any()
 
 
 def test_nothing_is_written_ahead_of_an_error() -> None:

@@ -10,17 +10,18 @@ they are.
     model.generate(..., past_key_values=Int8Cache(model.config))
 
     torch_flashplug.integrations.transformers.install()
-    model.set_attn_implementation("flashplug")  # lengths, windows, softcaps, sinks; gpt-oss: "fplug"
+    model.set_attn_implementation("flashplug")  # lengths, windows, softcaps, sinks
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -80,30 +81,30 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mor
 
 # ---- what "sdpa" has no words for: lengths, windows, softcaps, sinks ----
 
-# Of attn_implementation. Names with "flash" in them are flash_attn's functions to transformers: it then goes by lists
-# of such names that some models have (gpt-oss), and gives them one of those instead. The other name is for these.
-FLASH, OTHER = "flashplug", "fplug"
+FLASH = "flashplug"  # of attn_implementation: transformers goes by "flash" in it wherever it has no mask to give
 
 
 def install() -> None:
-    """Makes attn_implementation="flashplug" known, and "fplug" for models that list which flash implementations they
-    take: transformers' flash attention (padding taken out, packed sequences, windows, softcaps, sinks) on flash_attn's
-    functions of ours (flash_attn.py). Undone by uninstall().
+    """Makes attn_implementation="flashplug" known, to every model: transformers' flash attention (padding taken out,
+    packed sequences, windows, softcaps, sinks) on flash_attn's functions of ours. uninstall() undoes it.
     """
-    for name in (FLASH, OTHER):
-        AttentionInterface.register(name, flash_attention_forward)
-        AttentionMaskInterface.register(name, flash_attention_mask)
-    if not hasattr(flash_utils._lazy_imports, "flashplug_wraps"):
-        flash_utils._lazy_imports = _loading_ours(flash_utils._lazy_imports)
+    AttentionInterface.register(FLASH, flash_attention_forward)
+    AttentionMaskInterface.register(FLASH, flash_attention_mask)
+    for owner, name, wrapped in _WRAPPED:
+        theirs = getattr(owner, name)
+        if not hasattr(theirs, "flashplug_wraps"):
+            ours = wrapped(theirs)
+            ours.flashplug_wraps = theirs
+            setattr(owner, name, ours)
 
 
 def uninstall() -> None:
-    """As before. Models that still have such a name raise transformers' own error: give them "sdpa" first."""
-    for name in (FLASH, OTHER):
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-    flash_utils._lazy_imports = getattr(flash_utils._lazy_imports, "flashplug_wraps", flash_utils._lazy_imports)
-    if flash_utils._loaded_implementation in (FLASH, OTHER):  # its functions are kept until another one is asked for
+    """As before. Models that still have that name raise transformers' own error: give them "sdpa" first."""
+    AttentionInterface._global_mapping.pop(FLASH, None)
+    AttentionMaskInterface._global_mapping.pop(FLASH, None)
+    for owner, name, _ in _WRAPPED:
+        setattr(owner, name, getattr(getattr(owner, name), "flashplug_wraps", getattr(owner, name)))
+    if flash_utils._loaded_implementation == FLASH:  # its functions are kept until another one is asked for
         flash_utils._loaded_implementation = None
 
 
@@ -112,11 +113,37 @@ def _loading_ours(theirs: Callable) -> Callable:
     of the one for lengths has.
     """
 
+    @functools.wraps(theirs)
     def lazy_imports(implementation: str | None, *more: object, **settings: object) -> tuple:
-        if implementation not in (FLASH, OTHER):
+        if implementation != FLASH:
             return theirs(implementation, *more, **settings)
         ours = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache)
         return *ours, flash_utils._pad_input, flash_utils._unpad_input
 
-    lazy_imports.flashplug_wraps = theirs
     return lazy_imports
+
+
+def _listing_ours(theirs: Callable) -> Callable:
+    """What a model makes of a name. Of those with "flash" in them it may list which it takes (gpt-oss: for sinks), and
+    takes one of these instead of any other.
+    """
+
+    @functools.wraps(theirs)
+    def check(model: PreTrainedModel, name: str | None, *more: object, **settings: object) -> str:
+        listed = getattr(model, _LISTED, None)
+        if listed is None or name not in {FLASH, f"paged|{FLASH}"}:
+            return theirs(model, name, *more, **settings)
+        setattr(model, _LISTED, [*listed, FLASH, name])
+        try:
+            return theirs(model, name, *more, **settings)
+        finally:
+            delattr(model, _LISTED)  # the class has its own
+
+    return check
+
+
+_LISTED = "_compatible_flash_implementations"
+_WRAPPED = (
+    (flash_utils, "_lazy_imports", _loading_ours),
+    (PreTrainedModel, "_check_and_adjust_attn_implementation", _listing_ours),
+)
