@@ -95,7 +95,7 @@ FEATURES = (
     ),
     Feature(
         "paged", "paged", "in pages",
-        "key and value lie in pages, these kernels read rows on end; gather them first",
+        "key and value lie in pages, or in caches with lengths; these kernels read rows on end; gather them first",
         arguments=("pages", "used_k", "split_size"), decode="paged.Paged", always=True,
     ),
 )  # fmt: skip

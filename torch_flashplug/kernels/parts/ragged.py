@@ -207,17 +207,19 @@ class Ragged(Pieces):
         return self.rows.count()
 
     def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
-        """A tile that takes longer than the whole last section would run on alone: as many sections as leave that one
-        about as long as the longest tile.
+        """A tile that takes longer than the whole last section would run on alone: where that is more than a tenth of
+        the launch (about what L2 is worth), as many sections as leave the last one as long as the longest tile.
         """
         worth, groups = (self.keys if of_keys else self.rows).worth(), heads // group
-        least = cute.ceil_div(cute.arch.grid_dim()[0] * 9, 10 * worth * group)  # groups that take 0.9 of that time
+        ctas = cute.arch.grid_dim()[0]
+        alone = ctas * 10 > worth * (heads + 10 * section)
+        least = cute.ceil_div(ctas * 9, 10 * worth * group)  # groups that take 0.9 of that time
         most, found = groups // least, groups
         for fewer in (2, 1, 0):
             size = cute.ceil_div(groups, cutlass.max(most - fewer, 1))
             last = groups - (cute.ceil_div(groups, size) - 1) * size
             found = cutlass.select_(last >= least, size, found)
-        return cutlass.max(section, found * group)
+        return cutlass.select_(alone, cutlass.max(section, found * group), section)
 
     def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.room()
