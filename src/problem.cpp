@@ -28,9 +28,11 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
-// A bound that there is not is one that all keys are inside of.
+// A bound that there is not is one that all keys are inside of, of a tile's rows behind the last one, too: else its
+// blocks are walked over in another order, by how many keys there are beside a sequence's (kernels/parts/window.py).
 void set_window(const Window& window, Problem* p) {
-  const int64_t all = p->Sq + p->Sk;
+  constexpr int64_t tile = 256;
+  const int64_t all = p->Sq + p->Sk + tile;
   const auto bound = [all](int64_t keys) { return keys < 0 ? all : std::min(keys, all); };
   p->left = bound(window.left), p->right = bound(window.right);
   p->bottom_right = window.bottom_right ? 1 : 0;

@@ -127,13 +127,12 @@ def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if sinks is None:
         return None
     fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
-    if not fits or sinks.device != q.device:
+    if not fits or (sinks.is_meta and not q.is_meta):
         given = type(sinks).__name__
         if isinstance(sinks, Tensor):
             given = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
-        wanted = f"(Hq,) = ({q.shape[-2]},) on {q.device}"
-        raise ValueError(f"attention: sinks are {given}; give floating-point {wanted}")
-    return sinks.to(torch.promote_types(torch.float32, q.dtype))
+        raise ValueError(f"attention: sinks are {given}; give floating-point numbers (Hq,) = ({q.shape[-2]},)")
+    return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:

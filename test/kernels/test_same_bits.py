@@ -69,6 +69,19 @@ def test_sequences_on_end(kernels_on: str, D: int, window: tuple) -> None:
             assert_bitwise_equal(f"{name} {what}", got, alone)
 
 
+@pytest.mark.parametrize("window", [CAUSAL, EVERYTHING, (700, 0, True)], ids=str)
+def test_fewer_queries_than_keys_on_end(kernels_on: str, window: tuple) -> None:
+    """A tile has rows behind the last one, which see other keys than any row does."""
+    found, own = [], [drawn(1, of, n, 64, seed=i) for i, (of, n) in enumerate(((HQ, 80), (HKV, 400), (HKV, 400)))]
+    for more in ([], [(5, 7)], [(200, 3000)]):
+        rest = [drawn(1, x.shape[1], sum(pair[min(i, 1)] for pair in more), 64, seed=9 + i) for i, x in enumerate(own)]
+        operands = [torch.cat(pair, 2).to(kernels_on) for pair in zip(own, rest, strict=True)]
+        cu = [torch.tensor([0, *n]).cumsum(0).int().to(kernels_on) for n in zip((80, 400), *more, strict=True)]
+        results = by_kernels(lambda: OPS.attention_fwd(*operands, None, *cu, None, *window, 0.0, None, 1))  # noqa: B023
+        found.append([x[:, :, :80] for x in results])
+    assert_same(found)
+
+
 # ---- batches ----
 
 
