@@ -267,7 +267,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    # Windows' masks and softcaps take registers: at 64 keys ptxas spills eight bytes to fit three CTAs of bf16.
+    # Windows' masks take registers: of bf16 ptxas spills eight bytes to fit three CTAs, of windows at 64 keys, of a
+    # softcap of lengths at 48.
     KernelRow("fwd", 80, 128, 128, WINDOW + SOFTCAP[:1], 64, 48, 1, 700),
     KernelRow("fwd", 80, 128, 128, SOFTCAP[1:], 64, 32, 1, 550),
     KernelRow("fwd", 80, 128, 128, BOTH + RAGGED + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 841),

@@ -128,9 +128,8 @@ def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         return None
     fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
     if not fits or (sinks.is_meta and not q.is_meta):
-        given = type(sinks).__name__
-        if isinstance(sinks, Tensor):
-            given = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+        is_tensor = isinstance(sinks, Tensor)
+        given = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}" if is_tensor else type(sinks).__name__
         raise ValueError(f"attention: sinks are {given}; give floating-point numbers (Hq,) = ({q.shape[-2]},)")
     return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
