@@ -73,6 +73,15 @@ def test_what_is_said_of_the_second_fa3_wheel():
     assert f"{means[2]} 15 without gradients, {of_others}" in page
 
 
+def test_what_is_said_of_lengths_beside_fa3():
+    said = []
+    for part, of in (("equal", "equal ones"), ("zipf", "texts'"), ("short", "short ones")):
+        rows = [row for row in rows_of("ragged-fa3-h100") if row["case"].startswith(f"fwd_{part}")]
+        ratios = [row["peers_ms"]["fa3"] / row["ours_ms"] for row in rows]
+        said.append(f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f}) of {of}")
+    assert f"is {', '.join(said)}. Below" in " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+
+
 def test_what_is_said_of_softcaps_beside_none():
     times = {row["case"]: row["all_ms"] for row in rows_of("softcap-plain-h100")}
     said = []
