@@ -28,6 +28,12 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of them; give 1 or more, or 0 for the default")
+    return int(text)
+
+
 def _mask_shape(text: str) -> tuple[int, ...]:
     sizes = _sizes(text)
     if not 2 <= len(sizes) <= 4:
@@ -44,16 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     demo = verbs.add_parser("demo", help="run a byte-level GPT on a text file, ours beside stock")
     demo.add_argument("file", nargs="?", help="a text file (default: README.md, or the package's own source)")
     demo.add_argument(
-        "--rounds", type=int, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
+        "--rounds", type=_count, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")
     instead.add_argument("--train", action="store_true", help="instead: train on the file; losses, speed, memory")
     instead.add_argument("--serve", action="store_true", help="instead: prompts of many lengths from a paged cache")
     instead.add_argument("--precision", help="instead: a trained model in 8bit, qk8 or e4m3 beside 16 bits")
-    instead.add_argument("--gpus", type=int, default=0, help="instead: train a Llama on so many, divided in two ways")
+    instead.add_argument("--gpus", type=_count, default=0, help="instead: train a Llama on so many, in two ways")
     demo.add_argument(
-        "--repeats", type=int, default=0, help="--train: trainings of each attention (default: 5 on a GPU, 2 on a CPU)"
+        "--repeats", type=_count, default=0, help="--train: trainings of each attention (default: 5, on a CPU 2)"
     )
     demo.add_argument("--picture", default="train_losses.png", help="--train, --gpus: where losses go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")

@@ -50,6 +50,7 @@ def register_packs() -> None:
 
 
 def _load_core() -> None:
+    env.HOOK.get()  # raises before anything is switched on
     push_tables()
     native.set_process_backend(_process_backend())
     native.set_process_precision(_process_precision())

@@ -18,9 +18,21 @@ class Flag:
     default: str
     help: str
     traced: bool
+    values: tuple[str, ...] = ()  # all that are allowed; none: any
 
     def get(self) -> str:
-        return os.environ.get(self.name, self.default)
+        """Raises ValueError for a value that is not allowed."""
+        value = os.environ.get(self.name, self.default)
+        if self.values and value not in self.values:
+            raise ValueError(f"{self.name}={value!r}; use one of {', '.join(self.values)}")
+        return value
+
+    def count(self) -> int:
+        """Raises ValueError for what is no number, or less than 0."""
+        value = self.get()
+        if not (value.isascii() and value.isdigit()):
+            raise ValueError(f"{self.name}={value!r}; use a number, 0 or more")
+        return int(value)
 
 
 ENABLED = Flag(
@@ -53,6 +65,7 @@ HOOK = Flag(
     "stub",
     "stub: torch's choice function; composite: a Python kernel (Plan B)",
     traced=True,
+    values=("stub", "composite"),
 )
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",

@@ -237,6 +237,13 @@ def test_explain_of_masks_and_dropout(output):
     assert "bias+dropout" in biased["kernel"] and "dropout 0.1" in biased["call"]
 
 
+@pytest.mark.parametrize("option", ["--rounds", "--repeats", "--gpus"])
+def test_the_demo_counts_from_nothing(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", option, "-1"])
+    assert "'-1' is no number of them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda words: words[0])
 def test_explain_words_its_errors(wrong, capsys):
     with pytest.raises(SystemExit) as ended:

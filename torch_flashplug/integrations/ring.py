@@ -143,7 +143,7 @@ def check(settings: Settings, query: Tensor, key: Tensor) -> None:
 
 @contextlib.contextmanager
 def _room_for_collectives() -> Iterator[None]:
-    before = native.set_cta_margin(int(env.RING_MARGIN.get()))
+    before = native.set_cta_margin(env.RING_MARGIN.count())
     try:
         yield
     finally:
