@@ -170,12 +170,12 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
     # Windows, and sequences on end: 2026-11-26, H100, 16k tokens in windows of 128 to all, or of 4 to 8k a sequence.
     # Tiles of 64 rows are for short ones, two CTAs an SM. D 32 and 96, 2026-11-27: 1.00 to 1.20 x tiles of 64 and 128.
-    KernelRow("fwd", 90, 32, 32, RAGGED, 192, 128, 2, 1210, last_tile=THIRDS),
+    KernelRow("fwd", 90, 32, 32, RAGGED, 192, 128, 2, 1210),
     KernelRow("fwd", 90, 32, 32, RAGGED, 64, 128, 2, 550),
-    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430, last_tile=THIRDS),
+    KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430),
     KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1240),
     KernelRow("fwd", 90, 64, 64, RAGGED, 64, 64, 2, 520),
-    KernelRow("fwd", 90, 96, 96, WINDOW + RAGGED, 192, 112, 2, 1640, last_tile=THIRDS),
+    KernelRow("fwd", 90, 96, 96, RAGGED, 192, 112, 2, 1640),
     KernelRow("fwd", 90, 96, 96, RAGGED, 128, 128, 2, 1370),
     KernelRow("fwd", 90, 96, 96, RAGGED, 64, 64, 2, 560),
     KernelRow("fwd", 90, 128, 128, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1550),
