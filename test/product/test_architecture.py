@@ -344,7 +344,7 @@ def test_each_environment_flag_is_read():
     assert list(flags.values()) == list(env.FLAGS)
     for name in flags:
         called = [reader for reader, code in readers.items() if f"{name}.get()" in code and f"env.{reader}()" in others]
-        assert called or f"env.{name}.get()" in others, f"nothing reads {name}"
+        assert called or f"env.{name}.get()" in others or f"env.{name}.count()" in others, f"nothing reads {name}"
 
 
 def _tracked_text() -> Iterator[tuple[str, str]]:
