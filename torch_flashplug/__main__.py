@@ -29,9 +29,10 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
+    sizes = _sizes(text)
+    if len(sizes) != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of them; give 1 or more, or 0 for the default")
-    return int(text)
+    return sizes[0]
 
 
 def _mask_shape(text: str) -> tuple[int, ...]:

@@ -18,12 +18,12 @@ class Flag:
     default: str
     help: str
     traced: bool
-    values: tuple[str, ...] = ()  # all that are allowed; none: any
+    values: tuple[str, ...] = ()  # all that are allowed beside an empty one, which is as none; none: any
 
     def get(self) -> str:
         """Raises ValueError for a value that is not allowed."""
         value = os.environ.get(self.name, self.default)
-        if self.values and value not in self.values:
+        if self.values and value not in ("", *self.values):
             raise ValueError(f"{self.name}={value!r}; use one of {', '.join(self.values)}")
         return value
 

@@ -25,6 +25,12 @@ def test_a_value_that_no_flag_has(
         read()
 
 
+@pytest.mark.parametrize("value", ["", "stub", "composite"])
+def test_a_hook_that_there_is(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(env.HOOK.name, value)
+    assert env.HOOK.get() == value
+
+
 @pytest.mark.parametrize("value", ["-1", "", "8.5", "many"])
 def test_a_count_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(env.RING_MARGIN.name, value)
