@@ -33,9 +33,16 @@ HALF_OF_FP16 = 2.0**15  # of its largest numbers
 namespace = torch.ops.torch_flashplug
 
 
-def _scores(query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None) -> reference.Scores:
+def _scores(
+    query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
+) -> tuple[reference.Scores, Tensor]:
+    """Return the masked scores, and what is seen, bool (B or 1, Hq or 1, Sq, Sk).
+
+    Products need the latter, too: rows and keys of blocks that no list names may hold NaN, which kernels do not read.
+    """
     check(query, key, digest)
-    return reference.scores_of(query, key, value, scale).where(digested.seen(digest, query.shape[2], key.shape[2]))
+    seen = digested.seen(digest, query.shape[2], key.shape[2])
+    return reference.scores_of(query, key, value, scale).where(seen), seen
 
 
 def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
@@ -54,10 +61,10 @@ def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    s = _scores(query, key, value, digest, scale)
+    s, seen = _scores(query, key, value, digest, scale)
     probabilities, lse = s.softmax()
     out, _ = empty_results(query, key, value)
-    return out.copy_(probabilities @ s.value), lse
+    return out.copy_(reference.product_of_seen(probabilities, s.value, seen)), lse
 
 
 @mathematics
@@ -65,8 +72,8 @@ def _math_backward(  # noqa: PLR0913
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, digest: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, mode: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    s = _scores(query, key, value, digest, scale)
-    return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse))[:3]
+    s, seen = _scores(query, key, value, digest, scale)
+    return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse), seen)[:3]
 
 
 @never_a_frame
@@ -100,15 +107,16 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
 def _of_lse(
     ctx, grad_lse: Tensor, query: Tensor, key: Tensor, digest: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dS = P dLSE: dQ = scale dLSE P K, an output whose values are the keys, and dK = scale P^T (dLSE Q), such an
-    output's dV. Where a row sees no key P is 0, whatever dLSE is.
+    """Return dQ and dK of dS = P dLSE: dQ = scale dLSE P K, an output whose values are the keys, and
+    dK = scale P^T (dLSE Q), such an output's dV. Where a row sees no key P is 0, whatever dLSE and Q are.
     """
     scale = query.shape[3] ** -0.5 if ctx.scale is None else ctx.scale
-    grad_lse = grad_lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)
+    none = (lse == -math.inf).unsqueeze(-1)
+    grad_lse, finite = grad_lse.unsqueeze(-1).masked_fill(none, 0.0), query.masked_fill(none, 0.0)
     narrow = query.dtype == torch.float16 and query.numel() > 0
-    unit = _unit(grad_lse, query, key) if narrow else grad_lse.new_ones(1, 1, 1, 1)
+    unit = _unit(grad_lse, finite, key) if narrow else grad_lse.new_ones(1, 1, 1, 1)
     keys, _ = namespace.listed_fwd(query, key, key, digest, ctx.tall, ctx.scale, ctx.mode)
-    weighed = query * (grad_lse / unit.repeat_interleave(query.shape[1] // unit.shape[1], 1))
+    weighed = finite * (grad_lse / unit.repeat_interleave(query.shape[1] // unit.shape[1], 1))
     given = (weighed.to(query.dtype), query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
     of_key = namespace.listed_bwd(*given)[2].to(grad_lse.dtype) * (scale * unit)
     return (keys * (scale * grad_lse)).to(query.dtype), of_key.to(key.dtype)

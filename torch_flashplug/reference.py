@@ -54,8 +54,9 @@ class Scores(NamedTuple):
 
 
 def product_of_seen(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """weights (B, H, Sq, Sk), of what is not seen 0, @ values (B, H, Sk, D); seen: (Sq, Sk) bool. NaN and inf reach the
-    rows alone that see them, where 0 times them would be NaN.
+    """Return weights (B, H, Sq, Sk) @ values (B, H, Sk, D), where NaN and inf reach only rows that see them.
+
+    Weights of what is not seen are 0, and 0 times NaN would be NaN. seen: bool, broadcasts to the weights.
     """
     whole = values.isfinite()
     if values.device.type == "cpu" and whole.all():
@@ -103,7 +104,7 @@ def gradients(
 ) -> Gradients:  # fmt: skip
     """dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO (FlashAttention, arXiv 2205.14135,
     appendix B); the LSE's gradient adds P dLSE to dS, and a softcap multiplies it by 1 - (score / cap)^2.
-    seen: (Sq, Sk) bool, where NaN and inf are to reach nothing else (product_of_seen).
+    seen: bool, broadcasts to the scores, where NaN and inf are to reach nothing else (product_of_seen).
     """
     grad_out, kept = known.grad_out.to(s.value.dtype), 1.0 if known.factors is None else known.factors
     probabilities = s.probabilities(known.lse)

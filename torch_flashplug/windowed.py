@@ -8,9 +8,9 @@ to the bottom right, else 0. A sink is a logit of a head that each of its rows' 
 brings no value (Xiao et al., arXiv 2309.17453; gpt-oss): it is part of the LSE. With p = exp(sink - LSE) its gradient
 is -p delta, summed over rows, where delta = rowsum(dO O) - dLSE.
 
-Sequences on end are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise, of
-which only the first used_k[i] count where that is given (no gradients then). Rows and keys that are no sequence's,
-ahead of the first or behind the last, see nothing and are seen by none.
+Packed sequences are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise, of
+which only the first used_k[i] count where that is given (no gradients then). Rows and keys of no sequence lie ahead of
+the first one or behind the last one. Nothing that they hold is read, neither in operands nor in what a backward gets.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Window(NamedTuple):
 
 
 class OnEnd(NamedTuple):
-    """Sequences of different lengths."""
+    """Where the packed sequences of a batch begin and end."""
 
     cu_q: Tensor  # (sequences + 1,) int32
     cu_k: Tensor
@@ -99,8 +99,9 @@ class OnEnd(NamedTuple):
         return self.cu_k.diff() if self.used_k is None else torch.minimum(self.cu_k.diff(), self.used_k)
 
     def rows_that_count(self, rows: int) -> Tensor:
-        """(rows,) bool: those of some sequence."""
-        return _places(self.cu_q, rows)[0] < len(self.cu_q) - 1
+        """Return (rows,) bool: which rows belong to a sequence. Reads no value on the host."""
+        number = torch.arange(rows, device=self.cu_q.device)
+        return (self.cu_q[0] <= number) & (number < self.cu_q[-1])
 
     def keys_that_count(self, keys: int) -> Tensor:
         sequence, key = _places(self.cu_k, keys)
@@ -169,12 +170,37 @@ def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> T
 
 
 def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """Zeros in the place of what is no sequence's: it may be NaN, and products would spread that."""
+    """Return rows and keys with zeros where they belong to no sequence.
+
+    There they may be NaN or infinite, and matrix products would spread that.
+    """
     if on_end is None:
         return rows, *keys
     mine = on_end.rows_that_count(rows.shape[2]).unsqueeze(-1)
     met = on_end.keys_that_count(keys[0].shape[2]).unsqueeze(-1)
     return rows.where(mine, 0.0), *(x.where(met, 0.0) for x in keys)
+
+
+class _Rows(NamedTuple):
+    """What a backward reads of each query row beside the query itself."""
+
+    grad_out: Tensor  # (B, Hq, Sq, Dv)
+    out: Tensor  # likewise
+    lse: Tensor  # (B, Hq, Sq)
+    grad_lse: Tensor | None  # likewise
+
+    def of_sequences(self, on_end: OnEnd | None) -> _Rows:
+        """Return these with neutral values where rows belong to no sequence.
+
+        There all of them may be NaN or infinite. An LSE of -inf stands for a row without probabilities, whose sink
+        has no share either.
+        """
+        if on_end is None:
+            return self
+        mine = on_end.rows_that_count(self.lse.shape[2])
+        grad_out, out = (x.where(mine.unsqueeze(-1), 0.0) for x in self[:2])
+        grad_lse = None if self.grad_lse is None else self.grad_lse.where(mine, 0.0)
+        return _Rows(grad_out, out, self.lse.where(mine, -math.inf), grad_lse)
 
 
 def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
@@ -250,8 +276,8 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
     on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
     operands = _that_count(on_end, *a.operands)
     s, seen = reference.scores_of(*operands, a.scale).capped(a.softcap), a.seen
-    grad_out, *_ = _that_count(on_end, a.grad_out, *operands[1:])
-    known = reference.Known(grad_out, a.out, a.lse, grad_lse=a.grad_lse, softcap=a.softcap)
+    rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(on_end)
+    known = reference.Known(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
     found = reference.gradients(s.where(seen), *operands, known, seen)
     return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
@@ -281,19 +307,25 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     *window, splits, split_size = ctx.settings
     kernels = (splits, split_size, plan, ctx.plan_key, ctx.mode)
     dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
-    if of_sinks and cu_q is not None:
-        delta = _delta(grad_out, out, grad_lse, lse.dtype)
+    if of_sinks and cu_q is not None:  # kernels leave delta by sequences, not by rows
+        delta, lse = _delta(_Rows(grad_out, out, lse, grad_lse), OnEnd(cu_q, cu_k))
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
 
 
-def _delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Where kernels leave it by sequences, not by rows."""
-    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
-    return delta if grad_lse is None else delta - grad_lse
+def _delta(rows: _Rows, on_end: OnEnd) -> tuple[Tensor, Tensor]:
+    """Return delta = rowsum(dO O) - dLSE and the LSE, 0 and -inf where rows belong to no sequence.
+
+    Delta is masked after the sum, which costs less than to mask dO and O. Such rows may hold NaN.
+    """
+    mine = on_end.rows_that_count(rows.lse.shape[2])
+    delta = (rows.grad_out.to(rows.lse.dtype) * rows.out.to(rows.lse.dtype)).sum(-1)
+    if rows.grad_lse is not None:
+        delta = delta - rows.grad_lse
+    return delta.where(mine, 0.0), rows.lse.where(mine, -math.inf)
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(Hq,)."""
+    """Return the gradient of the sinks, (Hq,): -exp(sink - LSE) delta, summed over rows."""
     share = torch.exp(sinks.to(lse.dtype).unsqueeze(-1) - lse).masked_fill(lse == -math.inf, 0.0)
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 

@@ -67,7 +67,9 @@ class OnEnd:
 
 
 def drawn(lengths: str, window: str, dims: tuple[int, int], dtype: str, *, poison: bool = False) -> OnEnd:
-    """poison: rows and keys of sequences that have nothing of the other, and of none, are NaN."""
+    """Return a call. poison: NaN and inf in rows and keys of no sequence, also in what comes back for such rows; NaN
+    in rows and keys of sequences that have none of the other.
+    """
     of, draw = LENGTHS[lengths], torch.Generator().manual_seed(SEED + dims[0])
     T, Tk = (AHEAD + sum(one[side] for one in of) + BEHIND for side in (0, 1))
     (D, Dv), kind = dims, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
@@ -85,8 +87,8 @@ def drawn(lengths: str, window: str, dims: tuple[int, int], dtype: str, *, poiso
                 tensors["q"][:, :, rows] = math.nan
                 tensors["k"][:, :, keys] = tensors["v"][:, :, keys] = math.nan
         for none in (slice(AHEAD), slice(-BEHIND, None)):
-            tensors["q"][:, :, none] = math.nan
-            tensors["k"][:, :, none] = tensors["v"][:, :, none] = math.inf
+            tensors["q"][:, :, none] = tensors["do"][:, :, none] = math.nan
+            tensors["k"][:, :, none] = tensors["v"][:, :, none] = tensors["dlse"][..., none] = math.inf
     return call
 
 
@@ -114,7 +116,9 @@ def ours(call: OnEnd, device: str, *, grads: bool = False, backend: str = "fa3",
 
 
 def math_of(call: OnEnd, dtype: torch.dtype) -> Found:
-    """Each sequence by itself, by the mathematics of one; of what is nobody's zeros, and the sink."""
+    """Return the mathematics of each sequence by itself. Rows of no sequence are zeros, their LSE the sink, and what
+    comes back for them is not read.
+    """
     tensors = {name: x.nan_to_num(0.0, 0.0, 0.0).to(dtype) for name, x in call.tensors.items()}
     q, k, v, sinks = (tensors[name].requires_grad_() for name in ("q", "k", "v", "sinks"))
     out = torch.zeros(1, HEADS, q.shape[2], v.shape[3], dtype=dtype)
@@ -131,7 +135,8 @@ def math_of(call: OnEnd, dtype: torch.dtype) -> Found:
         scores = torch.cat((scores, sinks.view(1, HEADS, 1, 1).expand(*scores.shape[:3], 1)), -1)
         weights, lse[:, :, rows] = scores.softmax(-1)[..., :-1], scores.logsumexp(-1)
         out[:, :, rows] = weights @ one[2]
-    loss = (out * tensors["do"]).sum() + (lse * tensors["dlse"]).sum()
+    mine = slice(call.ends(0)[0], call.ends(0)[-1])
+    loss = (out * tensors["do"]).sum() + (lse * tensors["dlse"])[..., mine].sum()
     wanted = torch.autograd.grad(loss, (q, k, v, sinks), allow_unused=True)
     grads = {name: torch.zeros_like(x) if g is None else g for name, x, g in
              zip(("dq", "dk", "dv", "dsinks"), (q, k, v, sinks), wanted, strict=True)}  # fmt: skip
