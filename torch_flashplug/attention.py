@@ -4,6 +4,8 @@ where they are long or differentiated; what is left of a window of few rows is a
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,13 +78,14 @@ def attention(  # noqa: PLR0913
     nothing says. return_lse: (out, lse) with lse (B, Hq, Sq), in fp32 (fp64 of fp64), the natural logarithm of that
     sum. Gradients of q, k, v, sinks go through both.
 
-    cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: sequences of different lengths on end, as in
+    cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: packed sequences of different lengths, as in
     torch.nn.attention.varlen. Then q is (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), rows cu_seqlens_q[i] to
     cu_seqlens_q[i + 1] are those of sequence i and see its keys alone; out is (T, Hq, Dv), lse (Hq, T). cu_seqlens_k
-    is cu_seqlens_q if None. A sequence may have no rows, or no keys; rows behind the last sequence are zeros. Their
-    values are not looked at on the host: starts that do not grow give wrong numbers, and no bad access. max_seqlen_q,
-    max_seqlen_k: not needed, but for max_seqlen_q=1 beside block_table. seqused_k: (sequences,) int32, how many keys
-    of each count, the first ones; also beside tensors of four dims, of each batch. No gradients then.
+    is cu_seqlens_q if None. A sequence may have no rows, or no keys. Rows ahead of the first sequence and behind the
+    last one are zeros, and what tensors and gradients hold there is never read. The host does not look at the starts:
+    starts that do not grow give wrong numbers, and no bad access. max_seqlen_q, max_seqlen_k: not needed, but for
+    max_seqlen_q=1 beside block_table. seqused_k: (sequences,) int32, how many keys of each count, the first ones; also
+    beside tensors of four dims, of each batch. No gradients then.
 
     block_table: (B, n) int32, beside seqused_k (B,): k and v are pools of pages (pages, rows, Hkv, D), of which
     sequence i has those of these numbers, and seqused_k[i] keys of them; q is (B, Sq, Hq, D), or on end (T, Hq, D)
@@ -192,6 +195,12 @@ def _batches(  # noqa: PLR0913
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])
         mask = None if top_left else _as_mask(seen, query, key)
+        if query.device.type == "cpu" and isinstance(scale, int | float):
+            if not -math.inf < scale < math.inf:
+                # Without a mask torch's CPU kernel drops the NaN that such a scale makes of scores.
+                top_left, mask = False, seen.seen(query.shape[2], key.shape[2], query.device)
+            elif top_left and scale <= 0.0:
+                query, scale = _with_positive_scale(query, scale)
         grouped = _decided(query.shape[1] != key.shape[1])
         told = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": grouped}
         out = F.scaled_dot_product_attention(query, key, value, mask, **told)
@@ -261,6 +270,15 @@ def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> 
     if not hides or _is_top_left(seen, Sq, Sk) or not have_kernels(query, key, value):
         return False
     return not are_few_rows(query, key, value)
+
+
+def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a positive scale that give the same scores, whose gradients agree, too.
+
+    Torch's CPU kernel puts -inf where is_causal hides a score and multiplies by the scale afterwards. The product is
+    +inf where the scale is negative, and NaN where it is 0, of either sign.
+    """
+    return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
 
 
 def _decided(told: bool) -> bool:
