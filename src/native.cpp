@@ -140,7 +140,9 @@ FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
-FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word & kModeMask); }
+FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word); }
+FLASHPLUG_EXPORT void flashplug_set_learn_callback(LearnCallback callback) { set_learn_callback(callback); }
+FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) { return learn_node(static_cast<uint64_t>(sequence)); }
 FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
 FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_margin(std::max(ctas, 0)); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }

@@ -21,17 +21,10 @@ State& state() {
 }
 
 namespace {
-thread_local int64_t thread_mode = 0;
+// SMs that the launches of a ring's step leave free. The step's own frame sets and restores the number, forward and
+// backward, so no recomputation meets another thread's.
 thread_local int thread_margin = 0;
 }  // namespace
-
-int64_t exchange_thread_mode(int64_t word) {
-  int64_t previous = thread_mode;
-  thread_mode = word;
-  return previous;
-}
-
-int64_t current_thread_mode() { return thread_mode; }
 
 int exchange_cta_margin(int ctas) { return std::exchange(thread_margin, ctas); }
 
@@ -95,7 +88,7 @@ Backend process_backend() { return static_cast<Backend>(state().process_backend.
 
 Mode effective_mode() {
   const Backend everywhere = process_backend();
-  const Mode mine{thread_mode};
+  const Mode mine{current_thread_mode()};
   const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : mine;
   const int asked = mine.precision();
   const int permitted = state().process_precision.load(std::memory_order_relaxed);

@@ -45,8 +45,15 @@ struct State {
 };
 
 State& state();
+// block_mode.cpp: sets this thread's mode word; returns a token that restores the one before. A word that is no token
+// belongs to a block that is entered now.
 int64_t exchange_thread_mode(int64_t word);
+// The mode word of this thread's innermost block; in a recomputation that of its forward.
 int64_t current_thread_mode();
+// Up-call: runs a small backward that calls learn_node() while its node, of that number, is evaluated.
+using LearnCallback = void (*)();
+void set_learn_callback(LearnCallback callback);
+bool learn_node(uint64_t sequence);
 int exchange_cta_margin(int ctas);
 
 }  // namespace flashplug

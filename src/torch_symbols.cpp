@@ -42,6 +42,10 @@ constexpr const char* kTracingState = "_ZN5torch3jit6tracer15getTracingStateEv";
 constexpr const char* kSavedHooks = "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv";
 constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
 constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
+constexpr const char* kGraphTask = "_ZN5torch8autograd25get_current_graph_task_idEv";
+constexpr const char* kEvaluatedNode = "_ZN5torch8autograd16get_current_nodeEv";
+constexpr const char* kSequenceNumber = "_ZN2at15sequence_number4peekEv";
+constexpr const char* kRecordThread = "_ZN2at14RecordFunction15currentThreadIdEv";
 constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 
 using ContextFlag = bool (*)(const void* context);
@@ -58,6 +62,10 @@ struct Found {
   const void* nested_type = nullptr;
   const void* plain_type = nullptr;
   int* log_level = nullptr;
+  int (*graph_task)() = nullptr;
+  void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the place of a returned object first
+  uint64_t (*sequence_number)() = nullptr;
+  uint64_t (*record_thread)() = nullptr;
 };
 
 Found& found() {
@@ -88,6 +96,10 @@ TorchSymbols look_up() {
   f.saved_hooks = reinterpret_cast<const std::stack<int>& (*)()>(dlsym(cpu, kSavedHooks));
   f.nested_type = dlsym(cpu, kNestedType);
   f.plain_type = dlsym(c10, kPlainType);
+  f.graph_task = reinterpret_cast<int (*)()>(dlsym(cpu, kGraphTask));
+  f.evaluated_node = reinterpret_cast<void* (*)(void*)>(dlsym(cpu, kEvaluatedNode));
+  f.sequence_number = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kSequenceNumber));
+  f.record_thread = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kRecordThread));
   f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
   if (void* python = in_process("libtorch_python.so")) symbols.wrap = dlsym(python, kWrap);
   return symbols;
@@ -210,6 +222,21 @@ bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || fo
 bool TorchSymbols::jit_traced() const { return found().tracing_state != nullptr && found().tracing_state() != nullptr; }
 
 bool TorchSymbols::saved_hooks() const { return found().saved_hooks == nullptr || !found().saved_hooks().empty(); }
+
+bool TorchSymbols::knows_nodes() const {
+#if defined(__x86_64__)
+  const Found& f = found();
+  return f.graph_task != nullptr && f.evaluated_node != nullptr && f.sequence_number != nullptr &&
+         f.record_thread != nullptr;
+#else
+  return false;
+#endif
+}
+
+int64_t TorchSymbols::graph_task() const { return found().graph_task(); }
+uint64_t TorchSymbols::sequence_number() const { return found().sequence_number(); }
+uint64_t TorchSymbols::record_thread() const { return found().record_thread(); }
+void TorchSymbols::evaluated_node(void* returned) const { found().evaluated_node(returned); }
 
 const char* TorchSymbols::lacking() const {
   const Found& f = found();

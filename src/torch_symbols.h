@@ -23,9 +23,17 @@ struct TorchSymbols {
   bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
   bool wrapped(AtenTensorHandle tensor) const;          // by functorch, say: it has no storage of its own
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
-  bool modes_set() const;       // TorchDispatchModes: what is called next may be another op; true where nobody can tell
-  bool jit_traced() const;      // torch.jit.trace writes down what this thread calls
-  bool saved_hooks() const;     // this thread hands what autograd saves to somebody: save_on_cpu, checkpoint, ...
+  bool modes_set() const;    // TorchDispatchModes: what is called next may be another op; true where nobody can tell
+  bool jit_traced() const;   // torch.jit.trace writes down what this thread calls
+  bool saved_hooks() const;  // this thread hands what autograd saves to somebody: save_on_cpu, checkpoint, ...
+  // The engine of autograd (block_mode.cpp): whether the next four can be asked; the running graph task of this thread,
+  // -1: none; the number of the node that this thread makes next; this thread's number, as nodes have it; and the node
+  // that is evaluated, written where a smart pointer of libtorch is returned.
+  bool knows_nodes() const;
+  int64_t graph_task() const;
+  uint64_t sequence_number() const;
+  uint64_t record_thread() const;
+  void evaluated_node(void* returned) const;
   const char* lacking() const;  // the first symbol that the hook needs and this torch does not have; null: none
 };
 const TorchSymbols& torch_symbols();

@@ -8,7 +8,20 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from . import choices, configs, env, integrations, library, native, problem, recipes, rescues, tracing, up_calls
+from . import (
+    choices,
+    configs,
+    env,
+    integrations,
+    library,
+    native,
+    problem,
+    recipes,
+    recomputation,
+    rescues,
+    tracing,
+    up_calls,
+)
 from .families import BACKENDS
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -56,6 +69,7 @@ def _load_core() -> None:
     native.set_process_precision(_process_precision())
     register_packs()
     up_calls.set_compile(provide)
+    up_calls.set_learn(recomputation.run_probe)
     up_calls.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     up_calls.set_log(_plan_log.log, plans=plans)

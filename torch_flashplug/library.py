@@ -82,7 +82,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
         getattr(library, f"flashplug_{name}").restype = None
-    library.flashplug_set_mode.argtypes = [ctypes.c_int64]
+    library.flashplug_set_mode.argtypes = library.flashplug_learn_node.argtypes = [ctypes.c_int64]
+    library.flashplug_set_learn_callback.restype = None
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
     library.flashplug_set_facts_override.argtypes = [numbers]
     for row in ("family", "kernel", "choice", "rescue", "feature", "argument", "gate"):

@@ -131,12 +131,18 @@ def enabled() -> bool:
 
 
 def set_mode(word: int) -> int:
-    """Sets this thread's mode word and returns the one before."""
+    """Set this thread's mode word, that of a block which begins now. Return a token that restores the one before."""
     return lib().flashplug_set_mode(word)
 
 
 def mode() -> int:
+    """Return the mode word of this thread's innermost block; in a recomputation that of its forward."""
     return lib().flashplug_mode()
+
+
+def learn_node(sequence: int) -> bool:
+    """Find where libtorch keeps the numbers of the node that is evaluated now. sequence: that node's number."""
+    return bool(lib().flashplug_learn_node(sequence))
 
 
 def effective_mode() -> int:

@@ -5,6 +5,7 @@ No exception may cross C: each up-call turns it into an answer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
 )
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
+_LEARN_TYPE = ctypes.CFUNCTYPE(None)
 _PREPARE_TYPE = ctypes.CFUNCTYPE(None)
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
@@ -46,6 +48,19 @@ def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])
+
+
+def set_learn(run_probe: Callable[[], None]) -> None:
+    """Set the up-call that runs a small backward in which learn_node() is called. It is made once, by the first
+    recomputation of a process that has entered sdpa_backend; what it raises is dropped.
+    """
+
+    def up_call() -> None:
+        with contextlib.suppress(BaseException):
+            run_probe()
+
+    _keep["learn"] = _LEARN_TYPE(up_call)
+    lib().flashplug_set_learn_callback(_keep["learn"])
 
 
 _STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # enum class Traced of src/flashplug.h

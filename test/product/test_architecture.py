@@ -29,7 +29,7 @@ ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "explained", "api", "_start", "composite"),
     *("repair", "integrations", "flash_attn", "attention", "listed", "plans", "sequences", "operands", "problem"),
     *("tracing", "paged", "windowed", "block_sparse"),
-    *("ops", "cached", "up_calls", "overrides"),
+    *("ops", "cached", "up_calls", "overrides", "recomputation"),
     *("native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),
     *("rescues", "configs", "blocks", "spec"),

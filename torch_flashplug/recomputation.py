@@ -1,0 +1,29 @@
+"""The small backward that shows C++ where libtorch keeps the numbers of an evaluated node (src/block_mode.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import native
+
+
+class _Probe(torch.autograd.Function):
+    """Node whose backward calls learn_node() with its own number."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        native.learn_node(ctx._sequence_nr())
+        return grad
+
+
+def run_probe() -> None:
+    """Run a backward on the CPU, perhaps inside the evaluation of another one's node, under modes of others."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(_Probe.apply(x), x)
