@@ -142,6 +142,7 @@ bool beside(AtenTensorHandle mask, const TensorClass& query) {
 bool right_dtype(AtenTensorHandle mask, const Problem& p) {
   TensorClass of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
+  if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa makes floats of the query's dtype of it
   return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
 }
 

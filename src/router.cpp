@@ -82,6 +82,12 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
   if (!p.on_cuda) return {exit_named("device")};
   if (has_no_elements(call)) return {exit_named("empty")};
+  const bool only_traced = traced(call);
+  // Under a TorchDispatchMode or functorch another function than our op may get what is left in a mask's place. There
+  // F.sdpa makes floats of a bool mask, as it does for stock, and the call is one with a bias.
+  const bool as_floats =
+      (p.needs & kMask) != 0 && !only_traced && !torch.jit_traced() && (wrapped(call) || torch.modes_set());
+  if (as_floats) p.needs = (p.needs & ~kMask) | feature_bit("bias");
   const bool forced = mode.forces_kernels();
   const DeviceFacts device = device_facts(facts.device_index());
   p.grad = wants_grad(call);
@@ -90,7 +96,6 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   // No row of this class can win: out, before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
-  const bool only_traced = traced(call);
   Sizes hints = {};
   const Traced said = only_traced ? python_says(call, &hints) : Traced::kSized;
   if (said == Traced::kStocks) return {exit_named("subclass")};
@@ -100,7 +105,7 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
     return {exit_named("part"), ours_if(forced || serves_hinted(p, hints, device, mode))};
   // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
   const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
-  if (is_bool && (wrapped(call) || torch.jit_traced() || (leaves && torch.modes_set()))) return {exit_named("mask")};
+  if (is_bool && (wrapped(call) || torch.jit_traced())) return {exit_named("mask")};
   // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();

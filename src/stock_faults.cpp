@@ -16,6 +16,12 @@ bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
 
 bool has_wide_bias(const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }
 
+// Masked calls that a mode or a transform keeps from our kernels. cuDNN attends to all keys where a row sees none, and
+// gives NaN in dQ where 64 rows are left over from blocks of 128.
+bool has_mask_in_transform(const Attention& call) {
+  return is_there(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
+}
+
 // Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
 // whose rows are elements on end and not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
@@ -58,6 +64,10 @@ constexpr Fault kFaults[] = {
      has_wide_bias,
      {kChoiceCudnn, kChoiceEfficient},
      false},
+    {"may attend to all keys where a row sees none, or give NaN in its gradients",
+     has_mask_in_transform,
+     {kChoiceCudnn},
+     true},
 };
 
 }  // namespace

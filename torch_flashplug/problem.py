@@ -75,8 +75,12 @@ def _kernels_allowed() -> bool:
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
 
 
-def _is_watched(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """What the router leaves in a mask's place would be seen by others than our op."""
+def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether F.sdpa makes floats of a bool mask, also for kernels of ours: under functorch and dispatch modes
+    (`as_floats` of src/router.cpp).
+    """
+    if mask.dtype != torch.bool:
+        return False
     if any(_is_transformed(tensor) for tensor in (query, key, value, mask)):
         return True
     if get_proxy_mode() is not None and not isinstance(query, FunctionalTensor):
@@ -172,8 +176,6 @@ def outside_dispatcher(
     unfit = None if attn_mask is None else misfit(query, key, attn_mask)
     if unfit is not None:
         return f"{unfit}; stock attention takes or rejects it"
-    if attn_mask is not None and attn_mask.dtype == torch.bool and _is_watched(query, key, value, attn_mask):
-        return "a bool attn_mask in torch.func, make_fx or under a TorchDispatchMode is stock attention's"
     if not _kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -226,11 +228,13 @@ def describe(
     """Of native.problem_facts(), for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
     operands = (query, key, value)
     grad = wants_grad(*operands, *([] if attn_mask is None else [attn_mask]))
+    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool and not _becomes_floats(*operands, attn_mask)
+    is_wide = attn_mask is not None and _is_wide(attn_mask, query)
     problem: dict[str, float] = {
         "causal": is_causal,
-        "mask": attn_mask is not None and attn_mask.dtype == torch.bool,
-        "bias": attn_mask is not None and attn_mask.dtype != torch.bool and not _is_wide(attn_mask, query),
-        "bias32": attn_mask is not None and _is_wide(attn_mask, query),
+        "mask": is_mask,
+        "bias": attn_mask is not None and not is_mask and not is_wide,
+        "bias32": is_wide,
         "dropout_p": dropout_p,
         "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,

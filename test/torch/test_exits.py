@@ -323,8 +323,8 @@ def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("watch", ["mode", "grad", "vmap", "none"])
-def test_explain_knows_who_watches_a_mask(watch: str) -> None:
-    """What is left in its place would be seen."""
+def test_masked_calls_are_served_and_explained_under_modes_and_transforms(watch: str) -> None:
+    """Under a dispatch mode and functorch F.sdpa makes floats of the mask, and kernels take them as a bias."""
     with road_to("cpu") as road:
         tensors: list[Tensor] = [*road.qkv(), torch.ones(128, 128, dtype=torch.bool)]
         plans: list[torch_flashplug.api.Plan] = []
@@ -341,8 +341,8 @@ def test_explain_knows_who_watches_a_mask(watch: str) -> None:
             with Ran() if watch == "mode" else nullcontext():
                 attend(tensors[0])
         took = road.took()
-    assert [plan.backend for plan in plans] == ["fa3" if watch == "none" else "stock"]
-    assert took == (OURS if watch == "none" else STOCK)
+    assert [plan.backend for plan in plans] == ["fa3"] and took["ours_fwd"] == 1
+    assert ("_mask_" if watch == "none" else "_bias_") in plans[0].kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])

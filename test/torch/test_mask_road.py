@@ -107,13 +107,13 @@ def test_one_row_for_very_many_queries_is_ours(road: Road, expanded: bool) -> No
     assert refused.backend == "stock" and "more scores than kernels count" in refused.reasons["fa3"]
 
 
-def test_under_a_mode_masked_calls_are_stocks(road: Road) -> None:
+def test_masked_calls_under_a_dispatch_mode_are_ours(road: Road) -> None:
     q, k, v = road.qkv()
     mask = mask_on(road)
     road.took()
     with Passes():
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask)
-    assert road.took().get("ours_fwd", 0) == 0
+    assert road.took()["ours_fwd"] == 1
 
 
 def test_a_traced_function_takes_any_mask(road: Road) -> None:
