@@ -110,21 +110,26 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
 
 // Of the caller's bias. read: what another kernel has read of it, copied where it must be; or nothing.
 Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
-                    const TensorClass& query, const Given& given, Owned read) {
+                    const TensorClass& query, const Given& given, Owned read, int sm_count) {
   const ForwardCall& forward = call.forward;
   const Owned rows = new_rows(p, row, query);
   Owned gradient = new_bias_gradient(forward.mask);
+  const Shape like = shape_of(gradient.get());
+  const Planes planes = gradient_planes(gradient.get(), p, row, sm_count);
+  const bool is_split = planes.batches != like.size[0] || planes.heads != like.size[1];
+  Owned written = is_split ? new_bias_planes(gradient.get(), planes) : Owned::share(gradient.get());
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
   given.to(&arguments);
   arguments.tensor("rows", rows.get(), true);
-  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), gradient.get(), true);
+  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), written.get(), true);
   if (read.get() != nullptr)
     arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
   else
     read = give_bias(forward, p, query, row, &arguments);
   const Owned seed = give_seed(call.seed, query, &arguments);
   launch(kernel, arguments);
+  if (is_split) sum_bias_planes(std::move(written), gradient.get());
   return laid_out_as_bias(std::move(gradient), forward.mask);
 }
 
@@ -158,7 +163,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   if (kernels[0] != nullptr)
     bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
   if (kernels[1] != nullptr)
-    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias));
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias), device.sm_count);
   count(Path::kOursBackward);
   return true;
 }

@@ -77,6 +77,49 @@ Owned new_bias_gradient(AtenTensorHandle bias) {
   return view(room.get(), 4, like.size, stride);
 }
 
+Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count) {
+  const Shape like = shape_of(gradient);
+  const auto blocks = [](int64_t wide, int64_t length, int64_t tile) { return wide > 1 ? ceil_div(length, tile) : 1; };
+  const int64_t tiles =
+      like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
+  Planes planes{like.size[0], like.size[1]};
+  int64_t wanted = std::max(sm_count, 1) / tiles;  // so many planes for each of the gradient's keep all SMs busy
+  const auto share = [&wanted](int64_t* number, int64_t all) {
+    if (*number != 1 || wanted < 2) return;
+    *number = ceil_div(all, ceil_div(all, std::min(wanted, all)));  // none without work
+    wanted /= *number;
+  };
+  share(&planes.batches, p.B);
+  share(&planes.heads, p.Hq);
+  return planes;
+}
+
+Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
+  const Shape like = shape_of(gradient);
+  const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(like.size[3], unit) * unit;
+  const int64_t padded[4] = {planes.batches, planes.heads, like.size[2], pitch};
+  int64_t stride[4];
+  pack_strides(padded, stride);
+  const int64_t size[4] = {planes.batches, planes.heads, like.size[2], like.size[3]};
+  return view(new_like(gradient, 4, padded, stride, nullptr).get(), 4, size, stride);
+}
+
+void sum_bias_planes(Owned planes, AtenTensorHandle gradient) {
+  const Shape from = shape_of(planes.get()), to = shape_of(gradient);
+  std::vector<int64_t> dims;
+  for (int64_t dim : {0, 1}) {
+    if (from.size[dim] > to.size[dim]) dims.push_back(dim);
+  }
+  OpCall op(kSum);
+  op[kSum["self"]] = box::from_tensor(std::move(planes));
+  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(dims));
+  op[kSum["keepdim"]] = box::from(true);
+  op[kSum["dtype"]] = box::from(std::nullopt);
+  op[kSum["out"]] = box::from_borrowed(gradient);
+  op.run();
+  op.result(0);  // the gradient once more
+}
+
 Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);
   const Owned laid_out = under_strides(gradient.get(), like.stride);

@@ -107,11 +107,13 @@ enum CallFact : int64_t {  // FACTS of rescues.py
   kBiased = 1024,
   kWideBiased = 2048,
   kAllDropped = 4096,
+  kBeyondGrid = 8192,  // more than 65535 batches or query heads
+  kGradients = 16384,
 };
 
-constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims", "whole_dims",
-                                          "one_row",  "one_key",  "unusual_scale",   "rows",       "mask",
-                                          "bias",     "bias32",   "all_dropped"};
+constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims",  "whole_dims",
+                                          "one_row",  "one_key",  "unusual_scale",   "rows",        "mask",
+                                          "bias",     "bias32",   "all_dropped",     "beyond_grid", "gradients"};
 
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {

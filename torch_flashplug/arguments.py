@@ -55,7 +55,7 @@ _MASK = (
     _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
 _WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, else of whole 16 bytes; the last one 1"
-_SUMMED = "(B or 1, Hq or 1, Sq or 1, Sk or 1), allocated by the op, 1 where the bias is broadcast: summed there"
+_SUMMED = "(1 to B, 1 to Hq, Sq or 1, Sk or 1), allocated by the op, fewer where the bias is broadcast: summed there"
 _BIAS = (
     _tensor("bias", 4, "query", _WHERE, optional=True),
     _tensor("bias32", 4, "fp32", f"{_WHERE}; in the place of the other", optional=True),

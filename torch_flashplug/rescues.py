@@ -21,6 +21,8 @@ FACTS = (
     "bias",  # of the query's floats
     "bias32",  # of fp32, beside a query of 16 bits
     "all_dropped",  # dropout_p is 1
+    "beyond_grid",  # more than 65535 batches or query heads
+    "gradients",  # autograd will want a backward
 )
 
 
@@ -91,5 +93,16 @@ RESCUES: tuple[Rescue, ...] = (
         "raise at a dropout_p of 1, or give NaN (efficient attention, which divides by what is left)",
         "2026-11-25 H100, torch 2.11: q (1, 1, 1, 128), k (1, 1, 96, 128), is_causal; math gives zeros",
         features=("causal", "mask", "bias", "bias32", "dropout"),
+    ),
+    Rescue(
+        ("beyond_grid", "gradients", "rows", "whole_dims"),
+        "raise (cuDNN's execute fails beyond 65535 batches or heads)",
+        "2026-11-27 H100, torch 2.11 + cuDNN 9.19: (65536, 1, 16, 64), (1, 65536, 16, 64), (70000, 1, 128, 64)",
+        features=("causal", "dropout"),
+    ),
+    Rescue(
+        ("beyond_grid", "one_row", "rows", "whole_dims"),
+        "raise (CUDA error: invalid argument)",
+        "2026-11-27 H100, torch 2.11: (70000, 1, 1, 64), also without gradients",
     ),
 )

@@ -8,11 +8,20 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxGrid = 65535;  // heads and batch are dims of the backward's row kernels' grids
+constexpr int64_t kMuchScratch = int64_t{1} << 28;  // bytes
+
+// Whether the workspace of a fused backward would take more memory than the call's operands, output and gradients. Rows
+// are padded to whole blocks there: many short sequences would need many times what they hold.
+bool has_much_scratch(const Problem& p, const KernelRow& row) {
+  const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
+  const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
+  return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
+}
 
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
-// bits), where parts were measured to be faster, and where one part is enough: dQ alone is three of seven products, dK
-// and dV are four, but narrow ones lose more by their halves of the columns. Parts add up in one order, too.
+// bits) or more memory than the call itself, where parts were measured to be faster, and where one part is enough: dQ
+// alone is three of seven products, dK and dV are four, but narrow ones lose more by their halves of the columns. Parts
+// add up in one order, too.
 int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
   if (parts >= 0 && p.by_kind) return parts;
@@ -20,6 +29,7 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
   const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
+  if (has_much_scratch(p, tables.kernels[fused])) return parts;
   const int faster = find_parts_row(p, tables.kernels[fused], tables);
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
@@ -45,7 +55,7 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
   if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
   const int row = wanted == 0 ? -1 : find_backward_row(p, device, tables, family, wanted);
   const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
-  if ((wanted != 0 && row < 0) || p.B > kMaxGrid || p.Hq > kMaxGrid) return refused(Reason{Why::kNoKernel});
+  if (wanted != 0 && row < 0) return refused(Reason{Why::kNoKernel});
   if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
   const bool shared = row >= 0 && (wanted & kWantDkDv) != 0;
   return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};

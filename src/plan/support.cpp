@@ -133,7 +133,7 @@ bool efficient_takes(const Problem& p) {
 namespace {
 
 // What the class of a call says, before its shapes are read.
-constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped;
+constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped | kGradients;
 
 int64_t facts_of_class(const Problem& p) {
   int64_t facts = 0;
@@ -141,8 +141,11 @@ int64_t facts_of_class(const Problem& p) {
   if ((p.needs & feature_bit("bias")) != 0) facts |= kBiased;
   if ((p.needs & feature_bit("bias32")) != 0) facts |= kWideBiased;
   if (p.dropout_p == 1.0) facts |= kAllDropped;
+  if (p.grad) facts |= kGradients;
   return facts;
 }
+
+constexpr int64_t kMostOfGrid = 65535;  // CTAs along the second and third dim of a grid
 
 // facts: those that hold, or may.
 int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
@@ -168,6 +171,7 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
       {kRows, whole_rows(p)},
+      {kBeyondGrid, std::max(p.B, p.Hq) > kMostOfGrid},
   };
   int64_t facts = facts_of_class(p);
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

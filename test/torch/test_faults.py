@@ -42,6 +42,8 @@ RESCUED = {
     "bias": (call((4, 8, 8), (192, 192), (64, 64), grad=1), {"bias": 1}),
     "bias32": (call((4, 8, 8), (200, 200), (64, 64)), {"bias32": 1}),
     "all_dropped": (call((1, 1, 1), (1, 96), (128, 128), causal=1, dropout=1, dropout_p=0.5), {"dropout_p": 1.0}),
+    "many_batches": (call((65535, 2, 2), (16, 16), (128, 64), grad=1, dropout=1, dropout_p=0.1), {"B": 65536}),
+    "many_heads_of_one_row": (call((1, 65535, 65535), (1, 16), (40, 32)), {"Hq": 65536, "Hkv": 65536}),
 }
 
 

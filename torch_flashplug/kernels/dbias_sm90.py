@@ -184,13 +184,13 @@ class BiasGradientSm90(BiasGradientCall):
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.queue.total:
             first = work.summed.tile(number)
-            block = first
-            for _ in cutlass.range(work.summed.steps.total, unroll=1):
+            block, steps = first, work.summed.steps(first)
+            for _ in cutlass.range(steps, unroll=1):
                 rows = work.rows_of(block)
                 self.load_pair(q, k, rows, block.n, work.pairs, 2 * done)
                 chain.bring(rows, block.head).load(block.n, done)
                 self.load_pair(do, v, rows, block.n, work.pairs, 2 * done + 1)
-                block = work.summed.after(block, first)
+                block = work.summed.after(block)
                 done += 1
             number = work.queue.post(nth, work.queue.draw())
             nth += 1
@@ -230,16 +230,16 @@ class BiasGradientSm90(BiasGradientCall):
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.queue.total:
             first = work.summed.tile(number)
-            block = first
+            block, steps = first, work.summed.steps(first)
             my.sum.fill(0.0)
-            for count in cutlass.range(done, done + work.summed.steps.total, unroll=1):
+            for count in cutlass.range(done, done + steps, unroll=1):
                 rows, row = work.rows_of(block), block.m * TILE_M + own_row
                 here = chain.at(Place(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
                 two = rows_of_thread(mRows, rows, row, scale_log2)
                 here.begin(block.n, masked=True)
                 self.step(my, two, here, block.n, work.pairs, count)
-                block = work.summed.after(block, first)
-            done += work.summed.steps.total
+                block = work.summed.after(block)
+            done += steps
             my.sum.store(my.sum.load() * chain.scaled(Float32(1.0)))
             self.store(my.sum, mdBias, work, first, own_row, shared.columns)
             number = work.queue.take(nth)
@@ -270,7 +270,7 @@ class BiasGradientSm90(BiasGradientCall):
         self, sums: cute.Tensor, mdBias: cute.Tensor, work: Work, first: Block, own_row: Int32, columns: cute.Tensor
     ):  # fmt: skip
         """A tile, or the sums of its rows, of its columns or of all of it."""
-        plane, mine = mdBias[first.batch, first.head, None, None], fragments.rows_and_columns(sums)
+        plane, mine = mdBias[(*work.summed.plane(first), None, None)], fragments.rows_and_columns(sums)
         row, lane = first.m * TILE_M + own_row, cute.arch.lane_idx()
         column = first.n * self.tile_n + lane % 4 * 2
         over_queries = plane.shape[0] < work.sizes.Sq

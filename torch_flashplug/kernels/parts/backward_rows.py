@@ -74,17 +74,20 @@ class PrepareBackward:
         B, Hq = given.lse.shape[0], given.lse.shape[1]
         clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
         self.kernel(given, mRows, clearing, kept, pieces).launch(
-            grid=(mRows.shape[3] // TILE_M, Hq, B), block=(WARPGROUP, 1, 1), stream=stream
+            # One dim of the grid has room for 2^31 - 1 CTAs; the other two end at 65535, which B or Hq may exceed.
+            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1), block=(WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, given: GivenRows, mRows: cute.Tensor, clearing: Clearing | None, kept: Kept | None, pieces: Pieces
     ):
-        number, head, batch = cute.arch.block_idx()
+        heads, blocks = mRows.shape[1], mRows.shape[3] // TILE_M
+        linear, number = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
+        batch, head = linear // heads, linear % heads
         thread = cute.arch.thread_idx()[0]
         if cutlass.const_expr(clearing is not None):
-            self.clear(clearing)
+            self.clear(clearing, linear, number, blocks)
 
         mO, mdO, Sq, Dv = given.o, given.do, given.o.shape[2], given.o.shape[3]
         tile = pieces.block_of_scratch(number, head, batch, Sizes(Sq, Sq))
@@ -121,13 +124,11 @@ class PrepareBackward:
         return delta
 
     @cute.jit
-    def clear(self, clearing: Clearing):
-        """What comes before the sums of the main kernel."""
-        block, head, batch = cute.arch.block_idx()
-        blocks, heads, _ = cute.arch.grid_dim()
+    def clear(self, clearing: Clearing, linear: Int32, block: Int32, blocks: Int32):
+        """Clear this CTA's part of the workspace. linear: the query head, counted over the whole batch."""
         thread = cute.arch.thread_idx()[0]
-        scratch = Scratch(clearing.scratch.iterator, blocks, heads * cute.arch.grid_dim()[2], self.unit_floats)
-        linear = batch * heads + head
+        heads = cute.arch.grid_dim()[0] // blocks
+        scratch = Scratch(clearing.scratch.iterator, blocks, heads, self.unit_floats)
         first = (linear * blocks + block) * UNITS
         kv_head, early = linear // clearing.group, linear // clearing.group < clearing.heads
         if early:

@@ -28,37 +28,63 @@ class Block:
 
 @dataclass(frozen=True)
 class Summed:
-    """Of a launch: tiles along every dim, and what each of them sums. One of both is 1."""
+    """Which blocks of scores each tile of a launch adds up.
 
-    tiles: Block
-    steps: Block
+    Along heads and batch the gradient may have fewer planes than there are heads or batches: each plane then sums a
+    range of them, `ranges` long, of which the last one may be shorter. The host adds up the planes of one place.
+    """
+
+    tiles: Block  # how many tiles along every dim
+    ranges: Block  # how many blocks a tile sums along every dim
+    counts: Block  # how many blocks there are along every dim
 
     @classmethod
     def create(cls, blocks: Block, gradient: cute.Tensor) -> Summed:
-        """gradient: (B or 1, Hq or 1, Sq or 1, Sk or 1)."""
-        dims = ((blocks.n, 3), (blocks.m, 2), (blocks.head, 1), (blocks.batch, 0))
-        wide = [(count, gradient.shape[dim] > 1) for count, dim in dims]
-        tiles = (cutlass.select_(there, count, Int32(1)) for count, there in wide)
-        steps = (cutlass.select_(there, Int32(1), count) for count, there in wide)
-        return cls(Block(*tiles), Block(*steps))
+        """gradient: (1 to B, 1 to Hq, Sq or 1, Sk or 1)."""
+        planes = (
+            cutlass.select_(gradient.shape[3] > 1, blocks.n, Int32(1)),
+            cutlass.select_(gradient.shape[2] > 1, blocks.m, Int32(1)),
+            gradient.shape[1],
+            gradient.shape[0],
+        )
+        counts = (blocks.n, blocks.m, blocks.head, blocks.batch)
+        ranges = (cute.ceil_div(count, plane) for count, plane in zip(counts, planes))
+        return cls(Block(*planes), Block(*ranges), blocks)
 
     def tile(self, number: Int32) -> Block:
-        """The first block of a tile. Blocks of queries follow each other, so that CTAs share keys in L2."""
-        tiles = self.tiles
+        """Return the first block of a tile. Blocks of queries follow each other, so that CTAs share keys in L2."""
+        tiles, ranges = self.tiles, self.ranges
         m, rest = number % tiles.m, number // tiles.m
         n, rest = rest % tiles.n, rest // tiles.n
-        return Block(n, m, rest % tiles.head, rest // tiles.head)
+        head, batch = rest % tiles.head, rest // tiles.head
+        return Block(n * ranges.n, m * ranges.m, head * ranges.head, batch * ranges.batch)
 
-    def after(self, block: Block, first: Block) -> Block:
-        """The next one of a tile; first: of the tile."""
-        n, over = following(block.n, first.n, self.steps.n)
-        m, over = following(block.m, first.m, self.steps.m, over)
-        head, over = following(block.head, first.head, self.steps.head, over)
+    def plane(self, first: Block) -> tuple[Int32, Int32]:
+        """Return the batch and head coordinates of the gradient's plane that a tile writes."""
+        return first.batch // self.ranges.batch, first.head // self.ranges.head
+
+    def steps(self, first: Block) -> Int32:
+        """Return how many blocks a tile sums. The last range of heads or batches may be shorter."""
+        heads = cutlass.min(self.ranges.head, self.counts.head - first.head)
+        batches = cutlass.min(self.ranges.batch, self.counts.batch - first.batch)
+        return self.ranges.n * self.ranges.m * heads * batches
+
+    def after(self, block: Block) -> Block:
+        """Return the block that follows in a tile."""
+        n, over = following(block.n, self.ranges.n, self.counts.n)
+        m, over = following(block.m, self.ranges.m, self.counts.m, over)
+        head, over = following(block.head, self.ranges.head, self.counts.head, over)
         return Block(n, m, head, block.batch + over)
 
 
-def following(number: Int32, first: Int32, count: Int32, by: int | Int32 = 1) -> tuple[Int32, Int32]:
-    """One of `count` numbers, `by` (0 or 1) further, and whether that was once around."""
+def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -> tuple[Int32, Int32]:
+    """Return the number that is `by` (0 or 1) further in its range, and whether that was once around.
+
+    Numbers below `count` lie in ranges of `length`, the last of which may be shorter. The range follows from the number
+    alone: what a tile began with would take registers for as long as the tile is summed.
+    """
     further = number + by
-    around = further >= first + count
-    return cutlass.select_(around, first, further), Int32(around)
+    around = (further % length == 0) | (further >= count)
+    if not isinstance(by, int):
+        around = around & (by > 0)
+    return cutlass.select_(around, number // length * length, further), Int32(around)
