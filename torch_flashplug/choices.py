@@ -123,6 +123,9 @@ _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
+_GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, a key more each call: stock plans anew, 38 to 67 ms of host time"
+_REGROUPED = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 104 to 120, groups of 4, 5 and 8 (tools/results/LOG.md)"
+_SHORT = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 64, Sq = Sk = 240 and 256 (tools/results/LOG.md)"
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
 _WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (tools/results/LOG.md)"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
@@ -134,6 +137,7 @@ _MIN_SQ = 16
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  operands arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
     ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, 256, 1025, ANY, 264, 0.967, _NO_GRAD, tile_m=128),
+    ChoiceRow("fwd", "vectors", 90, False, "full", 57, 64, 193, 256, 193, 256, 264, 0.863, _SHORT),
     ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _NO_GRAD),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, 512, 1, 512, 1024, 0.958, _FORWARD, tile_m=128),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.049, _NO_GRAD),
@@ -151,7 +155,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("decode", "square", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.873, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.030, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 65, 120, 1, ANY, 1, 1024, 0, 1.108, _DECODE, max_packed=16),
-    ChoiceRow("decode", "square", 90, False, "full", 65, 120, 1, ANY, 1, ANY, 0, 0.902, _DECODE, max_packed=16),
+    # By the time of kernels the lowest is 0.902: whoever replays a graph of stock's with one length could lose that.
+    ChoiceRow("decode", "square", 90, False, "full", 65, 112, 1, ANY, 1, ANY, 0, 466, _GROWING, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.995, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.048, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, 1024, 0, 1.193, _DECODE, max_packed=16),
@@ -262,6 +267,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.810, _GROUPED, min_packed=4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
+    # Grouped heads: more query rows for a KV head than two heads have.
+    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 1025, 2048, 1, ANY, 0, 0.842, _REGROUPED, min_packed=4097),
+    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 2049, 4096, 1, ANY, 0, 0.781, _REGROUPED, min_packed=8193),
+    ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 4097, 8192, 1, ANY, 0, 0.825, _REGROUPED, min_packed=16385),
     ChoiceRow("fwd", "square", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.977, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, 256, 1025, ANY, 0, 0.713, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 64, 1.706, _WIDE),
