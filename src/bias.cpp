@@ -22,7 +22,7 @@ Owned copy_in_units(AtenTensorHandle bias, const int64_t size[4], const int64_t 
   const int64_t pitch = ceil_div(size[3], unit) * unit;
   const int64_t rows[4] = {size[1] * size[2] * pitch, size[2] * pitch, pitch, 1};
   Owned copy = new_like(bias, 4, size, rows, nullptr);
-  check_shim(aoti_torch_copy_(copy.get(), view(bias, 4, size, stride).get(), 0), "copy_");
+  copy_into(copy.get(), view(bias, 4, size, stride).get());
   return copy;
 }
 

@@ -142,11 +142,9 @@ std::optional<std::array<int64_t, 2>> Boxed::pair(Arg arg) const {
   return numbers;
 }
 
-bool Boxed::go_on_to(const char* op, std::string* text) {
+void Boxed::go_on_to(const char* op) {
   given_away_ = true;
-  if (torch_call_dispatcher(op, "", stack_, TORCH_ABI_VERSION) == 0) return true;
-  *text = shim_error();
-  return false;
+  if (!dispatched(op, "", stack_)) rethrow(op);
 }
 
 }  // namespace flashplug

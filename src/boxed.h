@@ -73,8 +73,8 @@ class Boxed {
   std::optional<int64_t> integer(Arg arg) const;
   bool flag(Arg arg) const;                                   // false where this torch's op has none
   std::optional<std::array<int64_t, 2>> pair(Arg arg) const;  // of a list of two
-  // To an op of the same arguments, whose results are on the stack then; text: why it failed.
-  bool go_on_to(const char* op, std::string* text);
+  // To an op of the same arguments, whose results are on the stack then.
+  void go_on_to(const char* op);
 
  private:
   const StableIValue* at(Arg arg) const;  // null: none, or None

@@ -50,7 +50,6 @@ void know_varlen(const char* op, const char* schema);  // of the running torch, 
 // Up-call: makes that known, and stock's bodies callable as torch_flashplug::_stock<op>.
 using PrepareCallback = void (*)();
 void set_prepare_callback(PrepareCallback callback);
-void set_stock_error(const char* text);  // what one of those bodies raised on this thread
 
 // ---- flash_door.cpp ----
 

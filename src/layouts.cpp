@@ -7,9 +7,7 @@ namespace flashplug {
 
 Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                     int32_t device_index) {
-  AtenTensorHandle handle = nullptr;
-  check_shim(aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &handle), "empty_strided");
-  return Owned(handle);
+  return Owned(new_strided(dims, size, stride, dtype, device_type, device_index));
 }
 
 Shape shape_of(AtenTensorHandle tensor) {
@@ -24,7 +22,7 @@ Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64
   check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
   check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
   Owned out = empty_strided(dims, size, stride, dtype, device_type, device_index);
-  if (from != nullptr) check_shim(aoti_torch_copy_(out.get(), from, 0), "copy_");
+  if (from != nullptr) copy_into(out.get(), from);
   return out;
 }
 

@@ -82,7 +82,7 @@ Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
   pack_strides(once, packed);
   Owned copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
-  check_shim(aoti_torch_copy_(copy.get(), view(mask, 4, once, stride).get(), 0), "copy_");
+  copy_into(copy.get(), view(mask, 4, once, stride).get());
   return copy;
 }
 
@@ -222,7 +222,7 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
   op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
   op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);
   op.run();
-  check_shim(aoti_torch_copy_(call.digest, op.result(0).get(), 0), "copy_");
+  copy_into(call.digest, op.result(0).get());
 }
 
 // As `numbers` of kernels/parts/digest.py.

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "doors.h"
+#include "errors.h"
 #include "flashplug.h"
 #include "schemas.h"
 #include "state.h"
@@ -129,7 +130,8 @@ FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
   return guarded([&] { know_varlen(op, schema); });
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
-FLASHPLUG_EXPORT void flashplug_set_stock_error(const char* text) { set_stock_error(text); }
+
+FLASHPLUG_EXPORT void flashplug_hold_error(void* exception) { hold_python_error(exception); }
 
 FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return know_flash(schema); }
 FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {

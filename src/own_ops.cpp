@@ -185,7 +185,7 @@ void check_out(const ForwardCall& call, const Facts& facts) {
 
 // The LSE, after whatever is still to be done for the call's own output.
 StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
-  if (!result.in_place) check_shim(aoti_torch_copy_(out, result.out.get(), 0), "copy_");
+  if (!result.in_place) copy_into(out, result.out.get());
   return box::from_tensor(std::move(result.lse));
 }
 

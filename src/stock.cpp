@@ -6,6 +6,7 @@
 // is not here: none of our forwards is followed by it, because it can be silently wrong (repair.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -33,7 +34,11 @@ Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   op[kRepeat["repeats"]] = box::from(group);
   op[kRepeat["dim"]] = box::from(std::optional<int64_t>(1));
   op[kRepeat["output_size"]] = box::from(std::nullopt);
-  op.run();
+  op.run_or([&](StableIValue* results) {
+    const AtenTensorHandle repeated = repeat_interleave_again(tensor, group, 1);
+    if (repeated != nullptr) results[0] = box::from(repeated);
+    return repeated != nullptr;
+  });
   return op.result(0);
 }
 
@@ -45,7 +50,7 @@ Owned pad_lse(AtenTensorHandle lse, const Problem& p) {
   const int64_t size[3] = {p.B, p.Hq, padded}, stride[3] = {p.Hq * padded, padded, 1}, rows[3] = {p.B, p.Hq, p.Sq};
   Owned out = new_like(lse, 3, size, stride, nullptr);
   check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
-  check_shim(aoti_torch_copy_(view(out.get(), 3, rows, stride).get(), lse, 0), "copy_");
+  copy_into(view(out.get(), 3, rows, stride).get(), lse);
   return out;
 }
 
@@ -55,6 +60,8 @@ Owned slice_lse(Owned lse, const Problem& p) {
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
+
+Owned shared(AtenTensorHandle tensor) { return tensor == nullptr ? Owned::undefined() : Owned::share(tensor); }
 
 StableIValue optional(AtenTensorHandle tensor) {
   return box::from_optional_tensor(is_there(tensor) ? tensor : nullptr);
@@ -103,16 +110,25 @@ bool efficient_can_run(const Problem& p) { return p.on_cuda && standin() == Stan
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
   count(Path::kEfficientForward);
   constexpr const Schema& schema = kEfficientForward;
+  const Owned q = aligned_ones(Owned::share(call.q)), k = repeat_heads(call.k, p.group()),
+              v = repeat_heads(call.v, p.group());
+  const bool causal = call.causal == Causal::kTopLeft;
   OpCall op(schema);
-  op[schema["query"]] = box::from_tensor(aligned_ones(Owned::share(call.q)));
-  op[schema["key"]] = box::from_tensor(repeat_heads(call.k, p.group()));
-  op[schema["value"]] = box::from_tensor(repeat_heads(call.v, p.group()));
+  op[schema["query"]] = box::from_borrowed(q.get());
+  op[schema["key"]] = box::from_borrowed(k.get());
+  op[schema["value"]] = box::from_borrowed(v.get());
   op[schema["attn_bias"]] = box::from_optional_tensor(nullptr);
   op[schema["compute_log_sumexp"]] = box::from(true);
   op[schema["dropout_p"]] = box::from(call.dropout_p);
-  op[schema["is_causal"]] = box::from(call.causal == Causal::kTopLeft);
+  op[schema["is_causal"]] = box::from(causal);
   op[schema["scale"]] = box::from_optional_double(call.scale);
-  op.run();
+  op.run_or([&](StableIValue* results) {
+    AtenTensorHandle made[4];
+    if (!(stock_backends() & kStockEfficient)) return false;
+    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, made);
+    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    return true;
+  });
   ForwardResult result;
   result.out = in_output_layout(op.result(schema.result("output")), call.q);
   result.lse = slice_lse(op.result(schema.result("log_sumexp")), p);
@@ -251,22 +267,31 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
   constexpr const Schema& schema = kEfficientBackward;
+  const Owned tensors[] = {readable(under_strides(call.grad_out, stride).get()),
+                           aligned_ones(Owned::share(forward.q)),
+                           repeat_heads(forward.k, p.group()),
+                           repeat_heads(forward.v, p.group()),
+                           Owned::undefined(),  // bias
+                           under_strides(call.out, stride),
+                           pad_lse(call.lse, p),
+                           shared(call.seed),
+                           shared(call.offset)};
   OpCall op(schema);
-  op[schema["grad_out_"]] = box::from_tensor(readable(under_strides(call.grad_out, stride).get()));
-  op[schema["query"]] = box::from_tensor(aligned_ones(Owned::share(forward.q)));
-  op[schema["key"]] = box::from_tensor(repeat_heads(forward.k, p.group()));
-  op[schema["value"]] = box::from_tensor(repeat_heads(forward.v, p.group()));
-  op[schema["attn_bias"]] = box::from_borrowed(nullptr);
-  op[schema["out"]] = box::from_tensor(under_strides(call.out, stride));
-  op[schema["logsumexp"]] = box::from_tensor(pad_lse(call.lse, p));
-  op[schema["philox_seed"]] = box::from_borrowed(call.seed);
-  op[schema["philox_offset"]] = box::from_borrowed(call.offset);
+  for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
   op[schema["dropout_p"]] = box::from(forward.dropout_p);
   const bool wanted[4] = {true, true, true, false};
   op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
   op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
   op[schema["scale"]] = box::from_optional_double(forward.scale);
-  op.run();
+  op.run_or([&](StableIValue* results) {
+    AtenTensorHandle borrowed[9], made[4];
+    if (!(stock_backends() & kStockEfficient)) return false;
+    std::ranges::transform(tensors, borrowed, &Owned::get);
+    stock_efficient_backward(borrowed, forward.dropout_p, {true, true, true, false}, forward.causal == Causal::kTopLeft,
+                             forward.scale, made);
+    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    return true;
+  });
   BackwardResult result;
   result.grads[0] = laid_out_like(op.result(0), forward.q);
   result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);

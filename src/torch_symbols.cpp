@@ -1,5 +1,5 @@
 // The symbols that are looked up at run time, and the facts about torch versions that stand behind them. Only
-// stock_kernels.cpp knows other mangled names.
+// stock_kernels.cpp and errors.cpp know other mangled names.
 //
 // libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
 // driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
@@ -165,16 +165,6 @@ constexpr int kLogFatal = 3;
 std::mutex quiet_mutex;
 
 }  // namespace
-
-std::string shim_error() {
-  using What = const char* (*)();
-  static const What what = [] {
-    void* cpu = in_process("libtorch_cpu.so");
-    return cpu ? reinterpret_cast<What>(dlsym(cpu, "torch_exception_get_what_without_backtrace")) : nullptr;
-  }();
-  const char* text = what != nullptr ? what() : nullptr;
-  return text != nullptr && *text != '\0' ? text : "the log above has libtorch's message";
-}
 
 QuietShims::QuietShims() {
   quiet_mutex.lock();

@@ -54,8 +54,6 @@ DeviceFacts query_device(int device_index);
 // Threads that have not called the CUDA runtime yet, as autograd's, have no context, and the driver refuses them.
 void ensure_context(int device_index);
 void* device_zeros(size_t bytes);  // on the current device, never freed, also while a stream is captured; null if none
-// What libtorch said when a shim failed on this thread (torch 2.13 and later; older ones log it).
-std::string shim_error();
 // Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these
 // lives.
 class QuietShims {

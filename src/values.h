@@ -10,13 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "errors.h"
 #include "schemas.h"
 #include "torch_symbols.h"
 
 namespace flashplug {
 
 inline void check_shim(AOTITorchError error, const char* what) {
-  if (error != 0) throw std::runtime_error(std::string("torch_flashplug: ") + what + " failed: " + shim_error());
+  if (error != 0) rethrow(what);
 }
 
 // One reference to a tensor. An empty Owned stands for "no tensor"; undefined() makes torch's undefined tensor.
@@ -101,16 +102,25 @@ class OpCall {
     return stack_[place];
   }
   void run() {
-    // The dispatcher would take a place that was left alone for a tensor's address.
-    if (const int missing = std::countr_one(given_); missing < op_.count())
-      throw std::runtime_error(said("without its argument ") + std::string(op_.argument(missing)));
-    if (torch_call_dispatcher(op_.name(), op_.overload(), stack_, TORCH_ABI_VERSION) != 0)
-      throw std::runtime_error(said("failed: ") + shim_error());
+    if (!called()) rethrow(op_.name());
+  }
+  // again: where the call fails, is given the places of results, and fills them or throws what the call threw.
+  template <typename Again>
+  void run_or(Again again) {
+    if (called()) return;
+    rethrow_python_error();
+    if (!again(stack_)) rethrow(op_.name());
   }
   Owned result(int i) const { return box::to_tensor(stack_[i]); }
 
  private:
-  std::string said(const char* what) const { return std::string("torch_flashplug: ") + op_.name() + " " + what; }
+  bool called() {
+    // The dispatcher would take a place that was left alone for a tensor's address.
+    if (const int missing = std::countr_one(given_); missing < op_.count())
+      throw std::runtime_error(std::string("torch_flashplug: ") + op_.name() + " without its argument " +
+                               std::string(op_.argument(missing)));
+    return dispatched(op_.name(), op_.overload(), stack_);
+  }
 
   const Schema& op_;
   StableIValue stack_[20];

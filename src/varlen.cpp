@@ -35,7 +35,6 @@ Op forward_out_op{"_varlen_attn_out", "torch_flashplug::_stock_varlen_attn_out"}
 Op backward_op{"_varlen_attn_backward", "torch_flashplug::_stock_varlen_attn_backward"};
 
 std::atomic<PrepareCallback> prepare{nullptr};
-thread_local std::string stock_error;
 
 const LiveSchema& schema_of(Op& op) {
   const LiveSchema* known = op.schema.load(std::memory_order_acquire);
@@ -48,11 +47,7 @@ const LiveSchema& schema_of(Op& op) {
   return *known;
 }
 
-void go_on(Boxed& given, const Op& op) {
-  stock_error.clear();
-  std::string text;
-  if (!given.go_on_to(op.stock, &text)) throw std::runtime_error(stock_error.empty() ? text : stock_error);
-}
+void go_on(Boxed& given, const Op& op) { given.go_on_to(op.stock); }
 
 // ---- whose a call is ----
 
@@ -165,6 +160,5 @@ void know_varlen(const char* op, const char* schema) {
 }
 
 void set_prepare_callback(PrepareCallback callback) { prepare.store(callback); }
-void set_stock_error(const char* text) { stock_error = text; }
 
 }  // namespace flashplug

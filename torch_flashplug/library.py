@@ -75,13 +75,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "read_operands",
         "close_varlen",
         "set_prepare_callback",
-        "set_stock_error",
         "close_flash",
         "prefer_flash",
+        "hold_error",
     ):
         getattr(library, f"flashplug_{name}").restype = None
     for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
         getattr(library, f"flashplug_{name}").restype = None
+    library.flashplug_hold_error.argtypes = [ctypes.py_object]
     library.flashplug_set_mode.argtypes = library.flashplug_learn_node.argtypes = [ctypes.c_int64]
     library.flashplug_set_learn_callback.restype = None
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]

@@ -95,9 +95,23 @@ def know_varlen(op: str, schema: str) -> None:
         raise RuntimeError(f"torch_flashplug: {last_error()}")
 
 
-def set_stock_error(said: str) -> None:
-    """What stock's body raised on this thread."""
-    lib().flashplug_set_stock_error(said.encode())
+def hold_error(error: BaseException) -> None:
+    """What the body of an op raises, for C++ that has called the op: torch hands on nothing but a text, if that."""
+    lib().flashplug_hold_error(error)
+
+
+def held(function: Callable) -> Callable:
+    """The body of an op that C++ calls; what it raises reaches the caller of C++ as it is."""
+
+    @functools.wraps(function)
+    def run(*given: object) -> object:
+        try:
+            return function(*given)
+        except BaseException as error:
+            hold_error(error)
+            raise
+
+    return run
 
 
 def know_flash(schema: str) -> bool:

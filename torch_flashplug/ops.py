@@ -64,12 +64,16 @@ def never_a_frame(function: Callable) -> Callable:
     return function
 
 
+def held(function: Callable) -> Callable:
+    """native.held, and never_a_frame."""
+    return never_a_frame(native.held(function))
+
+
 def mathematics(function: Callable) -> Callable:
     """never_a_frame, with products in the dtype that is written: autocast around a call would have them in 16 bits, and
     so the LSE.
     """
 
-    @never_a_frame
     @functools.wraps(function)
     def run(first: Tensor, *more: object) -> object:
         device = first.device.type
@@ -79,7 +83,7 @@ def mathematics(function: Callable) -> Callable:
             return function(first, *more)
 
     never_a_frame(function)
-    return run
+    return held(never_a_frame(run))
 
 
 class ForwardArgs(NamedTuple):
@@ -359,7 +363,7 @@ def _register() -> None:
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
         torch.library.register_autograd(f"torch_flashplug::{name}", cached.no_gradient, lib=_library)
-    _library.impl("_digest", digested.digest, "CompositeExplicitAutograd")
+    _library.impl("_digest", held(digested.digest), "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)

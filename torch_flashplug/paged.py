@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cached import dequantised, multiplied_in
-from .ops import empty_in_layout_of, empty_results, never_a_frame
+from .ops import empty_in_layout_of, empty_results, held, never_a_frame
 from .windowed import NO_PLAN, SPLITS, namespace
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
@@ -59,6 +59,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Ten
     )  # fmt: skip
 
 
+@held
 @never_a_frame
 def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,

@@ -164,7 +164,9 @@ FORGETFUL = """
 #include <cstring>
 #include "values.h"
 namespace flashplug {
-std::string shim_error() { return "the dispatcher was asked"; }
+void rethrow(const char* call) { throw std::runtime_error("the dispatcher was asked"); }
+void rethrow_python_error() {}
+bool dispatched(const char*, const char*, StableIValue*) { return false; }
 }
 extern "C" void forget(char* text) try {
   flashplug::OpCall op(flashplug::kSum);

@@ -44,20 +44,17 @@ def _prepare() -> None:
                 continue
             schema = str(packet.default._schema)
             _bodies.define(f"_stock{name}({schema.partition('(')[2]}")
-            _bodies.impl(f"_stock{name}", _saying(name), "CompositeExplicitAutograd")
+            _bodies.impl(f"_stock{name}", _body(name), "CompositeExplicitAutograd")
             native.know_varlen(name, schema)
             _known.add(name)
 
 
-def _saying(name: str) -> Callable:
-    """torch's body. What it raises comes back from C++ as a RuntimeError, which is to say the same."""
+def _body(name: str) -> Callable:
+    """torch's body, as it is when it is called."""
 
+    @native.held
     @functools.wraps(getattr(sys.modules[_MODULE], name)._init_fn)
     def body(*given: object) -> object:
-        try:
-            return getattr(sys.modules[_MODULE], name)._init_fn(*given)
-        except Exception as error:
-            native.set_stock_error(str(error))
-            raise
+        return getattr(sys.modules[_MODULE], name)._init_fn(*given)
 
     return body
