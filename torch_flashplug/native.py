@@ -154,11 +154,6 @@ def mode() -> int:
     return lib().flashplug_mode()
 
 
-def learn_node(sequence: int) -> bool:
-    """Find where libtorch keeps the numbers of the node that is evaluated now. sequence: that node's number."""
-    return bool(lib().flashplug_learn_node(sequence))
-
-
 def effective_mode() -> int:
     """The process-wide backend if one is set, as a preference, else this thread's mode word."""
     return lib().flashplug_effective_mode()
