@@ -60,7 +60,7 @@ def assert_exact(found: Tensor, leaves: list[Tensor], right: Tensor, wide: list[
     """Hold a result and its gradients to those in fp64."""
     near = TOLERANCE[found.dtype]
     torch.testing.assert_close(found.double(), right, **near)
-    back = torch.randn(right.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype)
+    back = torch.randn(right.shape, generator=torch.Generator().manual_seed(1)).to(found)
     grads = torch.autograd.grad(found, leaves, back), torch.autograd.grad(right, wide, back.double())
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one.double(), other, **near)
