@@ -281,6 +281,10 @@ class QueryGradientSm90:
             warpgroup.wait_group(0)
             rings.k.release(done)
             done += 1
+            if cutlass.const_expr(tile.sizes.may_be_empty):
+                # Rows that belong to no sequence have no keys. Their dO may be NaN, and 0 * NaN is NaN.
+                if tile.sizes.Sk == 0:
+                    my.dQ.acc.fill(0.0)
             self.store(my, tile.rows(out), wg, wg_tile, chain.scaled(scales.natural))
             rings.q.release(nth_q)
             number = work.queue.take(nth)
