@@ -39,20 +39,15 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(call((4, 16, kv), (4096, 4096), (d, dv), causal=causal), mode=FA3), "fa3")
         for d in EIGHTS for dv in {d, 64, 256} for kv in (16, 4, 1) for causal in (0, 1)
     ),
-    "(decode: Sq x Hq / Hkv up to 64,": (
+    "(decode: Sq x Hq / Hkv up to 64, 65 to 256 where packing should be faster): ours": (
         (served(few(rows, 8192, d, group)), "fa3")
-        for rows, group in ((1, 32), (64, 1), (16, 4)) for d in (64, 128, 256)
-    ),
-    "up to 16 where D is not near 64, 128 or 256": (
-        (served(few(rows, 8192, 192)), backend) for rows, backend in ((16, "fa3"), (17, "stock"), (64, "stock"))
+        for rows, group in ((1, 32), (64, 1), (16, 4), (17, 1)) for d in (64, 96, 112, 128, 192, 256)
     ),
     "D below 33, and 33 to 56, 120 or 193 to 248 with more than 1024 keys: `fa2`": (
         (served(few(1, keys, d, 4, 4)), "fa2" if d < 33 or keys > 1024 else "fa3")
         for d in EIGHTS if d < 57 or d == 120 or 192 < d < 256 for keys in (512, 1024, 1032, 8192)
     ),
-    "Stock: D 65 to 112 with more than 1024 keys; and `is_causal` where tiles are few and keys more than one block": (
-        *((served(few(1, keys, d, 4, 4)), "stock" if keys > 1024 else "fa3")
-          for d in EIGHTS if 64 < d < 113 for keys in (512, 1024, 1032, 8192)),
+    "Stock: `is_causal` where tiles are few and keys more than one block": (
         (served(few(4, 4096, 128, 4, causal=1)), "stock"),
         (served(call((2, 8, 8), (64, 64), (64, 64), causal=1)), "fa3"),
     ),

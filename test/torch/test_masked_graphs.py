@@ -325,24 +325,24 @@ def test_lowered_program_can_be_differentiated(road: Road) -> None:
 
 
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
-def test_make_fx_keeps_masks_with_stock(road: Road, tracing: str) -> None:
-    """Without functionalization the aten op is recorded as it comes."""
+def test_make_fx_records_masked_calls_that_stay_right(road: Road, tracing: str) -> None:
+    """Without functionalization the aten op is recorded as it comes: of real tensors ours, else stock's."""
     inputs = *road.qkv(), mask_of(road, ROWS, ROWS, blind=False)
     graph = make_fx(masked, tracing_mode=tracing)(*inputs)
-    assert native.take_last_exit() in {"mask", "subclass"}
+    assert native.take_last_exit() in ({"planned"} if tracing == "real" else {"mask", "subclass"})
     road.took()
     for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5, blind=False)):
         torch.testing.assert_close(graph(*inputs[:3], mask), masked(*inputs[:3], mask), **TOLERANCE)
-    assert road.took()["ours_fwd"] == 2  # eager's
+    assert road.took()["ours_fwd"] == (4 if tracing == "real" else 2)  # eager's, and those of the graph
 
 
-def test_vmap_keeps_masks_with_stock(road: Road) -> None:
+def test_compiled_vmap_of_a_masked_call_is_right(road: Road) -> None:
     inputs = [torch.stack([tensor, -tensor]) for tensor in road.qkv()]
     mask = mask_of(road, ROWS, ROWS, blind=False)
     compiled = torch.compile(torch.vmap(masked, (0, 0, 0, None)), fullgraph=True, backend="aot_eager")
     road.took()
     got = compiled(*inputs, mask)
-    assert road.took().get("ours_fwd", 0) == 0
+    assert road.took()["ours_fwd"] >= 1
     for index in range(2):
         torch.testing.assert_close(got[index], masked(*(tensor[index] for tensor in inputs), mask), **TOLERANCE)
 

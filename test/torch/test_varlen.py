@@ -246,8 +246,8 @@ def test_lse_of_rows_without_keys(door: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa3", "stock"])
-def test_what_stocks_body_raises_is_said(door: str, backend: str) -> None:
-    with torch_flashplug.sdpa_backend(backend), pytest.raises(RuntimeError, match="size must have length 2, got 3$"):
+def test_errors_of_stock_keep_their_type_and_text(door: str, backend: str) -> None:
+    with torch_flashplug.sdpa_backend(backend), pytest.raises(ValueError, match="size must have length 2, got 3$"):
         varlen.varlen_attn(*operands(door), *given(door), **GROUPED, window_size=(1, 2, 3))
 
 
