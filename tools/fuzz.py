@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import fuzz_calls
+import fuzz_tensors
 import report
 import torch
 from fuzz_check import INTERPRETED, Verdict, answer, as_told, check, hooked, is_stocks, operands, settings
@@ -62,7 +63,7 @@ def work(conn: Connection, device: str, seed: int, number: int) -> None:
         while True:
             for index, modes in conn.recv().items():
                 conn.send((index, modes[0], None))
-                posed = fuzz_calls.pose(fuzz_calls.draw(seed, index, WORK[device]), DEVICES[device])
+                posed = fuzz_tensors.pose(fuzz_calls.draw(seed, index, WORK[device]), DEVICES[device])
                 answers = answer(posed)
                 for mode in modes:
                     conn.send((index, mode, None))
@@ -286,7 +287,7 @@ def show_call(seed: int, index: int, mode: str, device: str) -> int:
     """One call, and everything about it; the last line is its verdict in JSON."""
     call = fuzz_calls.draw(seed, index, WORK[device])
     print(call)
-    posed = fuzz_calls.pose(call, DEVICES[device])
+    posed = fuzz_tensors.pose(call, DEVICES[device])
     for name in ("q", "k", "v", "grad_out"):
         tensor = getattr(posed, name)
         print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")

@@ -1,5 +1,4 @@
-"""Random calls of F.scaled_dot_product_attention: what one is (plain data), how (seed, index) draws it, and the tensors
-that pose it. The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
+"""Random calls of F.scaled_dot_product_attention: what one is (plain data), and how (seed, index) draws it. The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
 """
 
 from __future__ import annotations
@@ -7,19 +6,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from random import Random
 
 import torch
-from torch import Tensor
 
 from torch_flashplug.testing import cases
 
 DTYPES = {**cases.DTYPES, "fp64": torch.float64}
 DIMS = "bhsd"
-TAIL = 64  # elements of NaN behind every operand
 # At and beside the edges of tiles, of vectors, of blocks of stock's kernels.
 EDGES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 79, 95, 96, 97, 111, 112, 113, 127, 128, 129,
          160, 191, 192, 193, 255, 256, 257, 319, 320, 383, 384, 385, 511, 512, 513, 700, 767, 769, 1023, 1025,
@@ -69,6 +65,7 @@ class Call:
     mask_dims: str = ""  # of b, h, q and k those that are not 1
     dropout: float = 0.0
     deterministic: bool = False
+    way: str = ""  # how a program makes it: one of WAYS of fuzz_ways.py
     allow: str = ""  # "no_cudnn", "flash", "efficient": what torch.nn.attention.sdpa_kernel leaves of stock
 
     def facts(self) -> dict[str, object]:
@@ -261,6 +258,30 @@ def _mask(rng: Random, work: int) -> Drawn:
     return _sizes(rng, work), masked | _some(rng, 0.3) | {"dropout": rng.choice((0.0, 0.0, 0.0, 0.1))}
 
 
+def _ways(rng: Random, work: int) -> Drawn:
+    """Checkpoints, dispatch modes and transforms, half of them with a mask, some with dropout."""
+    way = rng.choice(("checkpoint", "reentrant", "selective", "flop_counter", "vjp"))
+    sizes, more = _mask(rng, work) if rng.random() < 0.5 else (_sizes(rng, work), {})
+    dropout = rng.choice((0.0, 0.1)) if way in {"checkpoint", "reentrant"} else 0.0
+    return sizes, more | {"way": way, "wants": "qkv" + "m" * ("m" in more.get("wants", "")), "dropout": dropout}
+
+
+def _many(rng: Random, work: int) -> Drawn:
+    """More batches or heads than the second dim of a grid has room for, where that is not too much work."""
+    D, rows = rng.choice((16, 32, 40, 64)), rng.choice((3, 8, 16))
+    many = 65536 + rng.randint(0, 3000) if work >= 1 << 29 else max(2, work // (4 * D * rows * OPERAND_ROWS))
+    sizes = {"B": many, "Hq": 1, "Hkv": 1} if rng.random() < 0.5 else {"B": 1, "Hq": many, "Hkv": many}
+    masked = {"mask": rng.choice(("bool", "blind")), "mask_dims": "qk", "causal": False} if rng.random() < 0.3 else {}
+    return sizes | {"Sq": rows, "Sk": rows, "D": D, "Dv": D}, {"wants": rng.choice(("qkv", "qkv", "")), **masked}
+
+
+def _wide(rng: Random, work: int) -> Drawn:
+    """fp32 and fp64, at odd offsets and with masks, too."""
+    masked = {"mask": "float", "mask_dims": rng.choice(("hqk", "qk", "bhqk")), "causal": False, "scale": None}
+    more = masked if rng.random() < 0.3 else {}
+    return _sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng), **more}
+
+
 def _deterministic(rng: Random, work: int) -> Drawn:
     grads = {"wants": rng.choice(SOME), "grad_out": _grad_layout(rng)}
     return _sizes(rng, work), {"deterministic": True, **grads, **_some(rng)}
@@ -299,7 +320,9 @@ KINDS = (
     Kind("mask", 5, _mask),
     Kind("dropout", 4, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5, 1)), **_some(rng)})),
     Kind("deterministic", 4, _deterministic),
-    Kind("wide", 2, lambda rng, work: (_sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng)})),
+    Kind("wide", 2, _wide),
+    Kind("ways", 8, _ways),
+    Kind("many", 1, _many),
     Kind("allowed", 4, _allowed),
     Kind("empty", 1, _empty),
 )
@@ -322,79 +345,3 @@ def draw(seed: int, index: int, work: int) -> Call:
 def indices(seed: int, only: Collection[str] = NAMES) -> Iterator[int]:
     """Numbers of the calls of these kinds, without end."""
     return (index for index in itertools.count() if _begin(seed, index)[1].name in only)
-
-
-# ---- tensors ----
-
-
-@dataclass(slots=True)
-class Posed:
-    """A call's tensors."""
-
-    call: Call
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-    first_grad: Tensor
-    mask: Tensor | None
-    guards: list[tuple[Tensor, int]]  # a buffer, and how many elements of it are not NaN
-
-
-def _stored(shape: tuple[int, ...], layout: Layout) -> list[int]:
-    return [min(n, 1) if dim in layout.expand else n for dim, n in zip(DIMS, shape)]
-
-
-def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(view with these values, its buffer). Of expanded dims the first entry counts."""
-    stored = _stored(values.shape, layout)
-    room = [n * step + more for n, step, more in zip(stored, (1, 1, 1, layout.step), (0, *layout.pad))]
-    total = math.prod(room)
-    buffer = values.new_full((layout.offset + total + TAIL,), float("nan"))
-    axes = [DIMS.index(dim) for dim in layout.order]  # of the dims in memory
-    grid = buffer[layout.offset : layout.offset + total].view([room[axis] for axis in axes])
-    starts = [more // 2 for more in (0, *layout.pad)]
-    view = grid.permute([axes.index(axis) for axis in range(4)])
-    view = view[tuple(slice(a, a + n) for a, n in zip(starts[:3], stored))]
-    view = view[..., starts[3] : starts[3] + stored[3] * layout.step : layout.step]
-    view.copy_(values[tuple(slice(n) for n in stored)])
-    view = view.expand(values.shape)
-    if layout.ones and 1 in view.shape:
-        strides = [layout.ones if n == 1 else stride for n, stride in zip(view.shape, view.stride())]
-        view = view.as_strided(view.shape, strides, view.storage_offset())
-    return view, buffer
-
-
-def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
-    if not call.mask:
-        return None
-    sizes = {"b": call.B, "h": call.Hq, "q": call.Sq, "k": call.Sk}
-    shape = [size if dim in call.mask_dims else 1 for dim, size in sizes.items()]
-    seen = randn(shape) < 0.5
-    seen[..., :1] = True
-    if call.mask == "blind":
-        seen &= randn((*shape[:3], 1)) < 0.8
-    if call.mask in {"bool", "blind"}:
-        return seen
-    bias = randn(shape).masked_fill(~seen, float("-inf") if call.mask == "inf" else 0.0)
-    return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
-
-
-def pose(call: Call, device: str) -> Posed:
-    generator = torch.Generator(device=device).manual_seed(call.seed)
-    randn = functools.partial(torch.randn, generator=generator, device=device)
-    guards: list[tuple[Tensor, int]] = []
-
-    def made(shape: tuple[int, ...], layout: Layout) -> Tensor:
-        view, buffer = lay_out(randn(shape).to(DTYPES[call.dtype]), layout)
-        guards.append((buffer, math.prod(_stored(shape, layout))))
-        return view
-
-    if call.packed:
-        heads = (call.Hq, call.Hkv, call.Hkv)
-        q, k, v = made((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
-    else:
-        q = made((call.B, call.Hq, call.Sq, call.D), call.q)
-        k, v = (made((call.B, call.Hkv, call.Sk, d), lay) for d, lay in ((call.D, call.k), (call.Dv, call.v)))
-    grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
-    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], _mask_of(call, randn), guards)

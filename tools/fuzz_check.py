@@ -7,6 +7,7 @@ The judge is the error budget of torch_flashplug/testing. Where a result leaves 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import warnings
@@ -16,7 +17,9 @@ from dataclasses import dataclass, field
 import report
 import torch
 import torch.nn.functional as F
-from fuzz_calls import DTYPES, Call, Posed
+from fuzz_calls import DTYPES, Call
+from fuzz_tensors import Posed
+from fuzz_ways import WAYS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -199,13 +202,11 @@ def settings(call: Call) -> dict[str, object]:
 def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
     """ "out" and the gradients that are wanted."""
     given = operands(posed)
-    wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
     _poison(posed)
     if posed.call.dropout:
         torch.manual_seed(posed.call.seed)
-    out = F.scaled_dot_product_attention(*given, **settings(posed.call))
-    _poison(posed)
-    grads = torch.autograd.grad(out, wanted, grad_out) if wanted else ()
+    call = functools.partial(F.scaled_dot_product_attention, **settings(posed.call))
+    out, grads = WAYS[posed.call.way](call, given, grad_out, functools.partial(_poison, posed))
     return {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(posed.call.wants, grads)}
 
 
@@ -270,7 +271,8 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
             yield f"{name} is not finite"
         elif not fit:
             yield from _second_look(posed, answers, name, got, float(cancelled[name]))
-    yield from _layout_faults(posed, runs[-1], paths)
+    if not call.way:  # backward() and transforms lay gradients out as they like
+        yield from _layout_faults(posed, runs[-1], paths)
     if call.deterministic and not all(torch.equal(*pair) for pair in zip(*(run.values() for run in runs[-2:]))):
         yield "other bits the second time"
 

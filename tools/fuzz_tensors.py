@@ -1,0 +1,87 @@
+"""Tensors that pose a random call (fuzz_calls.Call): its numbers, its layouts, and NaN around them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from fuzz_calls import DIMS, DTYPES, Call, Layout
+from torch import Tensor
+
+TAIL = 64  # elements of NaN behind every operand
+
+
+@dataclass(slots=True)
+class Posed:
+    """A call's tensors."""
+
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    first_grad: Tensor
+    mask: Tensor | None
+    guards: list[tuple[Tensor, int]]  # a buffer, and how many elements of it are not NaN
+
+
+def _stored(shape: tuple[int, ...], layout: Layout) -> list[int]:
+    return [min(n, 1) if dim in layout.expand else n for dim, n in zip(DIMS, shape)]
+
+
+def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(view with these values, its buffer). Of expanded dims the first entry counts."""
+    stored = _stored(values.shape, layout)
+    room = [n * step + more for n, step, more in zip(stored, (1, 1, 1, layout.step), (0, *layout.pad))]
+    total = math.prod(room)
+    buffer = values.new_full((layout.offset + total + TAIL,), float("nan"))
+    axes = [DIMS.index(dim) for dim in layout.order]  # of the dims in memory
+    grid = buffer[layout.offset : layout.offset + total].view([room[axis] for axis in axes])
+    starts = [more // 2 for more in (0, *layout.pad)]
+    view = grid.permute([axes.index(axis) for axis in range(4)])
+    view = view[tuple(slice(a, a + n) for a, n in zip(starts[:3], stored))]
+    view = view[..., starts[3] : starts[3] + stored[3] * layout.step : layout.step]
+    view.copy_(values[tuple(slice(n) for n in stored)])
+    view = view.expand(values.shape)
+    if layout.ones and 1 in view.shape:
+        strides = [layout.ones if n == 1 else stride for n, stride in zip(view.shape, view.stride())]
+        view = view.as_strided(view.shape, strides, view.storage_offset())
+    return view, buffer
+
+
+def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
+    if not call.mask:
+        return None
+    sizes = {"b": call.B, "h": call.Hq, "q": call.Sq, "k": call.Sk}
+    shape = [size if dim in call.mask_dims else 1 for dim, size in sizes.items()]
+    seen = randn(shape) < 0.5
+    seen[..., :1] = True
+    if call.mask == "blind":
+        seen &= randn((*shape[:3], 1)) < 0.8
+    if call.mask in {"bool", "blind"}:
+        return seen
+    bias = randn(shape).masked_fill(~seen, float("-inf") if call.mask == "inf" else 0.0)
+    return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
+
+
+def pose(call: Call, device: str) -> Posed:
+    generator = torch.Generator(device=device).manual_seed(call.seed)
+    randn = functools.partial(torch.randn, generator=generator, device=device)
+    guards: list[tuple[Tensor, int]] = []
+
+    def made(shape: tuple[int, ...], layout: Layout) -> Tensor:
+        view, buffer = lay_out(randn(shape).to(DTYPES[call.dtype]), layout)
+        guards.append((buffer, math.prod(_stored(shape, layout))))
+        return view
+
+    if call.packed:
+        heads = (call.Hq, call.Hkv, call.Hkv)
+        q, k, v = made((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
+    else:
+        q = made((call.B, call.Hq, call.Sq, call.D), call.q)
+        k, v = (made((call.B, call.Hkv, call.Sk, d), lay) for d, lay in ((call.D, call.k), (call.Dv, call.v)))
+    grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
+    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], _mask_of(call, randn), guards)

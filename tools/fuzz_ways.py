@@ -1,0 +1,86 @@
+"""Ways in which a program makes a call of attention: plainly, inside torch.utils.checkpoint, under a TorchDispatchMode,
+or through torch.func. Each returns the output and the gradients of the leaves that want one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+Attention = Callable[..., Tensor]  # of the leaves that are given, in their order
+Leaves = Sequence[Tensor | None]
+Result = tuple[Tensor, Sequence[Tensor]]
+Between = Callable[[], None]  # called between forward and backward
+
+
+def _wanted(leaves: Leaves) -> list[Tensor]:
+    return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+
+def plainly(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    wanted, out = _wanted(leaves), attention(*leaves)
+    between()
+    return out, torch.autograd.grad(out, wanted, grad_out) if wanted else ()
+
+
+def checkpointed(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    return plainly(lambda *given: checkpoint(attention, *given, use_reentrant=False), leaves, grad_out, between)
+
+
+def checkpointed_reentrantly(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Use backward(), since a reentrant checkpoint refuses torch.autograd.grad()."""
+    wanted = _wanted(leaves)
+    if not wanted:
+        return plainly(attention, leaves, grad_out, between)
+    out = checkpoint(attention, *leaves, use_reentrant=True)
+    between()
+    out.backward(grad_out)
+    return out, [leaf.grad for leaf in wanted]
+
+
+def checkpointed_selectively(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Save the results of attention ops, and compute all others again."""
+
+    def policy(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(*given: Tensor | None) -> Tensor:
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        return checkpoint(attention, *given, use_reentrant=False, context_fn=contexts)
+
+    return plainly(run, leaves, grad_out, between)
+
+
+def counted(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Run both directions under a FLOP counter, which is a TorchDispatchMode."""
+    with FlopCounterMode(display=False):
+        return plainly(attention, leaves, grad_out, between)
+
+
+def by_vjp(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Differentiate by torch.func.vjp()."""
+    wanted = _wanted(leaves)
+    if not wanted:
+        return plainly(attention, leaves, grad_out, between)
+
+    def of_wanted(*values: Tensor) -> Tensor:
+        rest = iter(values)
+        return attention(*(next(rest) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves))
+
+    out, pull = torch.func.vjp(of_wanted, *(leaf.detach() for leaf in wanted))
+    between()
+    return out, pull(grad_out)
+
+
+WAYS = {
+    "": plainly,
+    "checkpoint": checkpointed,
+    "reentrant": checkpointed_reentrantly,
+    "selective": checkpointed_selectively,
+    "flop_counter": counted,
+    "vjp": by_vjp,
+}
