@@ -1,4 +1,5 @@
-"""Random calls of F.scaled_dot_product_attention: what one is (plain data), and how (seed, index) draws it. The kinds of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
+"""Random calls of F.scaled_dot_product_attention: what one is (plain data), and how (seed, index) draws it. The kinds
+of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
 """
 
 from __future__ import annotations

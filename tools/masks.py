@@ -25,6 +25,7 @@ from torch_flashplug.testing import (
     Masking,
     make_inputs,
     measure_error,
+    new_case,
     oracle,
     plain,
 )
@@ -115,8 +116,23 @@ PATTERNS = (
     Pattern("bias_learned", "HQK", floats="own", learned=True),
     Pattern("bias_learned_all", "BHQK", floats="own", learned=True),
 )
+# What Swin transformers add to the scores of small windows: a learned table that all windows share, a mask of shifted
+# windows, and the sum of both.
+SWIN = (
+    Pattern("swin_bias", "HQK", floats="own"),
+    Pattern("swin_learned", "HQK", floats="own", learned=True),
+    Pattern("swin_shifted", "BQK", floats="own"),
+    Pattern("swin_shifted_learned", "BQK", floats="own", learned=True),
+    Pattern("swin_sum_learned", "BHQK", floats="own", learned=True),
+)
 BESIDE = tuple(pattern for pattern in PATTERNS if pattern.name in {"random", "bias_heads", "bias_keys"})
 FLEX = {"tril", "window", "documents", "padding"}
+
+
+def swin_windows() -> list[Case]:
+    """Windows of 7 x 7, 8 x 8 and 12 x 12 tokens; a batch is the windows of all images."""
+    sizes = ((4096, 3, 49), (1024, 6, 49), (512, 6, 49), (64, 6, 49), (256, 12, 49), (1024, 4, 64), (128, 24, 144))
+    return [new_case(f"b{B}h{H}s{S}", (B, H, H), (S, S), (32, 32)) for B, H, S in sizes]
 
 
 def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
@@ -126,6 +142,10 @@ def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
                 fits = torch.Size(pattern.sizes(case)).numel() * (2 if pattern.floats else 1) <= MOST_SCORES
                 if fits and (what == "train" or not pattern.learned):
                     yield f"{pattern.name}_{what}_d{case.D}_s{case.Sq}", case, pattern, what
+        for case in swin_windows():
+            for pattern in SWIN:
+                if what == "train" or not pattern.learned:
+                    yield f"{pattern.name}_{what}_{case.name}", case, pattern, what
         for case in workloads.masked_beside():
             for pattern in BESIDE:
                 yield f"{pattern.name}_beside_{what}_{case.name}", case, pattern, what
