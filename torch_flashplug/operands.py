@@ -114,11 +114,19 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """(batch, rows, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, 4, "give a tensor (batch, rows, heads, head dim)")
+    check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
+
+
+def check_fit(q: Tensor, k: Tensor, v: Tensor, *sizes: tuple[int, ...]) -> None:
+    """Raise ValueError where devices or sizes do not go together. sizes: of all three, (batch, rows, heads, head dim).
+    Packed sequences say theirs with a batch of 1, so that no view has to be made of them.
+    """
     if not q.device == k.device == v.device:
         raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
-    (B, _, Hq, D), (_, Sk, Hkv, _) = q.shape, k.shape
-    if k.shape != (B, Sk, Hkv, D) or v.shape[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
-        given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    of_q, of_k, of_v = sizes
+    (B, _, Hq, D), (_, Sk, Hkv, _) = of_q, of_k
+    if of_k != (B, Sk, Hkv, D) or of_v[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
+        given = f"q {of_q}, k {of_k}, v {of_v}"
         raise ValueError(f"attention: {given} do not fit; give (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)")
 
 
@@ -264,6 +272,9 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     """
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
+    low, other = x.untyped_storage(), y.untyped_storage()
+    if low.data_ptr() + low.nbytes() <= other.data_ptr() or other.data_ptr() + other.nbytes() <= low.data_ptr():
+        return False
     (low, dims), (other, others) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
     apart = other - low
     if apart >= _extent(dims) or -apart >= _extent(others):
@@ -287,13 +298,27 @@ def _extent(dims: list[tuple[int, int]]) -> int:
     return 1 + sum(stride * (size - 1) for stride, size in dims)
 
 
+def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:
+    """Return whether autograd, a tracer or a subclass of Tensor has nothing to do with a call."""
+    if torch.compiler.is_compiling() or type(query) is not Tensor:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not query.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in more)
+
+
 def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
     """Output and LSE of attention_fwd or paged_fwd, in a tensor (B, Hq, Sq, Dv) where one is given. more: what schemas
     have behind query, but for the mode.
     """
     namespace, mode = torch.ops.torch_flashplug, tracing.mode_of_block()
     if into is None or into.dtype != query.dtype:
-        out, lse = getattr(namespace, op)(query, *more, mode)
+        if _is_plain(query, more):
+            # The Python rule of autograd would take 6 us a call to find that it has nothing to do.
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = getattr(namespace, op)(query, *more, mode)
+        else:
+            out, lse = getattr(namespace, op)(query, *more, mode)
         return out if into is None else into.copy_(out), lse
     lse = getattr(namespace, f"{op}_out")(into, query, *more, mode)
     if not torch.compiler.is_compiling() and not into.is_inference():

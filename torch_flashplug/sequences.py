@@ -14,6 +14,7 @@ from .operands import (
     are_few_rows,
     as_sinks,
     check_dtypes,
+    check_fit,
     check_operands,
     check_rank,
     check_split_size,
@@ -78,7 +79,7 @@ def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> boo
         raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
     eight = check_dtypes(*operands)
     refuse_forward_mode()
-    check_operands(*(x.unsqueeze(0) for x in operands))
+    check_fit(*operands, *((1, *x.shape) for x in operands))
     return eight
 
 
