@@ -18,7 +18,7 @@ constexpr int kLogWarning = 30;
 using LogCallback = void (*)(int level, const char* text);
 
 struct State {
-  std::atomic<bool> enabled{true};
+  std::atomic<bool> enabled{false};  // until enable(), which TORCH_FLASHPLUG=0 leaves out
   std::atomic<Standin> standin{Standin::kOff};
   std::atomic<int> process_backend{0};
   std::atomic<int> process_precision{0};

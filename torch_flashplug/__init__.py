@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 inert = env.torch_is_loading_backends() and "inert" not in globals()
 
 if not inert:
+    env.check()
+
     from .api import disable, enable, explain, sdpa_backend
     from .attention import attention
     from .block_masks import BlockLists, block_lists

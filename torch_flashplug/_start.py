@@ -44,8 +44,8 @@ def _process_precision() -> int:
 
 def provide(name: str, cc: int) -> int | str:
     """Compiles one kernel at its first use. The compiler is imported here because no other call needs it."""
-    if env.JIT.get() == "0":
-        return f"{env.JIT.name}=0 forbids compiling"
+    if env.JIT.is_on() is False:
+        return f"{env.JIT.name}={env.JIT.get()} forbids compiling"
     from . import compile as compiler
 
     return compiler.provide(name, compiler.target_of(cc))

@@ -6,6 +6,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")  # words for a switch, in any case
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -26,6 +28,13 @@ class Flag:
         if self.values and value not in ("", *self.values):
             raise ValueError(f"{self.name}={value!r}; use one of {', '.join(self.values)}")
         return value
+
+    def is_on(self) -> bool | None:
+        """Return what a switch says; None where it says nothing. Raise ValueError for an unknown word."""
+        word = os.environ.get(self.name, self.default).strip().lower()
+        if word and word not in OFF + ON:
+            raise ValueError(f"{self.name}={word!r}; use one of {', '.join(OFF + ON)}")
+        return word in ON if word else None
 
     def count(self) -> int:
         """Raises ValueError for what is no number, or less than 0."""
@@ -79,12 +88,20 @@ RING_MARGIN = Flag("TORCH_FLASHPLUG_RING_MARGIN", "0", "SMs that rings leave to 
 FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 
 
+def check() -> None:
+    """Raise ValueError for a flag with an unknown value. Importing the package calls this."""
+    for switch in (ENABLED, JIT, REPAIR):
+        switch.is_on()
+    HOOK.get()
+    RING_MARGIN.count()
+
+
 def disabled() -> bool:
-    return ENABLED.get() == "0"
+    return ENABLED.is_on() is False
 
 
 def autoload() -> bool:
-    return ENABLED.get() == "1"
+    return ENABLED.is_on() is True
 
 
 def torch_is_loading_backends() -> bool:

@@ -70,7 +70,7 @@ def _changed() -> list[str]:
 
 def install() -> str:
     """Puts it in place; says why not, where it cannot be."""
-    if env.REPAIR.get() == "0" or torch.version.cuda is None:
+    if env.REPAIR.is_on() is False or torch.version.cuda is None:
         return ""
     changed = _changed()
     backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]

@@ -1,7 +1,10 @@
-"""Environment flags whose values are not allowed."""
+"""Environment flags: which words they understand, and what those that are not allowed raise."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -36,3 +39,62 @@ def test_a_count_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> No
     monkeypatch.setenv(env.RING_MARGIN.name, value)
     with pytest.raises(ValueError, match=f"{env.RING_MARGIN.name}='{value}'; use a number, 0 or more"):
         env.RING_MARGIN.count()
+
+
+@pytest.mark.parametrize("flag", [env.ENABLED, env.JIT, env.REPAIR], ids=lambda flag: flag.name)
+@pytest.mark.parametrize(
+    ("word", "is_on"),
+    [("0", False), ("off", False), ("False", False), ("NO", False), ("1", True), ("On", True), ("true", True),
+     ("yes", True), ("", None)],
+)  # fmt: skip
+def test_switches_understand_the_usual_words(
+    monkeypatch: pytest.MonkeyPatch, flag: env.Flag, word: str, is_on: bool | None
+) -> None:
+    monkeypatch.setenv(flag.name, word)
+
+    assert flag.is_on() is is_on
+
+
+def run_python(code: str, **flags: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | flags | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("flag", [env.ENABLED, env.JIT, env.REPAIR, env.HOOK, env.RING_MARGIN], ids=lambda x: x.name)
+def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env.Flag) -> None:
+    done = run_python("import torch_flashplug", **{flag.name: "x"})
+
+    assert done.returncode != 0
+    assert f"ValueError: {flag.name}='x'; use " in done.stderr
+
+
+@pytest.mark.parametrize("word", ["0", "off", "False", "no"])
+def test_explain_says_that_the_plugin_is_off(word: str) -> None:
+    code = """
+import torch, torch_flashplug
+q = torch.empty(2, 4, 4096, 64, dtype=torch.bfloat16, device="meta")
+plan = torch_flashplug.explain(q, q, q, device="h100")
+print(plan.backend, "|", plan.reasons["fa3"], "|", torch_flashplug.native.enabled())
+torch_flashplug.enable()
+print(torch_flashplug.explain(q, q, q, device="h100").backend)
+"""
+
+    done = run_python(code, TORCH_FLASHPLUG=word)
+
+    assert done.stdout.splitlines() == [
+        "stock | the plugin is disabled; call torch_flashplug.enable() | False",
+        "fa3",
+    ], done.stderr
+
+
+def test_integrations_import_transformers_when_it_is_asked_for() -> None:
+    code = """
+import sys, torch_flashplug
+print("transformers" in sys.modules)
+torch_flashplug.integrations.transformers.register()
+print("transformers" in sys.modules)
+"""
+
+    done = run_python(code)
+
+    assert done.stdout.split() == ["False", "True"], done.stderr
