@@ -31,9 +31,10 @@ class Flag:
 
     def is_on(self) -> bool | None:
         """Return what a switch says; None where it says nothing. Raise ValueError for an unknown word."""
-        word = os.environ.get(self.name, self.default).strip().lower()
+        value = os.environ.get(self.name, self.default)
+        word = value.strip().lower()
         if word and word not in OFF + ON:
-            raise ValueError(f"{self.name}={word!r}; use one of {', '.join(OFF + ON)}")
+            raise ValueError(f"{self.name}={value!r}; use one of {', '.join(OFF + ON)}")
         return word in ON if word else None
 
     def count(self) -> int:

@@ -84,8 +84,8 @@ def _cache() -> dict[str, object]:
 
 
 def _hook() -> dict[str, object]:
-    if env.disabled():
-        return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}=0"}
+    if env.disabled() and not native.enabled():  # enable() may have been called since
+        return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from . import composite
 
     stub, plan_b = native.installed(native.CUDA_SLOT), composite.installed()

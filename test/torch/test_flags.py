@@ -62,10 +62,24 @@ def run_python(code: str, **flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("flag", [env.ENABLED, env.JIT, env.REPAIR, env.HOOK, env.RING_MARGIN], ids=lambda x: x.name)
 def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env.Flag) -> None:
-    done = run_python("import torch_flashplug", **{flag.name: "x"})
+    done = run_python("import torch_flashplug", **{flag.name: "Maybe"})
 
     assert done.returncode != 0
-    assert f"ValueError: {flag.name}='x'; use " in done.stderr
+    assert f"ValueError: {flag.name}='Maybe'; use " in done.stderr
+
+
+def test_info_says_by_which_word_the_plugin_is_off_until_it_is_enabled() -> None:
+    code = """
+import torch_flashplug
+from torch_flashplug import inventory
+print(inventory.collect()["hook"]["why"])
+torch_flashplug.enable()
+print(inventory.collect()["hook"]["enabled"])
+"""
+
+    done = run_python(code, TORCH_FLASHPLUG="Off")
+
+    assert done.stdout.splitlines() == ["TORCH_FLASHPLUG=Off", "True"], done.stderr
 
 
 @pytest.mark.parametrize("word", ["0", "off", "False", "no"])
