@@ -241,14 +241,17 @@ def explain(
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     several = integrations.dtensor
-    if several.part_of(query, key, value, attn_mask, dropout_p) is not None:
-        given = (None if x is None else x.to_local() for x in (query, key, value, attn_mask))
+    given = _as_hook_gets(query, key, value, attn_mask)
+    if several.part_of(*given, dropout_p) is not None:
+        parts = (None if x is None else x.to_local() for x in given)
         settings = {"scale": scale, "enable_gqa": enable_gqa, "device": device}
-        plan = explain(*given, dropout_p, is_causal, **settings)
-        return replace(plan, part=several.in_words(query), error=several.refusal(query) or plan.error)
+        plan = explain(*parts, dropout_p, is_causal, **settings)
+        return replace(plan, part=several.in_words(given[0]), error=several.refusal(given[0]) or plan.error)
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
+    asked = problem.as_router_gets(query, key, value, attn_mask)
+    query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Calls on other devices never come to the hook: nothing is forced there.
     mode = native.effective_mode() if device is not None or query.is_cuda else 0
@@ -260,21 +263,19 @@ def explain(
     elif known:
         # The op asks stock's choice function itself, past the router.
         try:
-            choice = torch._fused_sdp_choice(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            choice = torch._fused_sdp_choice(*asked, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         except RuntimeError as error:  # sdpa_kernel allows nothing that can run it
             raised = str(error).splitlines()[0]
     refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:
-        becomes, fault = problem.right_choice(choice, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        becomes, fault = problem.right_choice(choice, *asked, dropout_p, is_causal, scale)
         in_math = composite.installed() and becomes != choice  # all that Plan B can put in the place of stock's
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
-        asked = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
-        reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {asked}")
+        why = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}")
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is problem.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
@@ -297,6 +298,11 @@ def explain(
     error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
+
+
+def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return what decides about a call's query, key, value and mask: Plan B stands ahead of torch's change of dims."""
+    return tensors if composite.installed() else problem.as_router_gets(*tensors)
 
 
 def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:

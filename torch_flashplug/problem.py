@@ -95,6 +95,24 @@ def _is_transformed(tensor: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_functionaltensor(tensor)
 
 
+def adds_batch_dim() -> bool:
+    """Return whether this torch gives 3-D operands a batch dim before it chooses a backend; 2.14 is the first."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+
+
+def as_router_gets(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the tensors of an F.sdpa call as torch hands them to its choice function."""
+    operands = (query, key, value)
+    if not adds_batch_dim() or any(tensor.is_nested or tensor.dim() != 3 for tensor in operands):
+        return (*operands, attn_mask)
+    while attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask.unsqueeze(0)
+    query, key, value = (tensor.unsqueeze(0) for tensor in operands)
+    return query, key, value, attn_mask
+
+
 def has_no_elements(*tensors: Tensor) -> bool:
     """One of them, as far as is known: neither nested nor of symbolic sizes."""
     return not any(tensor.is_nested for tensor in tensors) and any(0 in hints(tensor.shape) for tensor in tensors)
@@ -293,9 +311,7 @@ def right_choice(
     """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/stock_faults.cpp), and what
     is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
     """
-    right, fault = _RIGHT_CHOICE.redispatch(
-        _AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice
-    )
+    right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)
     return right, native.fault_said(fault)
 
 

@@ -128,6 +128,7 @@ class Exit:
 
 
 DIMS, DEVICES, SHAPES = "need 4 dims", "different devices", "need broadcasting or do not fit"
+ADDS_BATCH_DIM, DATA = problem.adds_batch_dim(), "depend on data"
 MASKS, MASK_DIMS = "does not broadcast to (batch, heads, rows, keys)", "kernels take 2 to 4"
 EXITS = {
     "none": Exit("", took=OURS, backend="fa3"),
@@ -139,7 +140,8 @@ EXITS = {
     "disabled": Exit("disabled", scope=disabled),
     "no_gpu": Exit("", scope=no_gpu, device=None),
     "two_dims": Exit(DIMS, each(lambda t: t[0, 0])),
-    "three_dims": Exit(DIMS, each(lambda t: t[0])),
+    "three_dims": Exit("", each(lambda t: t[0]), took=OURS, backend="fa3") if ADDS_BATCH_DIM else
+                  Exit(DIMS, each(lambda t: t[0])),
     "five_dims": Exit(DIMS, each(lambda t: t[None])),
     **{f"three_dims_of_{name}": Exit(DIMS, each(lambda t: t[0], name)) for name in "qkv"},
     **{f"{name}_elsewhere": Exit(DEVICES, each(lambda t: t.to("meta"), name), took=NOTHING) for name in "kv"},
@@ -147,8 +149,10 @@ EXITS = {
     "subclass": Exit("subclass", each(subclass)),
     **{f"subclass_of_{name}": Exit("subclass", each(subclass, name)) for name in "qkv"},
     # The op of a traced graph decides when it runs.
-    "sizes_of_data": Exit("depend on data", only_traced(None), took=TRACED),
-    "three_dims_of_data": Exit(DIMS, lambda tensors: [t[0] for t in only_traced(None)(tensors)]),
+    "sizes_of_data": Exit(DATA, only_traced(None), took=TRACED),
+    "three_dims_of_data": Exit(DATA if ADDS_BATCH_DIM else DIMS,
+                               lambda tensors: [t[0] for t in only_traced(None)(tensors)],
+                               took=TRACED if ADDS_BATCH_DIM else STOCK),
     "one_head_of_keys": Exit("", each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
     "some_heads_of_keys": Exit(SHAPES, each(lambda t: t[:, :2], "kv"), raises="must match the size"),
     "one_head_of_values": Exit(SHAPES, each(lambda t: t[:, :1], "v")),

@@ -1,0 +1,158 @@
+"""Calls of three dims: from torch 2.14 on the router gets them with a batch dim, and explain() says what it does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from standin import Road, road_to
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend
+
+import torch_flashplug
+from torch_flashplug import native, problem, sdpa_backend
+from torch_flashplug.api import DEVICES, Plan
+
+MASKS = {"none": None, "keys": (96,), "scores": (128, 96), "heads": (4, 128, 96), "one": (1, 128, 96),
+         "four_dims": (1, 4, 128, 96), "two_batches": (2, 4, 128, 96)}  # fmt: skip
+BATCHES = {"all": "qkv", "key_and_value": "kv", "query": "q", "value": "v"}  # which operands have four dims
+
+
+def operands(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, rows, 64, generator=generator).to(dtype) for rows in (128, 96, 96)]
+
+
+def mask_of(name: str, dtype: torch.dtype) -> Tensor | None:
+    sizes = MASKS[name]
+    return None if sizes is None else torch.ones(sizes, dtype=dtype)
+
+
+def agrees_with_router(road: Road, *call: Tensor | None, **settings: bool | float) -> Plan:
+    """Run a call, and check that explain() tells whose it was."""
+    plan = torch_flashplug.explain(*call, **settings, device="h100")
+    road.took()
+    with contextlib.suppress(RuntimeError):  # of a mask that does not fit
+        F.scaled_dot_product_attention(*call, **settings)
+    took = road.took()
+
+    assert plan.backend == ("fa3" if took.get("ours_fwd") else "stock"), (plan, took)
+    return plan
+
+
+# ---- on the torch that is installed ----
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa3"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_explain_agrees_with_the_router_on_masks(mask: str, dtype: torch.dtype, backend: str) -> None:
+    with road_to("cpu") as road, sdpa_backend(backend):
+        plan = agrees_with_router(road, *operands(), mask_of(mask, dtype))
+
+    served = problem.adds_batch_dim() and mask != "two_batches"
+    assert plan.backend == ("fa3" if served else "stock")
+
+
+@pytest.mark.parametrize("with_batch", BATCHES.values(), ids=BATCHES)
+def test_explain_agrees_with_the_router_where_dims_differ(with_batch: str) -> None:
+    with road_to("cpu") as road:
+        tensors = [x[None] if name in with_batch else x for name, x in zip("qkv", operands())]
+        plan = agrees_with_router(road, *tensors)
+
+    assert plan.backend == ("fa3" if with_batch == "qkv" else "stock")
+
+
+# ---- whichever torch is installed ----
+
+CALLS: dict[str, Callable[[], tuple[list[Tensor], dict[str, object]]]] = {
+    "plain": lambda: (operands(), {}),
+    "causal": lambda: (operands(), {"is_causal": True}),
+    "grouped": lambda: ([x[:heads] for x, heads in zip(operands(), (4, 2, 2))], {"enable_gqa": True}),
+    "gradients": lambda: ([x.requires_grad_() for x in operands()], {}),
+    "mask": lambda: ([*operands(), mask_of("heads", torch.bool)], {}),
+    "bias": lambda: ([*operands(), mask_of("scores", torch.bfloat16)], {}),
+    "fp32": lambda: (operands(torch.float32), {}),
+}
+
+
+@pytest.fixture
+def adds_batch_dim(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Make explain() believe that this torch adds a batch dim, or that it does not."""
+    return lambda answer: monkeypatch.setattr(problem, "adds_batch_dim", lambda: answer)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa3"])
+@pytest.mark.parametrize("name", CALLS)
+def test_three_dims_have_the_plan_of_a_batch_of_one_where_torch_adds_it(
+    name: str, backend: str, adds_batch_dim: Callable[[bool], None]
+) -> None:
+    tensors, settings = CALLS[name]()
+    adds_batch_dim(True)
+    with road_to("cpu"), sdpa_backend(backend):
+        plan = torch_flashplug.explain(*tensors, **settings, device="h100")
+        of_four = torch_flashplug.explain(*(x[None] for x in tensors[:3]), *tensors[3:], **settings, device="h100")
+
+    assert "q [4, 128, 64]" in plan.call  # as it was given
+    shown = plan.mask.replace("[1, 1, 128, 96]", "[128, 96]")
+    assert replace(plan, call="", mask=shown) == replace(of_four, call="")
+    assert plan.backend == ("stock" if name == "fp32" else "fa3")
+    assert bool(plan.error) == (name == "fp32" and backend == "fa3")  # a forced backend raises
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_three_dims_are_stocks_where_torch_adds_no_batch(name: str, adds_batch_dim: Callable[[bool], None]) -> None:
+    tensors, settings = CALLS[name]()
+    adds_batch_dim(False)
+    with road_to("cpu"):
+        plan = torch_flashplug.explain(*tensors, **settings, device="h100")
+
+    assert plan.backend == "stock" and not plan.error
+    assert all("need 4 dims" in why for why in plan.reasons.values())
+
+
+def test_three_dims_are_stocks_under_plan_b_which_comes_before_the_batch(
+    adds_batch_dim: Callable[[bool], None],
+) -> None:
+    adds_batch_dim(True)
+    with road_to("cpu", "plan_b") as road:
+        plan = agrees_with_router(road, *operands())
+
+    assert plan.backend == "stock" and "need 4 dims" in plan.reasons["fa3"]
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_explain_asks_stock_about_the_dims_that_torch_would_ask_about(
+    answer: bool, adds_batch_dim: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Size] = []
+
+    def choose(*tensors: Tensor | None, **_: object) -> int:
+        asked.extend(x.shape for x in tensors if isinstance(x, Tensor))
+        return SDPBackend.CUDNN_ATTENTION.value
+
+    adds_batch_dim(answer)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with road_to("cpu"), FakeTensorMode() as mode:
+        monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+        native.set_facts_override(DEVICES["a100"])  # auto takes nothing there
+        given = (x.to("meta") for x in (*operands(), torch.ones(128, 96, dtype=torch.bool)))
+        plan = torch_flashplug.explain(*(FakeTensor(mode, x, torch.device("cuda:0")) for x in given))
+
+    sizes = [(4, 128, 64), (4, 96, 64), (4, 96, 64)]
+    assert asked == ([(1, *size) for size in sizes] + [(1, 1, 128, 96)] if answer else [*sizes, (128, 96)])
+    assert plan.backend == "stock" and plan.stock_choice == "CUDNN_ATTENTION"
+
+
+@pytest.mark.parametrize(
+    ("version", "answer"), [("2.11.0", False), ("2.13.0+cpu", False), ("2.14.1", True), ("2.15.0+cu132", True)]
+)
+def test_torch_adds_a_batch_dim_since_2_14(version: str, answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+
+    assert problem.adds_batch_dim() is answer
