@@ -254,7 +254,8 @@ def explain(
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Calls on other devices never come to the hook: nothing is forced there.
-    mode = native.effective_mode() if device is not None or query.is_cuda else 0
+    wanted = native.effective_mode()
+    mode = wanted if device is not None or query.is_cuda else 0
     known = device is None and query.is_cuda and torch.backends.cuda.is_built()
     known = known and not problem.decides_itself(query, key, value)
     if known and problem.has_no_elements(query, key, value):  # stock's choice may end the process
@@ -281,7 +282,7 @@ def explain(
     if outside is problem.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
         outside = several.why_not(query, key, value, attn_mask, dropout_p)
     if outside is not None:
-        left = "; a forced backend leaves such calls to stock" if native.forced_kernels(mode) else ""
+        left = "; a forced backend leaves such calls to stock" if native.forced_kernels(wanted) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
         stocks = right if mended else _name(choice)
@@ -290,6 +291,7 @@ def explain(
     described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
     made = native.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
+    fields["reasons"] |= _ignored(wanted, fields["reasons"], query) if mode != wanted else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
         few = made["kernel"].startswith("decode")
         fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
@@ -303,6 +305,12 @@ def explain(
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what decides about a call's query, key, value and mask: Plan B stands ahead of torch's change of dims."""
     return tensors if composite.installed() else problem.as_router_gets(*tensors)
+
+
+def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
+    """Return the reason of the backend that a mode names in vain, since the tensors lie on no GPU."""
+    why = f"; a forced backend changes nothing for tensors on {query.device.type}"
+    return {name: said + why for name, said in reasons.items() if name == native.backend_of(mode)}
 
 
 def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:

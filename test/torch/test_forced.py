@@ -232,3 +232,16 @@ def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
             any_road.took()
             F.scaled_dot_product_attention(*args, **kwargs)
             assert any_road.took().get("ours_fwd", 0) == taken, (name, taken)
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa2", "math"])
+def test_explain_says_that_nothing_is_forced_for_tensors_outside_a_gpu(name: str) -> None:
+    query = torch.ones(2, 4, 128, 64, dtype=torch.bfloat16)
+    unasked = torch_flashplug.explain(query, query, query)
+    with sdpa_backend(name):
+        plan = torch_flashplug.explain(query, query, query)
+        F.scaled_dot_product_attention(query, query, query)  # raises nothing
+
+    ignored = "; a forced backend changes nothing for tensors on cpu"
+    assert plan.backend == "stock" and not plan.error
+    assert plan.reasons == unasked.reasons | {name: unasked.reasons[name] + ignored}
