@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,21 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(sys.executable).parent  # of the development set
 
 
-def test_configuring_names_the_packages_that_are_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("present", "said"),
+    [((), "torch and apache-tvm-ffi"), (("torch",), "apache-tvm-ffi"), (("tvm_ffi",), "torch")],
+    ids=["none", "torch", "tvm_ffi"],
+)
+def test_configuring_names_the_packages_that_are_missing(tmp_path: Path, present: tuple[str, ...], said: str) -> None:
     cmake = shutil.which("cmake", path=TOOLS) or shutil.which("cmake")
     if cmake is None:
         pytest.skip("cmake is not installed")
+    for name in present:
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").touch()
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # it sees no installed package
+    # It sees no package but these.
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "packages"}" exec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
 
     done = subprocess.run(
@@ -26,12 +36,21 @@ def test_configuring_names_the_packages_that_are_missing(tmp_path: Path) -> None
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
-    said = " ".join(done.stderr.split())
+    error = " ".join(done.stderr.split())
     assert done.returncode != 0
-    assert "torch_flashplug: torch and apache-tvm-ffi must be installed" in said
-    assert "AttributeError" not in said
+    assert f"torch_flashplug: {said} must be installed" in error
+    assert "Traceback" not in error
 
 
 def test_the_package_installs_beside_programs_that_pin_tvm_ffi() -> None:
     """vLLM and SGLang pin 0.1.11, which kernels of today's packs ran under on an H100."""
     assert '"apache-tvm-ffi>=0.1.11"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_readme_names_every_package_that_running_takes() -> None:
+    (listed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    wanted = re.findall(r'"([\w-]+)(?:>=([\d.]+))?"', listed)
+    (told,) = re.findall(r"Running them takes (.*?)\.\s\s", (ROOT / "README.md").read_text(), re.S)
+    assert len(wanted) == len(listed.split(","))
+    assert not [name for name, _ in wanted if name not in told]
+    assert f"apache-tvm-ffi ({dict(wanted)['apache-tvm-ffi']} or later)" in " ".join(told.split())

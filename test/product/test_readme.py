@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_flashplug import choices
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 WORDS, COLUMNS = 900, 120
@@ -34,6 +36,11 @@ def test_readme_is_short():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_are_within_their_width(page):
     assert not [line for line in page.read_text().splitlines() if len(line) > COLUMNS]
+
+
+def test_readme_says_from_which_ratio_on_auto_takes_calls():
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert f"measured at {choices.SERVE_RATIO} x stock torch's speed or more" in told
 
 
 def test_one_range_of_torch_is_claimed():
@@ -127,3 +134,9 @@ def test_every_command_is_one_we_know():
 def test_python_example_runs(code):
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_calls_that_support_page_explains_on_a_hopper_gpu_are_ours():
+    lines = [line for line in COMMANDS if "explain --device h" in line]
+    plans = [run(sys.executable, *shlex.split(line)[1:]).stdout for line in lines]
+    assert lines and not [plan for plan in plans if not re.search(r"^backend +fa[23]$", plan, re.M)]
