@@ -185,12 +185,14 @@ Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& qu
 // What a kernel writes a bias's gradient to: four dims, of one where the bias has one. As long as the bias's layout is
 // no more than rows on units, that is its own.
 Owned new_bias_gradient(AtenTensorHandle bias);
-// How many planes of the gradient's rows and keys a kernel writes, along batch and heads. Where the bias is broadcast
-// to many batches or heads and has few tiles, each CTA sums a range of them into a plane of its own. The planes are
-// then added up in one order, so the result repeats bit for bit.
+// The gradient of a bias as a kernel writes it: planes of (rows, keys) along batch and heads. Where the bias is
+// broadcast to many batches or heads and has few tiles, each CTA sums a range of them into a plane of its own. The
+// planes are then added up in one order, so the result repeats bit for bit.
 struct Planes {
-  int64_t batches, heads;
+  int64_t batches, heads, rows, keys;
+  bool operator==(const Planes&) const = default;
 };
+Planes planes_of(AtenTensorHandle gradient);
 Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count);
 Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes);
 void sum_bias_planes(Owned planes, AtenTensorHandle gradient);

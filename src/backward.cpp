@@ -114,9 +114,8 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
   const ForwardCall& forward = call.forward;
   const Owned rows = new_rows(p, row, query);
   Owned gradient = new_bias_gradient(forward.mask);
-  const Shape like = shape_of(gradient.get());
   const Planes planes = gradient_planes(gradient.get(), p, row, sm_count);
-  const bool is_split = planes.batches != like.size[0] || planes.heads != like.size[1];
+  const bool is_split = planes != planes_of(gradient.get());
   Owned written = is_split ? new_bias_planes(gradient.get(), planes) : Owned::share(gradient.get());
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
@@ -131,6 +130,61 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
   launch(kernel, arguments);
   if (is_split) sum_bias_planes(std::move(written), gradient.get());
   return laid_out_as_bias(std::move(gradient), forward.mask);
+}
+
+// Into how many ranges the batch is split for kernels of one tile, whose CTAs have one head and one range: as many as
+// are done first, and of these the fewest, which leave the fewest planes of a bias's gradient to be added up.
+int64_t batch_ranges(const Problem& p, int sm_count) {
+  constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
+  const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
+  const auto turns = [&](int64_t ranges) { return ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges); };
+  int64_t best = 1;
+  for (int64_t ranges = 2; ranges <= p.B && p.Hq * ranges <= kMostWaves * at_once; ++ranges) {
+    if (turns(ranges) < turns(best)) best = ranges;
+  }
+  return ceil_div(p.B, ceil_div(p.B, best));  // none without work
+}
+
+// Whether a bias has a number of its own for every query and every key.
+bool has_whole_planes(AtenTensorHandle bias, const Problem& p) {
+  int64_t size[4], stride[4];
+  return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
+}
+
+// Every gradient of sequences that fit into one tile, that of a bias among them where it is wanted.
+void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
+                        const TensorClass& query, const Given& given, bool with_bias, int sm_count,
+                        BackwardResult* result) {
+  const ForwardCall& forward = call.forward;
+  const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
+  for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i], row.elementwise);
+  Arguments arguments(row, p, query.device_index);
+  given.to(&arguments);
+  arguments.tensor("dq", result->grads[0].get(), true);
+  arguments.tensor("dk", result->grads[1].get(), true);
+  arguments.tensor("dv", result->grads[2].get(), true);
+  const int64_t ranges = batch_ranges(p, sm_count);
+  arguments.integer("ranges", ranges);
+  const Owned bias = give_bias(forward, p, query, row, &arguments);
+  Owned gradient, planes;
+  bool is_split = false;
+  if (with_bias) {
+    gradient = new_bias_gradient(forward.mask);
+    const Planes wanted = planes_of(gradient.get());
+    const Planes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
+    is_split = written != wanted;
+    planes = is_split ? new_bias_planes(gradient.get(), written) : Owned::share(gradient.get());
+  } else if (bias.get() != nullptr) {
+    const Planes none{0, p.Hq, p.Sq, p.Sk};
+    planes = new_bias_planes(bias.get(), none);
+  }
+  if (planes.get() != nullptr)
+    arguments.tensor(arguments.takes("dbias32") ? Slot("dbias32") : Slot("dbias"), planes.get(), with_bias);
+  launch(kernel, arguments);
+  give_sign(result->grads[0].get(), p);
+  for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+  if (is_split) sum_bias_planes(std::move(planes), gradient.get());
+  if (with_bias) result->grads[3] = laid_out_as_bias(std::move(gradient), forward.mask);
 }
 
 }  // namespace
@@ -148,7 +202,9 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   if (!plan.ours()) return false;
   const int some = std::max(plan.kernel_row, plan.bias_row);
   if (some < 0) return true;  // nothing is wanted
-  const int planned[2] = {plan.kernel_row, plan.bias_row};
+  const bool in_tiles = plan.kernel_row >= 0 && tables().kernels[plan.kernel_row].kind == kTileBwd;
+  const bool bias_in_tiles = in_tiles && plan.bias_row >= 0 && has_whole_planes(call.forward.mask, p);
+  const int planned[2] = {plan.kernel_row, bias_in_tiles ? -1 : plan.bias_row};
   Kernel* kernels[2] = {};
   for (int i = 0; i < 2; ++i) {
     if (planned[i] < 0) continue;
@@ -160,7 +216,9 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
   const Given given(call, p, tables().kernels[some]);
   Owned bias;
-  if (kernels[0] != nullptr)
+  if (in_tiles)
+    gradients_of_tiles(*kernels[0], row(0), call, p, query, given, bias_in_tiles, device.sm_count, result);
+  else if (kernels[0] != nullptr)
     bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
   if (kernels[1] != nullptr)
     result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias), device.sm_count);

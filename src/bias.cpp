@@ -77,12 +77,17 @@ Owned new_bias_gradient(AtenTensorHandle bias) {
   return view(room.get(), 4, like.size, stride);
 }
 
+Planes planes_of(AtenTensorHandle gradient) {
+  const Shape shape = shape_of(gradient);
+  return Planes{shape.size[0], shape.size[1], shape.size[2], shape.size[3]};
+}
+
 Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count) {
   const Shape like = shape_of(gradient);
   const auto blocks = [](int64_t wide, int64_t length, int64_t tile) { return wide > 1 ? ceil_div(length, tile) : 1; };
   const int64_t tiles =
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
-  Planes planes{like.size[0], like.size[1]};
+  Planes planes = planes_of(gradient);
   int64_t wanted = std::max(sm_count, 1) / tiles;  // so many planes for each of the gradient's keep all SMs busy
   const auto share = [&wanted](int64_t* number, int64_t all) {
     if (*number != 1 || wanted < 2) return;
@@ -95,12 +100,11 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
 }
 
 Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
-  const Shape like = shape_of(gradient);
-  const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(like.size[3], unit) * unit;
-  const int64_t padded[4] = {planes.batches, planes.heads, like.size[2], pitch};
+  const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(planes.keys, unit) * unit;
+  const int64_t padded[4] = {planes.batches, planes.heads, planes.rows, pitch};
   int64_t stride[4];
   pack_strides(padded, stride);
-  const int64_t size[4] = {planes.batches, planes.heads, like.size[2], like.size[3]};
+  const int64_t size[4] = {planes.batches, planes.heads, planes.rows, planes.keys};
   return view(new_like(gradient, 4, padded, stride, nullptr).get(), 4, size, stride);
 }
 

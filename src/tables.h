@@ -27,9 +27,9 @@ inline bool runs_on(const FamilyRow& family, int cc) {
 }
 constexpr int kMostFamilies = 4;
 
-enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias };  // KINDS of spec.py
-constexpr int kNumKinds = 6;
-constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias"};
+enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd };  // KINDS of spec.py
+constexpr int kNumKinds = 7;
+constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd"};
 
 // Of a kernel.
 struct Features {
@@ -109,11 +109,28 @@ enum CallFact : int64_t {  // FACTS of rescues.py
   kAllDropped = 4096,
   kBeyondGrid = 8192,  // more than 65535 batches or query heads
   kGradients = 16384,
+  kHalfKeyBlock = 32768,  // Sk is 64 more than a multiple of 128
 };
 
-constexpr const char* kCallFactNames[] = {"odd_base", "odd_ones", "broadcast_query", "mixed_dims",  "whole_dims",
-                                          "one_row",  "one_key",  "unusual_scale",   "rows",        "mask",
-                                          "bias",     "bias32",   "all_dropped",     "beyond_grid", "gradients"};
+constexpr const char* kCallFactNames[] = {"odd_base",      "odd_ones", "broadcast_query", "mixed_dims",  "whole_dims",
+                                          "one_row",       "one_key",  "unusual_scale",   "rows",        "mask",
+                                          "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
+                                          "half_key_block"};
+
+// What a kernel of torch's varlen_attn would do, and whether auto takes such a call (VARLEN_ROWS of choices.py).
+enum VarlenKernel : int32_t { kVarlenFlash, kVarlenCudnn };
+constexpr const char* kVarlenKernelNames[] = {"flash", "cudnn"};
+constexpr const char* kVarlenKernelSaid[] = {"flash attention", "cuDNN"};
+enum VarlenFact : int64_t { kMisaligned = 1, kUnusualVarlenScale = 2 };  // VARLEN_FACTS there
+constexpr const char* kVarlenFactBits[] = {"misaligned", "unusual_scale"};
+struct VarlenRow {
+  const char* measured;  // date, machine, suite; of a fault the evidence
+  const char* wrong;     // what stock would do that is wrong; empty: it is right, and the ratio counts
+  int64_t facts;         // that all have to hold
+  int32_t stock;         // the kernel that torch would run
+  int32_t cc;            // compute capability of the GPU
+  int32_t serve;
+};
 
 // Words for a feature, in the order of their bits (features.py).
 struct FeatureRow {
@@ -127,7 +144,7 @@ constexpr const char* kSlotNames[] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
     "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
-    "sinks",   "dlse",     "cu_q",       "cu_k",  "used_k",  "lists",    "pages"};
+    "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
 constexpr int kNumSlots = std::size(kSlotNames);
 // One of them. A name that is not there does not compile.
 class Slot {
@@ -211,6 +228,7 @@ struct Tables {
   std::vector<KernelRow> kernels;
   std::vector<ChoiceRow> choices;
   std::vector<RescueRow> rescues;
+  std::vector<VarlenRow> varlen;
   std::vector<FeatureRow> features;
   Signature signatures[kNumKinds];
   GateRow gate = {};

@@ -144,7 +144,7 @@ def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
     """Pushes the rows of that kernel, and of others that are not of its kind."""
 
     def push(spec: KernelSpec) -> None:
-        rivals = {"bwd", "detbwd", "partbwd"} if spec.is_backward else {"fwd"}
+        rivals = {"bwd", "detbwd", "partbwd", "tilebwd"} if spec.is_backward else {"fwd"}
         _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
 
     yield push

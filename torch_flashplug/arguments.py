@@ -146,8 +146,20 @@ DBIAS = (
     *_BIAS_GRADIENT,
     *_DROPOUT,
 )
+TILE_BACKWARD = (
+    *_OPERANDS,
+    *_GIVEN[1:],
+    _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op"),
+    _tensor("dk", 4, "key", "(B, Hq, Sk, D), likewise"),
+    _tensor("dv", 4, "value", "(B, Hq, Sk, Dv), likewise"),
+    *_SCALES,
+    _number("ranges", "int32", "of the batch: a CTA has one head and one of them"),
+    *_BIAS,
+    *_BIAS_GRADIENT,
+)
 # Which of them a kind of kernel (spec.KINDS) takes.
 OF_KIND = {
     **{"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD},
     "dbias": DBIAS,
+    "tilebwd": TILE_BACKWARD,
 }

@@ -228,6 +228,8 @@ KERNEL_ROWS = (
     KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + RAGGED, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, MASK + BIASES + DROPPED + MASK_DROPPED, 64, 64, 2),
+    KernelRow("tilebwd", 90, 32, 32, BIASES, 64, 64, 2),
+    KernelRow("tilebwd", 90, 64, 64, BIASES, 64, 64, 2),
     KernelRow("dbias", 90, 64, 64, BIAS, 128, 128, 4),
     KernelRow("dbias", 90, 64, 64, BIASES_DROPPED, 128, 64, 4),
     KernelRow("dbias", 90, 64, 64, BIAS32, 128, 64, 4),

@@ -118,13 +118,14 @@ class Combination:
 
 _GRADIENTS = {90: ("bwd", "detbwd", "partbwd"), 80: ("bwd", "detbwd")}
 _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
+_BIASED = ("fwd", "bwd", "partbwd", "tilebwd", "dbias")
 # Anything else is a reason why not, never a kernel.
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
     Combination(frozenset({"mask"}), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
-    Combination(frozenset({"bias"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias"), 80: ("fwd", "bwd", "decode")}),
-    Combination(frozenset({"bias32"}), {90: ("fwd", "bwd", "partbwd", "decode", "dbias"), 80: ("fwd",)}),
+    Combination(frozenset({"bias"}), {90: (*_BIASED, "decode"), 80: ("fwd", "bwd", "decode")}),
+    Combination(frozenset({"bias32"}), {90: (*_BIASED, "decode"), 80: ("fwd",)}),
     Combination(frozenset({"dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     Combination(frozenset({"causal", "dropout"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     Combination(frozenset({"bias", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias"), 80: ("fwd", "bwd")}),

@@ -14,8 +14,9 @@ from .elements import DTYPES, ELEMENTS
 
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
-# dbias: the gradient of a bias, summed where it is broadcast, beside any of the backwards or alone.
-KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias")
+# dbias: the gradient of a bias, summed where it is broadcast, beside any of the backwards or alone. tilebwd: all
+# gradients of sequences that fit into one tile, that of a bias among them.
+KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd")
 MASKS = tuple(features.TAGS)
 
 WARP, WARPGROUP = 32, 128  # threads
@@ -30,6 +31,7 @@ PEERS_AT_ONCE = 4  # of a cluster, whose results a decode reads at the same time
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
 PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
+TILE_BACKWARD = (64, 64)  # of a backward of one tile: queries and keys of a sequence, at most
 BIAS_TILES = ((128, 64), (128, 128))  # of the gradient of a bias
 LISTED, SHARE = 128, 64  # block-sparse calls: queries and keys of a listed block; keys that turns are counted by
 TALL = 192  # queries of one in the lists of a mask's digest for tiles that no block of LISTED holds
@@ -124,6 +126,11 @@ class KernelSpec:
         return self.kind == "partbwd"
 
     @property
+    def of_one_tile(self) -> bool:
+        """A backward of sequences that fit into one tile."""
+        return self.kind == "tilebwd"
+
+    @property
     def in_order(self) -> bool:
         """A backward in which all key blocks that add to a query do so in the same order in every run."""
         return self.kind == "detbwd"
@@ -206,7 +213,9 @@ class HopperSpec(KernelSpec):
     @property
     def warpgroups(self) -> int:
         """Consumers: each owns 64 of the CTA's rows, or half of the columns."""
-        return BACKWARD_WARPGROUPS if self.is_backward else self.tile_m // ROWS_PER_WARPGROUP
+        if self.is_backward and not self.of_one_tile:
+            return BACKWARD_WARPGROUPS
+        return self.tile_m // ROWS_PER_WARPGROUP
 
     @property
     def threads(self) -> int:
@@ -238,12 +247,12 @@ class HopperSpec(KernelSpec):
 
     @property
     def ctas_per_sm(self) -> int:
-        return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + self.shares_sm
+        return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + (self.shares_sm or self.of_one_tile)
 
     @property
     def register_split(self) -> tuple[int, int]:
         """Of a thread of the producer's warpgroup, and of a consumer's."""
-        return SPLIT_OF_TWO if self.shares_sm else REGISTER_SPLIT[self.warpgroups]
+        return SPLIT_OF_TWO if self.shares_sm or self.of_one_tile else REGISTER_SPLIT[self.warpgroups]
 
     def _q_slot_bytes(self) -> int:
         q, o = self.row_bytes("q"), self.row_bytes("o")
@@ -269,6 +278,8 @@ class HopperSpec(KernelSpec):
         if self.kind == "dbias":
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
             return pairs + self._stage_bytes(self.tile_m, self.tile_n) + 2 * BARRIER_BYTES
+        if self.of_one_tile:
+            return self._tile_bytes()
         if self.in_parts:
             return max(self._dq_bytes(self.dq_stages_v, self.dq_has_room), self._dkdv_bytes() + BARRIER_BYTES)
         if self.is_backward:
@@ -276,6 +287,13 @@ class HopperSpec(KernelSpec):
         q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
         held = self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + self._out_bytes()
         return q_bytes + held + BARRIER_BYTES
+
+    def _tile_bytes(self) -> int:
+        """tilebwd: stages of Q, K, V and dO, P and dS, dQ on its way to global memory, what stages hold, barriers."""
+        stage = 2 * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("v"))
+        weights = 2 * self.tile_m * self.tile_n * self.bytes_of("q")
+        held = self.tile_m * self.row_bytes("q") + self._stage_bytes(self.tile_m, self.tile_n)
+        return self.stages * stage + weights + held + BARRIER_BYTES
 
     @property
     def dq_writer_units(self) -> int:
@@ -319,6 +337,8 @@ class HopperSpec(KernelSpec):
         """
         if self.kind == "dbias":
             return 3 * self.tile_n // 2
+        if self.of_one_tile:
+            return self.tile_n // 2 + max(self.tile_n, 3 * self.d // 2) + self.tile_n // 4
         if self.in_parts:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
@@ -332,7 +352,8 @@ class HopperSpec(KernelSpec):
         return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
     def illegal_shape(self) -> str | None:
-        tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,)}.get(self.kind, (BACKWARD_TILE,))
+        tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,), "tilebwd": (TILE_BACKWARD,)}
+        tiles = tiles.get(self.kind, (BACKWARD_TILE,))
         if self.elementwise:
             return "TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
@@ -345,10 +366,13 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
             return f"head dim {self.d}, tile_n={self.tile_n}; products in 8 bits have multiples of {EIGHT_BIT_DEPTH}"
-        if self.is_backward and not self.in_parts and (self.d % 64 or self.dv % 64):
+        whole = self.in_parts or self.of_one_tile
+        if self.is_backward and not whole and (self.d % 64 or self.dv % 64):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
+        if self.of_one_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):
+            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; use one multiple of 32 for both, and 2"
         if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal ones, and 2 or more"
         if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:

@@ -18,11 +18,22 @@ bool has_much_scratch(const Problem& p, const KernelRow& row) {
   return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
 }
 
+// A kernel for sequences that fit into one of its tiles, which gives every gradient at once; -1 where there is none.
+int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  if (wanted != kWantAll || p.by_kind || p.group() != 1) return -1;
+  const int found = find_kernel_row(p, kTileBwd, family, device, tables);
+  if (found < 0) return -1;
+  const KernelRow& row = tables.kernels[found];
+  return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? found : -1;
+}
+
 // In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
 // bits) or more memory than the call itself, where parts were measured to be faster, and where one part is enough: dQ
 // alone is three of seven products, dK and dV are four, but narrow ones lose more by their halves of the columns. Parts
 // add up in one order, too.
 int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  const int tile = find_tile_row(p, device, tables, family, wanted);
+  if (tile >= 0) return tile;
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
   if (parts >= 0 && p.by_kind) return parts;
   if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;

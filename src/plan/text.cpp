@@ -258,7 +258,8 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
   const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
-  if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 ? "" : " and " + name(plan.bias_row));
+  const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
+  if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 || in_tiles ? "" : " and " + name(plan.bias_row));
   return std::string(efficient_takes(p) ? "stock's efficient" : "math's") +
          " backward; ours: " + reason_text(plan.why, p, device, tables);
 }

@@ -109,9 +109,10 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/parts/causal.py", lambda spec: "causal" in spec.features),
         ("kernels/parts/arguments/forward.py", lambda spec: spec.kind == "fwd"),
         ("kernels/parts/arguments/decode.py", lambda spec: spec.is_decode),
-        ("kernels/parts/arguments/backward.py", lambda spec: spec.is_backward and spec.kind != "dbias"),
+        ("kernels/parts/arguments/backward.py", lambda spec: spec.kind in {"bwd", "detbwd", "partbwd"}),
         ("kernels/parts/arguments/dbias.py", lambda spec: spec.kind == "dbias"),
-        ("kernels/parts/summed.py", lambda spec: spec.kind == "dbias"),
+        ("kernels/parts/arguments/tilebwd.py", lambda spec: spec.kind == "tilebwd"),
+        ("kernels/parts/summed.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
         ("spec.py", lambda spec: True),
         ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
         ("arguments.py", lambda spec: False),  # likewise

@@ -161,6 +161,11 @@ def bias_products(spec: KernelSpec) -> tuple[int, int]:
     return spec.d // 16 + spec.dv // 16, 5
 
 
+def tile_products(spec: KernelSpec) -> tuple[int, int]:
+    """Scores and dP, and the sums dV, dK and dQ, in the one loop body."""
+    return 2 * (spec.d // 16) + 2 * (spec.tile_m // 16) + spec.tile_n // 16, 5
+
+
 PRODUCTS = {
     "fwd": forward_products,
     "bwd": backward_products,
@@ -168,6 +173,7 @@ PRODUCTS = {
     "partbwd": part_products,
     "decode": decode_products,
     "dbias": bias_products,
+    "tilebwd": tile_products,
 }
 QUANTISING = 256  # threads of a CTA that makes operands in 8 bits (kernels/parts/quantise.py)
 
@@ -265,6 +271,8 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
         ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
         ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
+        ({"kind": "tilebwd", "mask": "bias", "tile_m": 64}, "a tilebwd has (64, 64)"),
+        ({"kind": "tilebwd", "mask": "bias", "tile_m": 64, "tile_n": 64, "dv": 64}, "use one multiple of 32 for both"),
         ({"kind": "dbias"}, "features full; a dbias of sm_90 has bias or bias32"),
         ({"kind": "dbias", "mask": "bias", "tile_m": 64}, "a dbias has (128, 64) or (128, 128)"),
         ({"kind": "dbias", "mask": "bias", "dv": 64}, "(128, 64), stages=2; a dbias has equal ones"),

@@ -15,6 +15,7 @@ BUILDERS = {
     ("bwd", 90): ("bwd_sm90", "BackwardSm90"),
     ("detbwd", 90): ("bwd_sm90", "BackwardSm90"),
     ("partbwd", 90): ("partbwd_sm90", "BackwardInPartsSm90"),
+    ("tilebwd", 90): ("tilebwd_sm90", "TileBackwardSm90"),
     ("dbias", 90): ("dbias_sm90", "BiasGradientSm90"),
     ("decode", 80): ("decode_sm80", "DecodeSm80"),
     ("decode", 90): ("decode_sm90", "DecodeSm90"),

@@ -28,7 +28,7 @@ from .parts.backward_rows import GivenRows, PrepareBackward, Rows, by_query, dif
 from .parts.pieces import Tile
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
-from .parts.summed import Block, Summed
+from .parts.summed import Block, Summed, write_pair
 from .parts.walk import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
@@ -294,20 +294,7 @@ class BiasGradientSm90(BiasGradientCall):
             for r in cutlass.range_constexpr(2):
                 if row + 8 * r < plane.shape[0]:
                     for c in cutlass.range_constexpr(0, cute.size(mine, mode=[1]), 2):
-                        self.write(plane, row + 8 * r, column + fragments.column_of(c), mine[r, c], mine[r, c + 1])
-
-    @cute.jit
-    def write(self, plane: cute.Tensor, row: Int32, column: Int32, low: Float32, high: Float32):
-        """Two on end; the second one may lie beyond the last."""
-        dtype = plane.element_type
-        pair = cute.make_rmem_tensor((2,), dtype)
-        pair[0], pair[1] = low.to(dtype), high.to(dtype)
-        if column + 1 < plane.shape[1]:
-            address = (plane.iterator + row * plane.stride[0] + column).toint()
-            there = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 4)
-            cute.autovec_copy(pair, cute.make_tensor(there, cute.make_layout(2)))
-        elif column < plane.shape[1]:
-            plane[row, column] = pair[0]
+                        write_pair(plane, row + 8 * r, column + fragments.column_of(c), mine[r, c], mine[r, c + 1])
 
     @cute.jit
     def add_rows(self, mine: cute.Tensor, columns: cute.Tensor):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,17 @@ def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -
     if not isinstance(by, int):
         around = around & (by > 0)
     return cutlass.select_(around, number // length * length, further), Int32(around)
+
+
+@cute.jit
+def write_pair(plane: cute.Tensor, row: Int32, column: Int32, low: Float32, high: Float32):
+    """Write two neighbours of a row of a gradient's plane (rows, keys), which may end before either of them."""
+    dtype = plane.element_type
+    pair = cute.make_rmem_tensor((2,), dtype)
+    pair[0], pair[1] = low.to(dtype), high.to(dtype)
+    if column + 1 < plane.shape[1]:
+        address = (plane.iterator + row * plane.stride[0] + column).toint()
+        there = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 4)
+        cute.autovec_copy(pair, cute.make_tensor(there, cute.make_layout(2)))
+    elif column < plane.shape[1]:
+        plane[row, column] = pair[0]

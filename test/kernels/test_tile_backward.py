@@ -1,0 +1,148 @@
+"""The backward of sequences that fit into one tile, through F.sdpa on a GPU or interpreted: every gradient against
+fp64, the same bits in every run, and which calls get these kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from splits import planned
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug import configs, native
+from torch_flashplug.spec import KernelSpec
+from torch_flashplug.testing import (
+    Case,
+    Masking,
+    assert_bitwise_equal,
+    assert_within_budget,
+    bias_grad_math,
+    make_inputs,
+    new_case,
+    oracle_grads,
+    plain_grads,
+)
+from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
+
+SEED = 20261127
+SPECS = configs.specs(90, "tilebwd")
+NAMES = ("dq", "dk", "dv")
+SIZES = ((49, 49), (64, 64), (1, 5), (17, 64), (64, 3), (33, 50))
+# Which of (B, Hq, Sq, Sk) a bias has. The last two have one number for all keys, or for all queries.
+FORMS = {"whole": "bhqk", "of_heads": "hqk", "of_batch": "bqk", "for_all": "qk", "rows": "bhq", "keys": "bk"}
+
+
+def drawn(case: Case, dims: str, dtype: torch.dtype, device: str) -> Tensor:
+    """Return a bias, of which some numbers hide a score, and which hides all keys of row 11."""
+    sizes = [size if dim in dims else 1 for dim, size in zip("bhqk", (case.B, case.Hq, case.Sq, case.Sk), strict=True)]
+    generator = torch.Generator().manual_seed(SEED)
+    bias = torch.randn(sizes, generator=generator) * 2
+    if "k" in dims:
+        bias[torch.rand(sizes, generator=generator) < 0.1] = -math.inf
+        bias[..., -1] = 0.5
+    if sizes[2] > 11:
+        bias[..., 11, :] = -math.inf
+    return bias.to(device, dtype)
+
+
+def gradients(case: Case, bias: Tensor, device: str, *, bias_grad: bool) -> list[Tensor]:
+    """Return dq, dk, dv and perhaps dbias of a forced call, twice the same bits."""
+    inputs = make_inputs(case, device, SEED)
+    leaves = [tensor.requires_grad_() for tensor in (*inputs, *((bias,) if bias_grad else ()))]
+    found = []
+    for _ in range(2):
+        native.counters(reset=True)
+        with torch_flashplug.sdpa_backend("fa3"):
+            out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, scale=case.scale)
+            found.append(torch.autograd.grad(out, leaves, inputs.grad_out))
+        assert native.counters()["ours_bwd"] == 1
+    for name, again, first in zip((*NAMES, "dbias"), found[1], found[0], strict=False):
+        assert_bitwise_equal(f"{case.name} {name}", again, first)
+    return list(found[0])
+
+
+def check(case: Case, dims: str, dtype: torch.dtype, device: str, *, bias_grad: bool = True) -> None:
+    bias = drawn(case, dims, dtype, device)
+    found = gradients(case, bias, device, bias_grad=bias_grad)
+    inputs, rule = make_inputs(case, device, SEED), Masking(bias=bias.detach())
+    exact, low = (of(case, inputs, rule) for of in (oracle_grads, plain_grads))
+    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
+    for name, got, right, yardstick in zip(NAMES, found, exact, low, strict=False):
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{case.name} {dims} {name}", got, right, yardstick, **budget, seed=SEED)
+    if not bias_grad:
+        return
+    right, yardstick = (
+        bias_grad_math(*inputs, inputs.grad_out, scale=case.scale, mask=rule, dtype=number)
+        for number in (torch.float64, case.torch_dtype)
+    )
+    budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled_bias_sums(inputs.v, inputs.grad_out, bias))}
+    assert_within_budget(f"{case.name} {dims} dbias", found[3], right, yardstick, **budget, seed=SEED)
+    assert found[3].stride() == torch.empty_like(bias).stride()
+
+
+def bias_dtype(spec: KernelSpec, case: Case) -> torch.dtype:
+    return torch.float32 if "bias32" in spec.features else case.torch_dtype
+
+
+@pytest.mark.parametrize("dims", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
+def test_biases(kernels_on: str, spec: KernelSpec, dims: str) -> None:
+    case = new_case(f"{spec.name()}", (5, 3, 3), (49, 49), (spec.d, spec.d), dtype=spec.dtype)
+    check(case, dims, bias_dtype(spec, case), kernels_on)
+
+
+@pytest.mark.parametrize("bias_grad", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
+def test_sizes(kernels_on: str, spec: KernelSpec, sizes: tuple[int, int], bias_grad: bool) -> None:
+    case = new_case(f"{spec.name()} {sizes}", (3, 2, 2), sizes, (spec.d, spec.d), dtype=spec.dtype)
+    check(case, "hqk", bias_dtype(spec, case), kernels_on, bias_grad=bias_grad)
+
+
+@pytest.mark.parametrize("d", [8, 24, 40, 56])
+def test_narrow_heads(kernels_on: str, d: int) -> None:
+    check(new_case(f"narrow {d}", (2, 2, 2), (49, 49), (d, d)), "hqk", torch.bfloat16, kernels_on)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_scales(kernels_on: str, scale: float) -> None:
+    check(new_case(f"scale {scale}", (2, 2, 2), (49, 49), (32, 32), scale=scale), "qk", torch.bfloat16, kernels_on)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads"), [(1000, 6), (4096, 3), (2, 700), (1, 2000)])
+@pytest.mark.parametrize("dims", ["hqk", "bqk"])
+def test_many_windows(batch: int, heads: int, dims: str) -> None:
+    """Ranges of the batch are long, or there are more heads than CTAs run at once."""
+    case = new_case(f"{batch} of {heads}", (batch, heads, heads), (49, 49), (32, 32), dtype="fp16")
+    check(case, dims, torch.float16, "cuda")
+
+
+FACTS = {"grad": 1, "bias": 1, "bias_grad": 1}
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "d", "facts", "gets"),
+    [
+        ((64, 3, 3), (49, 49), 32, FACTS, True),
+        ((64, 3, 3), (64, 64), 64, FACTS, True),
+        ((64, 3, 3), (65, 64), 64, FACTS, False),
+        ((64, 3, 3), (64, 65), 64, FACTS, False),
+        ((64, 4, 2), (49, 49), 32, FACTS, False),
+        ((64, 3, 3), (49, 49), 96, FACTS, False),
+        ((64, 3, 3), (49, 49), 32, {**FACTS, "by_kind": 1}, False),
+        ((64, 3, 3), (49, 49), 32, {**FACTS, "dropout": 1, "dropout_p": 0.1}, False),
+    ],
+)
+def test_which_calls_get_one(
+    heads: tuple[int, int, int], sizes: tuple[int, int], d: int, facts: dict[str, float], gets: bool
+) -> None:
+    case = new_case("planned", heads, sizes, (d, d))
+    gradients_by = planned(case, backend="fa3", **facts)["gradients"]
+    assert gradients_by.startswith("tilebwd_sm90_bf16_") == gets
+    assert "and dbias" not in gradients_by or not gets
