@@ -38,6 +38,8 @@ from .plans import LengthsPlan, check_is_plan
 from .sequences import check_pages, in_pages, on_end, some_of_each
 from .windowed import NO_PLAN, Window
 
+_F_SDPA = torch._C._nn.scaled_dot_product_attention  # the built-in one; context_parallel puts its own in its place
+
 
 def attention(  # noqa: PLR0913
     q: Tensor,
@@ -124,7 +126,9 @@ def attention(  # noqa: PLR0913
 
     Raises ValueError or TypeError for what it does not take.
     """
-    if str(getattr(F.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed."):
+    called = F.scaled_dot_product_attention
+    # Dynamo of torch 2.14 cannot trace a method of the built-in function's __module__.
+    if called is not _F_SDPA and str(getattr(called, "__module__", "")).startswith("torch.distributed."):
         raise RuntimeError(
             "attention: in context_parallel it sees the rows of one rank alone; call F.scaled_dot_product_attention"
         )
