@@ -17,6 +17,7 @@ from standin import Road, road_to
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import growing
 import program_models
 import program_table
 import programs
@@ -144,3 +145,21 @@ def test_times_taken_again_leave_no_old_ones(monkeypatch: pytest.MonkeyPatch) ->
     assert gpt2 == {"program": "gpt2", "scenario": "forward", "order": "stock_first", "error_ours": 0.01}
     assert again["errors_of"] == header and again["failed"] == told[1:]
     assert program_table.slower(again["rows"]) == ["bert forward: 1.100 (spread 0.010)"]
+
+
+def test_a_cache_that_is_planned_at_every_length_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed on a CPU, where a slow call is one that sleeps."""
+    cache = growing.Cache(32, 4, 2, 10)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    seen = []
+
+    def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        seen.append(k.size(2))
+        time.sleep(0.01)
+        return attend(q, k, v, **options)
+
+    assert growing.violations([{**dataclasses.asdict(cache), "ms": 0.29}]) == []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planned)
+    ms = growing.median_ms(cache, "cpu", tokens=3)
+    assert seen == list(range(11, 11 + growing.WARMUP + 3))
+    assert growing.violations([{**dataclasses.asdict(cache), "ms": ms}])[0].startswith("growing cache D 32, 4 heads")
