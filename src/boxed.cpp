@@ -40,7 +40,9 @@ constexpr Named kNames[] = {{"grad_out", Arg::kGradOut},
                             {"seqused_k", Arg::kUsedK},
                             {"alibi_slopes", Arg::kAlibi},
                             {"block_table", Arg::kPages},
-                            {"num_splits", Arg::kSplits}};
+                            {"num_splits", Arg::kSplits},
+                            {"enable_gqa", Arg::kGrouped},
+                            {"backend", Arg::kBackend}};
 
 template <typename T>
 T as(StableIValue value) {

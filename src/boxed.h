@@ -35,6 +35,8 @@ enum class Arg : int {
   kAlibi,
   kPages,
   kSplits,
+  kGrouped,
+  kBackend,
   kCount
 };
 

@@ -10,7 +10,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kMeasured = 90;  // compute capability
 constexpr int64_t kLargestDim = 256, kDimStep = 8;
 // A state of dropout that our forward leaves begins there in its storage, where stock's begins at 0. Compiled graphs
 // assert that it is aligned to 16 bytes.
@@ -151,10 +150,10 @@ bool kernels_take(const Boxed& given, int64_t dims) {
   return true;
 }
 
-bool is_measured(AtenTensorHandle query) {
+int compute_capability(AtenTensorHandle query) {
   int32_t index = 0;
   check_shim(aoti_torch_get_device_index(query, &index), "get_device_index");
-  return device_facts(index).cc == kMeasured;
+  return device_facts(index).cc;
 }
 
 bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result) {

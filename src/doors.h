@@ -20,8 +20,7 @@ struct DoorCall {
 // (dims 3) or not (4), no pages, no splits that somebody has asked for.
 bool kernels_take(const Boxed& given, int64_t dims);
 int64_t dims_of(AtenTensorHandle tensor);
-// The GPUs on which suites ragged and window found our kernels faster than stock's in every class, host time and all.
-bool is_measured(AtenTensorHandle query);
+int compute_capability(AtenTensorHandle query);
 
 // By kernels of ours; false: stock is to go on. A forced backend raises what is in the way.
 bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result);
@@ -47,6 +46,8 @@ Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, b
 void open_varlen(const char* dispatch_key);
 void close_varlen();
 void know_varlen(const char* op, const char* schema);  // of the running torch, once that module was imported
+void know_varlen_rule(int number);                     // VarlenRule of plan/varlen.h, likewise
+int varlen_rule();
 // Up-call: makes that known, and stock's bodies callable as torch_flashplug::_stock<op>.
 using PrepareCallback = void (*)();
 void set_prepare_callback(PrepareCallback callback);

@@ -15,6 +15,7 @@
 #include <mutex>
 
 #include "doors.h"
+#include "plan/varlen.h"
 
 namespace flashplug {
 
@@ -104,7 +105,7 @@ bool are_asked(const Boxed& given, Mode mode, const Window& window) {
   if (cu_q != cu_k || !kernels_take(given, cu_q ? 3 : 4) || (!cu_q && !hides_from_many(given, window))) return false;
   if (!cu_q && given.tensor(Arg::kUsedK) != nullptr) return false;
   if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fakes know no other
-  return mode.family() >= 0 || is_measured(given.tensor(Arg::kQuery));
+  return mode.family() >= 0 || flash_is_measured(compute_capability(given.tensor(Arg::kQuery)), tables());
 }
 
 bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
@@ -195,7 +196,7 @@ void open_flash(const char* dispatch_key) {
   library().reset();
   if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr || !(on_cpu || has_stock_on_end()))
     throw std::runtime_error("torch_flashplug: this torch's flash attention is not one that can be called from here");
-  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, __FILE__, __LINE__);
+  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
   made->impl(forward_op.name, &forward);
   made->impl(backward_op.name, &backward);
   if (into_op.schema.load() != nullptr && (on_cpu || has_stock_on_end_into())) made->impl(into_op.name, &forward_into);

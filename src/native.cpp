@@ -9,6 +9,7 @@
 #include "doors.h"
 #include "errors.h"
 #include "flashplug.h"
+#include "plan/varlen.h"
 #include "schemas.h"
 #include "state.h"
 #include "torch_symbols.h"
@@ -96,10 +97,20 @@ struct Names {
   constexpr Names(const char* list, const std::array<const char*, n>& names)
       : list(list), names(names.data()), count(n) {}
 };
-const Names kVocabulary[] = {
-    {"backends", kBackendNames},  {"features", kFeatureNames},    {"kinds", kKindNames},
-    {"operands", kOperandsNames}, {"call facts", kCallFactNames}, {"number types", kNumberTypeNames},
-    {"schemas", kSchemas},        {"exits", kExitNames},          {"reasons", kWhyNames}};
+const Names kVocabulary[] = {{"backends", kBackendNames},
+                             {"features", kFeatureNames},
+                             {"kinds", kKindNames},
+                             {"operands", kOperandsNames},
+                             {"call facts", kCallFactNames},
+                             {"number types", kNumberTypeNames},
+                             {"schemas", kSchemas},
+                             {"exits", kExitNames},
+                             {"reasons", kWhyNames},
+                             {"varlen rules", kVarlenRuleNames},
+                             {"varlen facts", kVarlenFactNames},
+                             {"varlen exits", kVarlenExitNames},
+                             {"varlen kernels", kVarlenKernelNames},
+                             {"varlen fact bits", kVarlenFactBits}};
 
 // Field order: FACTS_FIELDS of native.py.
 DeviceFacts facts_from(const int64_t* f) {
@@ -128,6 +139,15 @@ FLASHPLUG_EXPORT int flashplug_open_varlen(const char* dispatch_key) {
 FLASHPLUG_EXPORT void flashplug_close_varlen() { close_varlen(); }
 FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
   return guarded([&] { know_varlen(op, schema); });
+}
+FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
+FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
+// Facts: kVarlenFactNames, in their order. JSON of what is decided of such a call.
+FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
+  VarlenCall call;
+  std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all of its members are int64_t
+  const VarlenVerdict verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
+  return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
 
@@ -210,6 +230,12 @@ FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size)
     t.rescues.push_back(rescue);
     t.rescues.back().stock = t.keep(rescue.stock);
     t.rescues.back().evidence = t.keep(rescue.evidence);
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, VarlenRow varlen) {
+    varlen.measured = t.keep(varlen.measured), varlen.wrong = t.keep(varlen.wrong);
+    t.varlen.push_back(varlen);
   });
 }
 FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {

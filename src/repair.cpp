@@ -291,7 +291,7 @@ void repair(int backends) {
     in_place = 0;
   }
   if (possible != 0 && in_place == 0) {
-    auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", __FILE__, __LINE__);
+    auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", kOwner, __LINE__);
     const auto put = [&](StockBackend backend, const char* forward, auto forward_kernel, const char* backward,
                          auto backward_kernel) {
       if ((possible & backend) == 0) return;

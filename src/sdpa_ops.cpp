@@ -349,13 +349,13 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 }  // namespace
 
 void register_ops(const char* dispatch_key, bool own_ops) {
-  auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, __FILE__, __LINE__);
+  auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
   aten->impl("_scaled_dot_product_fused_attention_overrideable", &carrier_forward);
   aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
   libraries().push_back(std::move(aten));
   if (!own_ops) return;
   auto own =
-      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, __FILE__, __LINE__);
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, kOwner, __LINE__);
   own->impl("sdpa_fwd", &own_forward);
   own->impl("sdpa_bwd", &own_backward);
   register_own_ops(own.get());

@@ -16,6 +16,8 @@
 #include <utility>
 
 #include "doors.h"
+#include "plan/varlen.h"
+#include "torch_symbols.h"
 
 namespace flashplug {
 
@@ -34,6 +36,8 @@ Op forward_op{"_varlen_attn", "torch_flashplug::_stock_varlen_attn"};
 Op forward_out_op{"_varlen_attn_out", "torch_flashplug::_stock_varlen_attn_out"};
 Op backward_op{"_varlen_attn_backward", "torch_flashplug::_stock_varlen_attn_backward"};
 
+constexpr const char* kFlashBackward = "torch_flashplug::_flash_varlen_attn_backward";
+
 std::atomic<PrepareCallback> prepare{nullptr};
 
 const LiveSchema& schema_of(Op& op) {
@@ -51,38 +55,69 @@ void go_on(Boxed& given, const Op& op) { given.go_on_to(op.stock); }
 
 // ---- whose a call is ----
 
-int64_t last_dim(AtenTensorHandle tensor) {
-  const int64_t dims = dims_of(tensor);
-  return dims == 0 ? 0 : shape_of(tensor).size[dims - 1];
+// How this torch chooses the kernel of its body.
+std::atomic<VarlenRule> rule{VarlenRule::kUnknown};
+
+// As cuDNN's varlen attention wants operands: whole units of 16 bytes, rows of consecutive elements, no broadcast.
+bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const int64_t bytes = element_bytes(tensor), last = dims_of(tensor) - 1;
+  bool fits = last >= 0 && shape.stride[last] == 1;
+  for (int64_t i = 0; i < last; ++i) {
+    const bool is_broadcast = shape.size[i] > 1 && shape.stride[i] == 0;
+    fits &= !is_broadcast && shape.stride[i] * bytes % kUnitBytes == 0;
+  }
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  return fits && reinterpret_cast<int64_t>(data) % kUnitBytes == 0;
 }
 
-[[noreturn]] void refuse(const Boxed& given, Mode mode) {
+VarlenCall facts_of_call(const Boxed& given) {
+  const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
+  const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
+    const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
+    return dims < from_end ? int64_t{0} : shape_of(tensor).size[dims - from_end];
+  };
   TensorClass query;
-  read_class(given.tensor(Arg::kQuery), &query);
-  const int64_t D = last_dim(given.tensor(Arg::kQuery)), Dv = last_dim(given.tensor(Arg::kValue));
-  const auto is_odd = [](int64_t dim) { return dim % 8 != 0 || dim > 256; };
-  const std::string dims =
-      D == Dv ? std::to_string(D) : std::to_string(std::min(D, Dv)) + ", " + std::to_string(std::max(D, Dv));
-  const int64_t splits = given.integer(Arg::kSplits).value_or(1);
-  const std::pair<bool, std::string> lacks[] = {
-      {given.tensor(Arg::kCuK) == nullptr, "no cu_seq_k"},
-      {given.tensor(Arg::kPages) != nullptr, "block_table"},
-      {splits != 1, "num_splits=" + std::to_string(splits)},
-      {facts_of(query.dtype).bytes != 2, std::string("torch.") + facts_of(query.dtype).name},
-      {is_odd(D) || is_odd(Dv), "head dims [" + dims + "]"}};
-  std::string said;
-  for (const auto& [lacking, what] : lacks) said += lacking ? (said.empty() ? "" : ", ") + what : "";
-  throw std::runtime_error("varlen_attn: kernels of ours do not take " + (said.empty() ? "these tensors" : said) +
-                           "; call it outside of sdpa_backend('" + tables().families[mode.family()].backend + "')");
+  if (q != nullptr) read_class(q, &query);
+  const std::array<int64_t, 2> window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
+  const bool has_choice = given.has(Arg::kBackend);
+  VarlenCall call;
+  call.rule = static_cast<int64_t>(rule.load(std::memory_order_relaxed));
+  call.backend = given.integer(Arg::kBackend).value_or(-1);
+  // A torch whose op has no argument for it does not ask sdpa_kernel either.
+  call.allowed = !has_choice || torch_symbols().flash_enabled() || torch_symbols().overrideable_enabled();
+  call.into = given.has(Arg::kOut);
+  call.enable_gqa = given.flag(Arg::kGrouped);
+  call.max_q = given.integer(Arg::kMaxQ).value_or(0);
+  call.heads_q = size(q, 2), call.heads_k = size(k, 2);
+  call.D = size(q, 1), call.Dv = size(v, 1);
+  call.dtype = static_cast<int64_t>(query.dtype);
+  const bool whole = window == std::array<int64_t, 2>{-1, -1}, causal = window == std::array<int64_t, 2>{-1, 0};
+  call.window = static_cast<int64_t>(whole    ? VarlenWindow::kNone
+                                     : causal ? VarlenWindow::kCausal
+                                              : VarlenWindow::kOther);
+  call.splits = given.integer(Arg::kSplits).value_or(-1);
+  call.paged = given.tensor(Arg::kPages) != nullptr;
+  call.has_cu_k = given.tensor(Arg::kCuK) != nullptr;
+  call.readable = kernels_take(given, 3);
+  if (call.readable != 0 && stock_varlen(call) == kVarlenCudnn) {  // else nothing asks for these
+    call.misaligned = !lies_as_cudnn_wants(q) || !lies_as_cudnn_wants(k) || !lies_as_cudnn_wants(v);
+    call.unusual_scale = scale_of(given.real(Arg::kScale)) != Scale::kPositive;
+  }
+  return call;
 }
 
 bool are_asked(const Boxed& given) {
-  const Mode mode = effective_mode();
-  if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock says what is wrong with it
-  const bool takes = given.tensor(Arg::kCuK) != nullptr && kernels_take(given, 3);
-  if (mode.forces_kernels() && !takes) refuse(given, mode);
-  return takes && (mode.forces_kernels() || is_measured(given.tensor(Arg::kQuery)));
+  const Mode mode = effective_mode();
+  if (!enabled()) return false;
+  const VarlenCall call = facts_of_call(given);
+  const int cc = call.readable != 0 ? compute_capability(given.tensor(Arg::kQuery)) : 0;
+  const VarlenVerdict verdict = judge_varlen(call, true, mode, cc, tables());
+  if (verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels())
+    throw std::runtime_error(forced_varlen_error(call, mode, tables()));
+  return verdict.ours();
 }
 
 Window window_of_call(const Boxed& given) {
@@ -123,8 +158,9 @@ void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
   Boxed given(schema_of(backward_op), stack, count);
   Owned grads[3];
-  if (!is_ours(given.tensor(Arg::kRng)) || !gradients_by_kernels(given, window_of_call(given), grads))
-    return go_on(given, backward_op);
+  if (!is_ours(given.tensor(Arg::kRng))) return go_on(given, backward_op);
+  // cuDNN's backward never follows our forward, whatever torch's body would choose.
+  if (!gradients_by_kernels(given, window_of_call(given), grads)) return given.go_on_to(kFlashBackward);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }
 
@@ -141,7 +177,7 @@ void open_varlen(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<StableLibrary>& made = libraries()[dispatch_key];
   if (made != nullptr) return;
-  made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, __FILE__, __LINE__);
+  made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, kOwner, __LINE__);
   made->impl(forward_op.name, &forward);
   made->impl(forward_out_op.name, &forward_out);
   made->impl(backward_op.name, &backward);
@@ -158,6 +194,9 @@ void know_varlen(const char* op, const char* schema) {
     if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);
   }
 }
+
+void know_varlen_rule(int number) { rule.store(static_cast<VarlenRule>(number), std::memory_order_relaxed); }
+int varlen_rule() { return static_cast<int>(rule.load(std::memory_order_relaxed)); }
 
 void set_prepare_callback(PrepareCallback callback) { prepare.store(callback); }
 

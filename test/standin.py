@@ -83,7 +83,7 @@ class Road:
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, rescues.RESCUES)
+    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, rescues.RESCUES, choices.VARLEN_ROWS)
     if device == "cpu":
         overrides.spend_warning()
         native.set_facts_override(DEVICES["h100"])

@@ -22,6 +22,7 @@ if not inert:
     from .block_masks import BlockLists, block_lists
     from .cached import QuantizedTensor
     from .explained import explain_attention
+    from .explained_varlen import explain_varlen
     from .plans import LengthsPlan, plan
     from .sequences import append_kv
 
@@ -36,6 +37,7 @@ if not inert:
         "enable",
         "explain",
         "explain_attention",
+        "explain_varlen",
         "plan",
         "sdpa_backend",
     ]

@@ -54,7 +54,7 @@ def provide(name: str, cc: int) -> int | str:
 def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
     """The measured tables, of all kernels or of these."""
     kernels = configs.KERNEL_ROWS if kernels is None else kernels
-    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES)
+    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES, choices.VARLEN_ROWS)
 
 
 def register_packs() -> None:

@@ -98,6 +98,32 @@ class ChoiceRow:
         return KEYS_OF_TILE if self.grad and self.kind == "fwd" and self.operands in {"square", "mixed"} else 0
 
 
+# Kernels that torch's varlen_attn may run, and what a row may ask of a call: VarlenKernel and VarlenFact of tables.h.
+VARLEN_KERNELS = ("flash", "cudnn")
+VARLEN_FACTS = (
+    "misaligned",  # an operand's address or a stride is no multiple of 16 bytes, or a dim is broadcast
+    "unusual_scale",  # zero, negative or not finite
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenRow:
+    """Calls of torch's varlen_attn that stock would run on one kernel. The first row that holds decides: auto takes
+    them where stock is wrong, or ratio >= SERVE_RATIO. Calls without a row stay with stock.
+    """
+
+    stock: str  # one of VARLEN_KERNELS
+    cc: int  # compute capability of the GPU
+    measured: str  # date, machine, torch, suite; of a fault the evidence
+    ratio: float = 0.0  # stock time / our time, the lowest seen
+    facts: tuple[str, ...] = ()  # of VARLEN_FACTS, which all have to hold
+    wrong: str = ""  # what stock does that is wrong: the end of "stock would ..."
+
+    @property
+    def serve(self) -> bool:
+        return bool(self.wrong) or self.ratio >= SERVE_RATIO
+
+
 def _range(what: str, low: int, high: int) -> str:
     """Empty where it says nothing."""
     if high == ANY:
@@ -339,3 +365,22 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
 )
 # fmt: on
+# Up to torch 2.13 varlen_attn runs on flash attention. From 2.14 on it prefers cuDNN, which nobody has timed beside
+# ours: such calls have no row but those of faults.
+VARLEN_ROWS: tuple[VarlenRow, ...] = (
+    VarlenRow("flash", 90, "2026-11-27 H100, torch 2.11, bench --suite ragged and window", 1.05),
+    VarlenRow(
+        "cudnn",
+        90,
+        "pytorch#194818: torch 2.14 read other addresses or ended the CUDA context, torch 2.15 raises; not run here",
+        facts=("misaligned",),
+        wrong="give wrong numbers, end the CUDA context (torch 2.14) or raise (torch 2.15)",
+    ),
+    VarlenRow(
+        "cudnn",
+        90,
+        "2026-11-22 H100, torch 2.11 + cuDNN 9.19: F.sdpa's padded rows, scales 0, -1/8, -1 and -8",
+        facts=("unusual_scale",),
+        wrong="give NaN",
+    ),
+)

@@ -87,7 +87,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_learn_callback.restype = None
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
     library.flashplug_set_facts_override.argtypes = [numbers]
-    for row in ("family", "kernel", "choice", "rescue", "feature", "argument", "gate"):
+    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate"):
         getattr(library, f"flashplug_add_{row}_row").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.flashplug_set_trace_callback.restype = None
     library.flashplug_wrap_function.restype = ctypes.c_void_p
@@ -102,6 +102,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_is_remembered.argtypes = call
     library.flashplug_plan_text.argtypes = [*call, ctypes.c_int, *out]
     library.flashplug_forced_error.argtypes = [*call, *out]
+    library.flashplug_varlen_text.argtypes = [numbers, ctypes.c_int, ctypes.c_int64, *out]
+    library.flashplug_know_varlen_rule.restype = None
     library.flashplug_counters.argtypes = [numbers, ctypes.c_int]
     library.flashplug_load_pack.argtypes = [string, string]
     return library

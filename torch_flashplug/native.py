@@ -253,24 +253,23 @@ def push_rows(
     choice_rows: Sequence[choices.ChoiceRow],
     gate: choices.Gate,
     rescue_rows: Sequence[rescues.Rescue] = (),
+    varlen_rows: Sequence[choices.VarlenRow] = (),
 ) -> None:
     """Replaces the tables."""
-    core = lib()
     clear_rows()
-    for feature in rows.of_features():
-        _push(core.flashplug_add_feature_row, feature)
-    for argument in rows.of_arguments():
-        _push(core.flashplug_add_argument_row, argument)
-    for family in rows.of_families():
-        _push(core.flashplug_add_family_row, family)
-    for kernel_row in kernel_rows:
-        for kernel in rows.of_kernels(kernel_row):
-            _push(core.flashplug_add_kernel_row, kernel)
-    for rescue in rescue_rows:
-        _push(core.flashplug_add_rescue_row, rows.of_rescue(rescue))
-    for choice_row in choice_rows:
-        _push(core.flashplug_add_choice_row, rows.of_choice(choice_row))
-    _push(core.flashplug_add_gate_row, rows.of_gate(gate))
+    tables = {
+        "feature": rows.of_features(),
+        "argument": rows.of_arguments(),
+        "family": rows.of_families(),
+        "kernel": (kernel for row in kernel_rows for kernel in rows.of_kernels(row)),
+        "rescue": map(rows.of_rescue, rescue_rows),
+        "choice": map(rows.of_choice, choice_rows),
+        "varlen": map(rows.of_varlen, varlen_rows),
+        "gate": (rows.of_gate(gate),),
+    }
+    for name, table in tables.items():
+        for row in table:
+            _push(getattr(lib(), f"flashplug_add_{name}_row"), row)
 
 
 # ---- the facts of a call ----

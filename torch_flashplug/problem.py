@@ -67,10 +67,10 @@ def takes_math(mode: int) -> bool:
     """
     if not native.enabled() or native.backend_of(mode) != "math":
         return False
-    return native.is_preference(mode) or (_kernels_allowed() and torch.backends.cuda.math_sdp_enabled())
+    return native.is_preference(mode) or (kernels_allowed() and torch.backends.cuda.math_sdp_enabled())
 
 
-def _kernels_allowed() -> bool:
+def kernels_allowed() -> bool:
     """By torch.nn.attention.sdpa_kernel: our class of backends."""
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
 
@@ -194,7 +194,7 @@ def outside_dispatcher(
     unfit = None if attn_mask is None else misfit(query, key, attn_mask)
     if unfit is not None:
         return f"{unfit}; stock attention takes or rejects it"
-    if not _kernels_allowed():
+    if not kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
             "the two that stand for this plugin"
@@ -295,7 +295,7 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
 
 def is_asked(mode: int) -> bool:
     """The router has a say in calls of this mode: also in which of stock's backends takes one that stays with stock."""
-    return native.enabled() and _kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
+    return native.enabled() and kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
 
 
 def right_choice(

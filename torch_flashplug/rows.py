@@ -10,7 +10,7 @@ from ctypes import c_char_p, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING
 
 from . import arguments, features
-from .choices import OPERANDS
+from .choices import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
 from .elements import ELEMENTS, NUMBERS
 from .families import FAMILIES
 from .rescues import FACTS
@@ -54,6 +54,10 @@ class ChoiceRow(ctypes.Structure):
 
 class RescueRow(ctypes.Structure):
     _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts features"))
+
+
+class VarlenRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "measured wrong"), ("facts", c_int64), *_members(c_int32, "stock cc serve"))
 
 
 class FeatureRow(ctypes.Structure):
@@ -129,6 +133,12 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
 def of_rescue(row: rescues.Rescue) -> RescueRow:
     facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
     return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
+
+
+def of_varlen(row: choices.VarlenRow) -> VarlenRow:
+    facts = sum(1 << VARLEN_FACTS.index(fact) for fact in row.facts)
+    told = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
+    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **told)
 
 
 def of_features() -> Iterator[FeatureRow]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import on_cpu
 import pytest
+import stock_varlen
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -31,22 +32,9 @@ def door(kernels_on: str) -> Iterator[str]:
 
 @pytest.fixture
 def stock_on_cpu() -> Iterator[list[str]]:
-    """What stock's body calls, which a CPU lacks: says when, and computes nothing."""
-    asked, library = [], torch.library.Library("aten", "IMPL")
-
-    def forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:
-        asked.append("forward")
-        empty = torch.empty(0, dtype=torch.uint64)
-        return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0]), empty, empty, empty.float()
-
-    def backward(grad_out: Tensor, *operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
-        asked.append("backward")
-        return tuple(torch.zeros_like(x) for x in operands[:3])
-
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield asked
-    library._destroy()
+    """What stock's body calls: says when, and computes nothing."""
+    with stock_varlen.on_cpu() as asked:
+        yield asked
 
 
 def starts(lengths: tuple[int, ...], device: str) -> Tensor:

@@ -1,0 +1,42 @@
+"""What the bodies of torch's varlen_attn call, on a CPU, which has none of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[list[str]]:
+    """Flash attention and cuDNN that compute nothing, at the CPU's key. The list says which of them was asked."""
+    asked, library = [], torch.library.Library("aten", "IMPL")
+
+    def flash_forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:
+        asked.append("forward")
+        empty = torch.empty(0, dtype=torch.uint64)
+        return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0]), empty, empty, empty.float()
+
+    def cudnn_forward(query: Tensor, *more: object, **settings: object) -> tuple:
+        asked.append("cudnn forward")
+        lse, state = torch.zeros(query.shape[1], query.shape[0]), torch.empty(0, dtype=torch.int64)
+        return torch.zeros_like(query), lse, None, None, 0, 0, state, state, None
+
+    def flash_backward(grad_out: Tensor, *operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
+        asked.append("backward")
+        return tuple(torch.zeros_like(x) for x in operands[:3])
+
+    def cudnn_backward(*operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
+        asked.append("cudnn backward")
+        return tuple(torch.zeros_like(x) for x in operands[1:4])
+
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    library.impl("_cudnn_attention_forward", cudnn_forward, "CPU")
+    library.impl("_cudnn_attention_backward", cudnn_backward, "CPU")
+    try:
+        yield asked
+    finally:
+        library._destroy()

@@ -1,0 +1,277 @@
+"""Which calls of torch's varlen_attn auto takes beside the kernels that later versions of torch choose for it: cuDNN in
+2.14 by the sizes of a call, from 2.15 on by an argument of the op and torch.nn.attention.sdpa_kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import on_cpu
+import pytest
+import stock_varlen
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+
+import torch_flashplug
+from torch_flashplug import _start, choices, doors, explain_varlen, integrations, native
+
+VERSION = torch.torch_version.TorchVersion(torch.__version__)
+TAKES = varlen.varlen_attn.__kwdefaults__
+GROUPED = {"enable_gqa": True} if "enable_gqa" in TAKES else {}
+SINCE_2_15 = pytest.mark.skipif(VERSION < (2, 15), reason="varlen_attn heeds no sdpa_kernel before torch 2.15")
+LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
+
+
+@pytest.fixture
+def rule() -> Iterator[Callable[[str], None]]:
+    """Says how torch chooses, as another version's would."""
+    integrations.varlen.prepare()
+    before = doors.varlen_rule()
+    yield doors.know_varlen_rule
+    doors.know_varlen_rule(before)
+
+
+@pytest.fixture
+def door(kernels_on: str) -> Iterator[str]:
+    with on_cpu.installed_at(integrations.varlen, kernels_on):
+        yield kernels_on
+
+
+@pytest.fixture
+def varlen_on_cpu() -> Iterator[list[str]]:
+    with stock_varlen.on_cpu() as asked:
+        yield asked
+
+
+def given(
+    device: str = "cpu", *, heads: tuple[int, int] = (2, 2), D: int = 64, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    draw = torch.Generator().manual_seed(20261127)
+    sizes = (heads[0], heads[1], heads[1])
+    operands = (torch.randn(sum(lengths), n, D, generator=draw).to(device, torch.bfloat16) for n in sizes)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    return (*operands, cu, cu, max(lengths), max(lengths))
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same numbers, four bytes behind a multiple of 16."""
+    return torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)[2:].view(x.shape).copy_(x)
+
+
+def test_the_rule_of_this_torch() -> None:
+    integrations.varlen.prepare()
+    has_cudnn = torch.version.cuda is not None and (torch.backends.cudnn.version() or 0) >= 91800
+    of_2_14 = "shapes" if has_cudnn else "flash"
+    expected = "flash" if VERSION < (2, 14) else of_2_14 if VERSION < (2, 15) else "argument"
+    assert doors.varlen_rule() == expected
+    body = getattr(varlen, "_should_use_cudnn", None)
+    assert expected != "flash" or VERSION >= (2, 14) or body is None or body(0) is False
+
+
+CUDNN, FLASH = "CUDNN_ATTENTION", "FLASH_ATTENTION"
+# Of each way to choose: arguments of the call, the kernel that torch would run, and whether auto takes the call.
+CALLS = [
+    ("flash", {}, {}, FLASH, True),
+    ("flash", {"heads": (4, 2)}, {"window_size": (-1, 0)}, FLASH, True),
+    ("shapes", {}, {}, CUDNN, False),
+    ("shapes", {"D": 256}, {}, CUDNN, False),
+    ("shapes", {"lengths": (128, 20)}, {}, FLASH, True),
+    ("shapes", {"heads": (4, 2)}, {}, FLASH, True),
+    ("shapes", {}, {"window_size": (-1, 0)}, FLASH, True),
+    ("shapes", {}, {"window_size": (20, 0)}, FLASH, True),
+    ("shapes", {}, {"enable_gqa": True}, FLASH, True),
+    ("shapes", {}, {"num_splits": 1}, FLASH, True),
+    ("shapes", {}, {"out": torch.empty(0)}, FLASH, True),
+    ("shapes", {}, {"scale": -0.5}, CUDNN, True),
+    ("unknown", {}, {}, CUDNN, False),
+    ("unknown", {"lengths": (1, 1)}, {"window_size": (20, 0)}, CUDNN, False),
+]
+
+
+@pytest.mark.parametrize(("way", "sizes", "settings", "stock", "is_ours"), CALLS)
+def test_auto_takes_what_a_row_covers(
+    rule: Callable[[str], None], way: str, sizes: dict, settings: dict, stock: str, is_ours: bool
+) -> None:
+    rule(way)
+    plan = explain_varlen(*given(**sizes), **settings, device="h100")
+    assert (plan.backend, plan.stock_choice) == ("fa3" if is_ours else "stock", stock)
+    if is_ours:
+        assert plan.kernel and (plan.row or plan.rescue)
+    else:
+        assert "no row of VARLEN_ROWS" in plan.reasons["fa3"] and "cuDNN" in str(plan)
+    with torch_flashplug.sdpa_backend("fa3"):
+        assert explain_varlen(*given(**sizes), **settings, device="h100").backend == "fa3"
+    for backend in ("stock", "math"):
+        with torch_flashplug.sdpa_backend(backend):
+            assert explain_varlen(*given(**sizes), **settings, device="h100").backend == "stock"
+
+
+def test_what_cudnn_gets_wrong_stays_ours(rule: Callable[[str], None]) -> None:
+    rule("shapes")
+    q, k, v, *lengths = given()
+    for operands in ((misaligned(q), k, v), (q, k, misaligned(v)), (q, k[:, :1].expand_as(k), v)):
+        plan = explain_varlen(*operands, *lengths, device="h100")
+        assert plan.backend == "fa3" and "wrong numbers" in plan.rescue and "194818" in plan.rescue
+    assert explain_varlen(q, k, v, *lengths, device="h100").backend == "stock"
+
+
+def test_no_row_is_of_another_gpu(rule: Callable[[str], None]) -> None:
+    rule("flash")
+    plan = explain_varlen(*given(), device="a100")
+    assert plan.backend == "stock" and "not measured on compute capability 8.0" in plan.reasons["fa3"]
+    with torch_flashplug.sdpa_backend("fa2"):
+        assert explain_varlen(*given(), device="a100").backend == "fa2"
+
+
+def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> None:
+    rule("flash")
+    q, k, v, *lengths = given()
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    paged = {"block_table": table, "seqused_k": table[:, 0]}
+    for operands, settings, word in (
+        ((q, k[None], v[None]), paged, "block_table"),
+        ((q, k, v), {"num_splits": 3}, "num_splits=3"),
+        ((q.float(), k.float(), v.float()), {}, "torch.float32"),
+        ((q[..., :60], k[..., :60], v[..., :60]), {}, r"head dims \[60\]"),
+    ):
+        plan = explain_varlen(*operands, *lengths, **settings, device="h100")
+        assert plan.backend == "stock" and word.replace("\\", "") in plan.reasons["fa3"] and not plan.error
+        with torch_flashplug.sdpa_backend("fa3"):
+            error = explain_varlen(*operands, *lengths, **settings, device="h100").error
+        assert error.startswith("varlen_attn: kernels of ours do not take") and "sdpa_backend('fa3')" in error
+    assert "lie on cpu" in explain_varlen(q, k, v, *lengths).reasons["fa3"]
+    with pytest.raises(TypeError, match="settings must be among"):
+        explain_varlen(q, k, v, *lengths, causal=True)
+    with pytest.raises(ValueError, match="device must be one of h100"):
+        explain_varlen(q, k, v, *lengths, device="h900")
+    torch_flashplug.disable()
+    try:
+        assert "disabled" in explain_varlen(q, k, v, *lengths, device="h100").reasons["fa3"]
+    finally:
+        torch_flashplug.enable()
+
+
+def test_rows_are_of_known_kernels_and_facts() -> None:
+    assert choices.VARLEN_KERNELS == native.names("varlen kernels")
+    assert choices.VARLEN_FACTS == native.names("varlen fact bits")
+    for row in choices.VARLEN_ROWS:
+        assert row.stock in choices.VARLEN_KERNELS and set(row.facts) <= set(choices.VARLEN_FACTS)
+        assert bool(row.wrong) != bool(row.ratio) and row.measured
+
+
+# ---- what runs ----
+
+
+RUN = [
+    ("flash", {}, {}, True),
+    ("shapes", {}, {}, False),
+    ("shapes", {"lengths": (100, 20)}, {}, True),
+    ("shapes", {"heads": (4, 2)}, GROUPED, True),
+    ("shapes", {}, {"window_size": (-1, 0)}, True),
+    ("unknown", {"lengths": (100, 20)}, {}, False),
+]
+
+
+@pytest.mark.parametrize(("way", "sizes", "settings", "is_ours"), RUN)
+def test_the_op_does_what_explain_says(
+    door: str,
+    varlen_on_cpu: list[str],
+    rule: Callable[[str], None],
+    way: str,
+    sizes: dict,
+    settings: dict,
+    is_ours: bool,
+) -> None:
+    rule(way)
+    call = given(door, **sizes)
+    native.counters(reset=True)
+    with torch.no_grad():
+        varlen.varlen_attn(*call, **settings)
+    assert native.counters(reset=True)["ours_fwd"] == is_ours and (varlen_on_cpu == ["forward"]) == (not is_ours)
+    assert (explain_varlen(*call, **settings, device="h100").backend == "fa3") == is_ours
+    with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
+        varlen.varlen_attn(*call, **settings)
+    assert native.counters(reset=True)["ours_fwd"] == 1
+
+
+def test_misaligned_operands_are_right_by_ours(door: str, rule: Callable[[str], None]) -> None:
+    rule("shapes")
+    q, k, v, *lengths = given(door)
+    native.counters(reset=True)
+    with torch.no_grad():
+        found = varlen.varlen_attn(q, misaligned(k), v, *lengths)
+        assert native.counters(reset=True)["ours_fwd"] == 1
+        with torch_flashplug.sdpa_backend("fa3"):
+            assert torch.equal(found, varlen.varlen_attn(q, k, v, *lengths))
+
+
+def test_cudnns_backward_never_follows_our_forward(
+    door: str, varlen_on_cpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch's own body would choose it: our forward's backward without kernels of ours is flash attention's."""
+    if VERSION >= (2, 14) and VERSION < (2, 15):
+        monkeypatch.setattr(varlen, "_can_use_cudnn", lambda *given: True)
+    monkeypatch.setenv("TORCH_FLASHPLUG_JIT", "0")
+    q, k, v, cu, _, longest, _ = given(door)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    told = {"backend": SDPBackend.CUDNN_ATTENTION.value} if VERSION >= (2, 15) else {}
+    native.counters(reset=True)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out, *_ = torch.ops.torch_attn._varlen_attn(*leaves, cu, cu, longest, longest, **told)
+    assert native.counters(reset=True)["ours_fwd"] == 1
+    native.clear_packs()
+    try:
+        _start.push_tables()  # kernels are looked for again
+        torch.autograd.grad(out.float().sum(), leaves)
+    finally:
+        _start.register_packs()
+        _start.push_tables()
+    assert varlen_on_cpu == ["backward"] and native.counters(reset=True)["ours_bwd"] == 0
+
+
+# ---- torch 2.15: sdpa_kernel and the argument `backend` ----
+
+
+@SINCE_2_15
+@pytest.mark.parametrize("backend", ["auto", "fa3"])
+def test_a_block_of_cudnn_alone_is_torchs(door: str, varlen_on_cpu: list[str], backend: str) -> None:
+    """As F.sdpa's rule is: neither FLASH_ATTENTION nor OVERRIDEABLE is allowed, so ours is not, forced or not."""
+    cu, longest = given(door)[3], given(door)[5]
+    operands = given(door)[:3]
+    call = (*operands, cu, cu, longest, longest)
+    cudnn, flash, ours = (
+        *(SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.OVERRIDEABLE),
+    )
+    native.counters(reset=True)
+    with torch.no_grad(), torch_flashplug.sdpa_backend(backend):
+        for allowed, chosen, is_ours in (
+            ([cudnn], cudnn, False),
+            ([cudnn, ours], cudnn, backend == "fa3"),
+            ([cudnn, flash], cudnn, backend == "fa3"),
+            ([cudnn, flash], flash, True),
+            ([flash], flash, True),
+        ):
+            varlen_on_cpu.clear()
+            with sdpa_kernel(allowed):
+                torch.ops.torch_attn._varlen_attn(*call, backend=chosen.value)
+            assert native.counters(reset=True)["ours_fwd"] == is_ours
+            assert varlen_on_cpu == ([] if is_ours else ["forward" if chosen == flash else "cudnn forward"])
+
+
+@SINCE_2_15
+def test_explain_reads_sdpa_kernel() -> None:
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    assert explain_varlen(*given(), device="h100").stock_choice == CUDNN
+    with sdpa_kernel(flash):
+        plan = explain_varlen(*given(), device="h100")
+        assert plan.backend == "fa3" and plan.stock_choice == FLASH
+    with sdpa_kernel(cudnn), torch_flashplug.sdpa_backend("fa3"):
+        plan = explain_varlen(*given(), device="h100")
+        assert plan.backend == "stock" and "sdpa_kernel allows neither" in plan.reasons["fa3"]
+    # Windows, several splits and head dims above 128 are never cuDNN's there.
+    assert explain_varlen(*given(), window_size=(20, 0), device="h100").backend == "fa3"
+    assert explain_varlen(*given(D=256), device="h100").backend == "fa3"
+    assert explain_varlen(*given(), num_splits=1, device="h100").backend == "fa3"
+    refused = explain_varlen(*given(), scale=0.0, device="h100")
+    assert refused.backend == "stock" and "scale must be greater than 0" in refused.error

@@ -1,0 +1,167 @@
+"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/plan/varlen.cpp), which gets
+the same facts from here as from the op; the kernel is the one that attention() would run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from . import _start, doors, integrations, native, problem
+from .api import DEVICES, Plan, sdpa_backend
+from .explained import explain_attention
+from .families import KERNEL_BACKENDS
+
+_SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
+_UNIT = 16  # bytes, in which cuDNN reads
+_DIM_STEP, _LARGEST_DIM = 8, 256
+_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/plan/varlen.h; any other: 2
+_STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def explain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    device: str | None = None,
+    **settings: object,
+) -> Plan:
+    """Return the plan for the same call of torch.nn.attention.varlen.varlen_attn (with `out`: of varlen_attn_out),
+    made without running it; sdpa_backend, torch.nn.attention.sdpa_kernel and autograd state count.
+
+    `device` names a preset, as for explain(). Where the running torch would ask a GPU which kernel its own body runs
+    (from 2.15 on), cuDNN is assumed then for every call that it takes on Hopper.
+    """
+    if unknown := set(settings) - set(_SETTINGS):
+        raise TypeError(
+            f"explain_varlen: settings must be among {', '.join(_SETTINGS)}, but got {', '.join(sorted(unknown))}. "
+            "Pass the arguments of varlen_attn by name."
+        )
+    if device is not None and device not in DEVICES:
+        raise ValueError(
+            f"explain_varlen: device must be one of {', '.join(DEVICES)}, but got {device!r}. Leave it out for the "
+            "tensors' own."
+        )
+    _start.load()
+    from torch.nn.attention import varlen  # a second or more
+
+    integrations.varlen.prepare()
+    settings = {"window_size": (-1, -1), **settings}
+    call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
+    if device is None and not query.is_cuda:
+        return _stocks(call, f"the tensors lie on {query.device.type}")
+    if (place := integrations.varlen.other_owner()) and native.enabled():
+        return _stocks(call, f"another library's kernels, registered at {place}, stand at torch's op")
+    try:
+        backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
+    except (RuntimeError, ValueError) as refused:
+        return replace(_stocks(call, "torch refuses the call first"), error=str(refused))
+    facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
+    cc = DEVICES[device]["cc"] if device is not None else native.device_facts(query.device.index or 0)["cc"]
+    mode = native.effective_mode()
+    verdict = doors.varlen_verdict(facts, cc, mode)
+    stock = _STOCK[verdict["stock"]].name
+    if verdict["exit"] not in {"served", "forced"}:
+        return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)
+    told = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
+    told |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
+    told |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
+    forced = native.forced_kernels(mode)
+    asked = native.backend_of(mode) if native.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
+    try:
+        with sdpa_backend(asked):
+            plan = explain_attention(query, key, value, device=device, **told)
+    except (TypeError, ValueError) as refused:  # in auto stock says what is wrong, in its own words
+        return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
+    if not plan.kernel and not forced:
+        return replace(_stocks(call, plan.error), reasons=plan.reasons, stock_choice=stock)
+    wrong = verdict["rescue"] and f"{verdict['rescue']} ({verdict['row']})"
+    row = "" if wrong else verdict["row"]
+    return replace(plan, call=call, row=row, rescue=wrong, stock_choice=stock)
+
+
+def _stocks(call: str, why: str) -> Plan:
+    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, why))
+
+
+def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, object], device: str | None) -> int:
+    """Return SDPBackend's number that torch passes to its op, -1 where it passes none or that is not known here. Raise
+    what it raises ahead of the op.
+    """
+    if doors.varlen_rule() != "argument":
+        return -1
+    varlen._validate_scale(settings.get("scale"))
+    if device is None:
+        optional = (settings.get(name) for name in ("seqused_k", "block_table", "num_splits"))
+        return varlen._select_backend(*tensors, max_q, list(settings["window_size"]), *optional)
+    cudnn, flash = torch._C._get_cudnn_sdp_enabled(), torch._C._get_flash_sdp_enabled()
+    if cudnn and not flash:
+        return SDPBackend.CUDNN_ATTENTION.value
+    return -1 if cudnn else SDPBackend.FLASH_ATTENTION.value
+
+
+def _facts(
+    operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, max_q: int, settings: dict[str, object]
+) -> dict[str, int]:
+    """Return the facts of a call, as facts_of_call() of src/varlen.cpp reads them, but for `backend`."""
+    query, key, value = operands
+    rule = doors.varlen_rule()
+    return {
+        "rule": native.names("varlen rules").index(rule),
+        "allowed": rule != "argument" or problem.kernels_allowed(),
+        "into": settings.get("out") is not None,
+        "enable_gqa": bool(settings.get("enable_gqa", False)),
+        "max_q": max_q,
+        "heads_q": query.shape[-2],
+        "heads_k": key.shape[-2],
+        "D": query.shape[-1],
+        "Dv": value.shape[-1],
+        "dtype": _number_of(query.dtype),
+        "window": _WINDOWS.get(tuple(settings["window_size"]), 2),
+        "splits": -1 if settings.get("num_splits") is None else settings["num_splits"],
+        "paged": settings.get("block_table") is not None,
+        "has_cu_k": cu_seq_k is not None,
+        "readable": all(map(_is_readable, operands)),
+        "misaligned": not all(map(_lies_as_cudnn_wants, operands)),
+        "unusual_scale": native.kind_of_scale(settings.get("scale")) != "positive",
+    }
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    """Return its place among native.dtypes(), whose last one stands for all others."""
+    names = list(native.dtypes())
+    name = str(dtype).removeprefix("torch.")
+    return names.index(name) if name in names else len(names) - 1
+
+
+def _is_readable(x: Tensor) -> bool:
+    whole = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
+    return whole and x.shape[-1] % _DIM_STEP == 0 and x.shape[-1] <= _LARGEST_DIM
+
+
+def _lies_as_cudnn_wants(x: Tensor) -> bool:
+    *strides, last = x.stride()
+    is_broadcast = any(size > 1 and stride == 0 for size, stride in zip(x.shape[:-1], strides, strict=True))
+    whole = all(stride * x.element_size() % _UNIT == 0 for stride in strides)
+    address = 0 if x.is_meta else x.data_ptr()
+    return last == 1 and whole and not is_broadcast and address % _UNIT == 0
+
+
+def _in_one_line(
+    operands: tuple[Tensor, ...], starts: tuple[Tensor | None, ...], longest: tuple[int, int], settings: dict
+) -> str:
+    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", operands, strict=True)]
+    parts.append(str(operands[0].dtype).removeprefix("torch."))
+    parts += [f"cu_seq_{name} {list(x.shape)}" for name, x in zip("qk", starts, strict=True) if x is not None]
+    parts += [f"max_{name}={number}" for name, number in zip("qk", longest, strict=True)]
+    given = {name: x for name, x in settings.items() if x is not None}
+    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in given.items()]
+    return ", ".join(parts + ["grad"] * problem.wants_grad(*operands))
