@@ -239,6 +239,8 @@ bool whole_units(const Problem& p);                      // rows and addresses a
 // needs goes element by element. as_read(): what kernels get.
 bool copies_operands(const Problem& p, const Tables& tables);
 Problem as_read(const Problem& p, const Tables& tables);
+// Keys end in the middle of a block of 128, as cuDNN's backward tiles them.
+inline bool has_half_key_block(const Problem& p) { return p.Sk % 128 == 64; }
 bool efficient_takes(const Problem& p);  // stock's efficient attention, whatever the device
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1

@@ -22,18 +22,32 @@ bool has_mask_in_transform(const Attention& call) {
   return is_there(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
 }
 
+// The facts of a call with concrete sizes, traced or not.
+bool read_sized(const Attention& call, Facts* facts) {
+  if (torch_symbols().nested(call.q)) return false;
+  const bool only_traced = traced(call);
+  std::optional<QuietShims> quiet;  // symbolic sizes, no storage
+  if (only_traced || wrapped(call)) quiet.emplace();
+  return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
+}
+
+// cuDNN's backward on Hopper takes query rows behind the only one, and keys behind a half block of 128, for scores of
+// 0: exp(0 - LSE) is infinite where LSE is below -88.7, and times zeros NaN. With is_causal it masks them.
+bool has_unmasked_rest(const Attention& call) {
+  if (call.mask != nullptr || call.causal != Causal::kNone || !wants_grad(call)) return false;
+  Facts facts;
+  if (!read_sized(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
+  return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
+}
+
 // Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
 // whose rows are elements on end and not broadcast, boolean (stock makes it the query's) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
-  const TorchSymbols& torch = torch_symbols();
-  if (standin() != Standin::kOff || torch.nested(call.q)) return false;
+  if (standin() != Standin::kOff) return false;
   if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
-  std::optional<QuietShims> quiet;                          // symbolic sizes, no storage
-  const bool only_traced = traced(call);
-  if (only_traced || wrapped(call)) quiet.emplace();
   Facts facts;
   const Problem& p = facts.problem;
-  if (!read_class(call, &facts) || !read_shapes(call, memory_of(only_traced), &facts)) return false;
+  if (!read_sized(call, &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     Shape mask;
@@ -66,6 +80,10 @@ constexpr Fault kFaults[] = {
      false},
     {"may attend to all keys where a row sees none, or give NaN in its gradients",
      has_mask_in_transform,
+     {kChoiceCudnn},
+     true},
+    {"gives NaN in gradients where the scores of a row are all below about -88",
+     has_unmasked_rest,
      {kChoiceCudnn},
      true},
 };

@@ -54,6 +54,7 @@ class Call:
     dtype: str = "bf16"
     causal: bool = False
     scale: float | None = None
+    low: float = 0.0  # about the LSE of all rows; 0: as numbers come
     q: Layout = Layout()
     k: Layout = Layout()
     v: Layout = Layout()
@@ -252,6 +253,18 @@ def _fault6(rng: Random, work: int) -> Drawn:
     return _sizes(rng, work), {"scale": rng.choice((0.0, 0.0, -0.0, -1.0, -0.125, -rng.uniform(0.01, 2.0)))}
 
 
+def _fault10(rng: Random, work: int) -> Drawn:
+    """Rows whose scores are all far below zero, one row or keys that end in the middle of a block."""
+    short = rng.choice(({"Sq": 1}, {"Sk": rng.choice((64, 192, 320))}, {}))
+    low = rng.choice((-80.0, -89.0, -122.0, -300.0))
+    return _sizes(rng, work, **short), {
+        "wants": "qkv",
+        "scale": None,
+        "low": low,
+        "dropout": rng.choice((0.0, 0.0, 0.1)),
+    }
+
+
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
     learned = {"wants": _wants(rng) + "m"} if mask not in {"bool", "blind"} and rng.random() < 0.4 else {}
@@ -318,6 +331,7 @@ KINDS = (
     Kind("fault4", 2, _fault4),
     Kind("fault5", 2, _fault5),
     Kind("fault6", 2, _fault6),
+    Kind("fault10", 2, _fault10),
     Kind("mask", 5, _mask),
     Kind("dropout", 4, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5, 1)), **_some(rng)})),
     Kind("deterministic", 4, _deterministic),

@@ -72,8 +72,12 @@ def pose(call: Call, device: str) -> Posed:
     randn = functools.partial(torch.randn, generator=generator, device=device)
     guards: list[tuple[Tensor, int]] = []
 
-    def made(shape: tuple[int, ...], layout: Layout) -> Tensor:
-        view, buffer = lay_out(randn(shape).to(DTYPES[call.dtype]), layout)
+    def made(shape: tuple[int, ...], layout: Layout, first: float = 0.0) -> Tensor:
+        """first: what stands in the first column, if the others are to be small."""
+        values = randn(shape)
+        if first:
+            values = torch.cat([torch.full_like(values[..., :1], first), values[..., 1:] * 0.1], -1)
+        view, buffer = lay_out(values.to(DTYPES[call.dtype]), layout)
         guards.append((buffer, math.prod(_stored(shape, layout))))
         return view
 
@@ -81,7 +85,9 @@ def pose(call: Call, device: str) -> Posed:
         heads = (call.Hq, call.Hkv, call.Hkv)
         q, k, v = made((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
     else:
-        q = made((call.B, call.Hq, call.Sq, call.D), call.q)
-        k, v = (made((call.B, call.Hkv, call.Sk, d), lay) for d, lay in ((call.D, call.k), (call.Dv, call.v)))
+        score = call.low and call.low - math.log(call.Sk)
+        q = made((call.B, call.Hq, call.Sq, call.D), call.q, float(bool(score)))
+        k = made((call.B, call.Hkv, call.Sk, call.D), call.k, score * call.D**0.5)
+        v = made((call.B, call.Hkv, call.Sk, call.Dv), call.v)
     grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
     return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], _mask_of(call, randn), guards)

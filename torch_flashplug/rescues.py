@@ -23,6 +23,7 @@ FACTS = (
     "all_dropped",  # dropout_p is 1
     "beyond_grid",  # more than 65535 batches or query heads
     "gradients",  # autograd will want a backward
+    "half_key_block",  # Sk is 64 more than a multiple of 128
 )
 
 
@@ -41,6 +42,7 @@ _STRIDE_OF_ONE = (
     "raise where it takes the efficient attention (value is not correctly aligned, no kernel found), which reads the "
     "stride of a dim of size 1"
 )
+_NAN_BELOW = "wherever the LSE of a row is below -88.7 (cuDNN, whose exp(0 - LSE) overflows)"
 RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("odd_base", "rows", "whole_dims", "one_row"),
@@ -104,5 +106,18 @@ RESCUES: tuple[Rescue, ...] = (
         ("beyond_grid", "one_row", "rows", "whole_dims"),
         "raise (CUDA error: invalid argument)",
         "2026-11-27 H100, torch 2.11: (70000, 1, 1, 64), also without gradients",
+    ),
+    Rescue(
+        ("gradients", "one_row", "rows", "whole_dims"),
+        f"give NaN for all of dK and dV {_NAN_BELOW}",
+        "2026-11-27 H100, torch 2.11 + cuDNN 9.19: Sk 64 to 512, D 64 to 256, LSE -89 to -300; cuDNN 9.25 and 9.26 on "
+        "an H200: cudnn-frontend#1072",
+        features=(),
+    ),
+    Rescue(
+        ("gradients", "half_key_block", "rows", "whole_dims"),
+        f"give NaN for dQ {_NAN_BELOW}",
+        "2026-11-27 H100, torch 2.11 + cuDNN 9.19: Sq 1 to 192, Sk 64 and 192, D 64 to 256; masked: pytorch#196678",
+        features=(),
     ),
 )

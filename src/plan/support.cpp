@@ -172,6 +172,7 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kUnusualScale, is_unusual(p.scale)},
       {kRows, whole_rows(p)},
       {kBeyondGrid, std::max(p.B, p.Hq) > kMostOfGrid},
+      {kHalfKeyBlock, has_half_key_block(p)},
   };
   int64_t facts = facts_of_class(p);
   for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;

@@ -84,14 +84,14 @@ forward, full, last dim not contiguous
 forward and backward, full
    8..256 ... 333 333 333 333 333 333 333
 forward and backward, full, Dv 128
-       64 ... ... ... ... ... 333 333 333
-      192 ... ... 333 333 333 333 333 333
+       64 ... 333 ... ... ... 333 333 333
+      192 ... 333 333 333 333 333 333 333
 forward and backward, full, D no multiple of 8
    2..122 222 222 222 22. 22. ... ... ...
  132..252 222 222 22. 2.. 2.. ... ... ...
 forward and backward, full, misaligned
    8..128 222 222 22. 2.. 2.. ... ... ...
- 136..256 ... ... ... ... ... ... ... ...
+ 136..256 ... 222 ... ... ... ... ... ...
 forward and backward, full, last dim not contiguous
    8..128 222 222 222 222 222 222 222 222
  136..256 222 222 222 222 222 222 222 22.

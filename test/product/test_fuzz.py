@@ -101,12 +101,19 @@ def misaligned(tensor: Tensor) -> bool:
     return tensor.storage_offset() * tensor.element_size() % 16 != 0
 
 
+def log_sums(posed: Posed) -> Tensor:
+    """Return the LSE of a call whose keys are all visible."""
+    keys = posed.k.double().repeat_interleave(posed.call.Hq // posed.call.Hkv, dim=1)
+    return (posed.q.double() @ keys.mT * posed.call.D**-0.5).logsumexp(-1)
+
+
 TRAITS: dict[str, Callable[[Posed], bool]] = {
     "fault2": lambda p: 1 in (p.call.Sq, p.call.Sk) and any(map(misaligned, (p.q, p.k, p.v))),
     "fault3": lambda p: p.call.Sq == 1 < p.call.Sk and any(map(misaligned, (p.q, p.k, p.v))),
     "fault4": lambda p: p.call.D != p.call.Dv and any(n > 1 and s == 0 for n, s in zip(p.q.shape, p.q.stride())),
     "fault5": lambda p: p.call.wants == "qkv" and any(t.shape[2] == 1 and t.stride(2) % 8 for t in (p.q, p.k, p.v)),
     "fault6": lambda p: p.call.scale <= 0,
+    "fault10": lambda p: bool((log_sums(p) - p.call.low).abs().max() < 2),
 }
 
 

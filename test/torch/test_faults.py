@@ -34,16 +34,18 @@ RESCUED = {
     "odd_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"odd_base_k": 1, "align_k": 2}),
     "odd_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"odd_base_q": 1, "align_q": 8}),
     "broadcast_query": (call((2, 3, 3), (64, 64), (80, 64)), {"broadcast_q": 1}),
-    "stride_of_one_row": (call((2, 4, 4), (1, 64), (96, 96), grad=1), {"odd_ones_q": 1}),
+    "stride_of_one_row": (call((2, 4, 4), (1, 64), (96, 96)), {"odd_ones_q": 1}),
     "stride_of_one_key": (call((2, 4, 4), (64, 1), (96, 96), grad=1), {"odd_ones_v": 1}),
     "zero_scale": (call((4, 8, 8), (4096, 4096), (64, 64), causal=1), {"scale": native.SCALE_IDS["zero"]}),
     "negative_scale": (call((4, 8, 8), (4096, 4096), (64, 64), grad=1), {"scale": native.SCALE_IDS["negative"]}),
     "mask": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"mask": 1}),
-    "bias": (call((4, 8, 8), (192, 192), (64, 64), grad=1), {"bias": 1}),
+    "bias": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"bias": 1}),
     "bias32": (call((4, 8, 8), (200, 200), (64, 64)), {"bias32": 1}),
     "all_dropped": (call((1, 1, 1), (1, 96), (128, 128), causal=1, dropout=1, dropout_p=0.5), {"dropout_p": 1.0}),
     "many_batches": (call((65535, 2, 2), (16, 16), (128, 64), grad=1, dropout=1, dropout_p=0.1), {"B": 65536}),
     "many_heads_of_one_row": (call((1, 65535, 65535), (1, 16), (40, 32)), {"Hq": 65536, "Hkv": 65536}),
+    "gradients_of_one_row": (call((1, 2, 2), (1, 128), (64, 64), grad=1, causal=1), {"causal": 0}),
+    "gradients_of_half_a_block": (call((1, 2, 2), (9, 200), (128, 128), grad=1), {"Sk": 192}),
 }
 
 
