@@ -208,6 +208,10 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
     if isinstance(want, tuple) or isinstance(got, tuple):
         assert got == want
         return
+    if name == "head_dim_0" and TORCH == (2, 12):  # F.sdpa gives zeros there, its math op and Plan B the mean of value
+        right = call[0][2].float().mean(2, keepdim=True).expand(got[0].shape) * (any_road.hook == "plan_b")
+        torch.testing.assert_close(got[0].float(), right, atol=1e-2, rtol=1e-2)
+        return
     assert len(got) == len(want)
     for index, (a, b) in enumerate(zip(got, want)):
         assert a.shape == b.shape and a.dtype == b.dtype

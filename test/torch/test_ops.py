@@ -215,6 +215,8 @@ def test_rows_that_see_no_key_are_zero() -> None:
 def test_empty_dims_are_torchs(sizes: dict[str, int]) -> None:
     inputs = [tensor.requires_grad_() for tensor in qkv(**sizes)]
     ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
+    if sizes == {"d": 0} and torch.__version__.startswith("2.12."):  # F.sdpa gives zeros there, not the mean of value
+        stock, _ = torch.ops.aten._scaled_dot_product_attention_math(*inputs)
     torch.testing.assert_close(ours, stock)
     for got, want in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(stock.sum(), inputs)):
         torch.testing.assert_close(got, want)
