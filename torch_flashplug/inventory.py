@@ -105,6 +105,16 @@ def _hook() -> dict[str, object]:
     }
 
 
+def _kept_by_others() -> dict[str, str]:
+    """Ops of torch's that ours would stand at, and where another library has registered the kernels that they run."""
+    from . import integrations, repair
+
+    owners = {"varlen_attn": integrations.varlen.other_owner()}
+    owners["flash attention"] = integrations.flash_door.other_owner()
+    owners |= {f"F.sdpa's {backend} attention": place for backend, place in repair.other_owners().items()}
+    return {name: place for name, place in owners.items() if place}
+
+
 def collect() -> dict[str, object]:
     """Everything as plain data: the form of `info --json`."""
     return {
@@ -115,6 +125,7 @@ def collect() -> dict[str, object]:
         "packages": {package: _version(package) for package in PACKAGES},
         "devices": _devices(),
         "hook": _hook(),
+        "kept_by_others": _kept_by_others(),
         "packs": _packs(),
         "cache": _cache(),
         "environment": {
@@ -134,6 +145,7 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
             )
         )
     lines.append(("hook", ", ".join(f"{key} {value}" for key, value in facts["hook"].items() if value != "")))
+    lines += [("not ours", f"{op}: kernels registered at {place}") for op, place in facts["kept_by_others"].items()]
     for pack in facts["packs"]:
         lines.append(("kernel pack", f"{pack['path']}: {pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"))
     if not facts["packs"]:

@@ -9,14 +9,17 @@ own; operands that stock misreads are not repaired there.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import env, native
-from .overrides import spend_warning
+from .overrides import first_other_owner, spend_warning
 
+_log = logging.getLogger("torch_flashplug")
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
@@ -59,21 +62,37 @@ def _schema(name: str) -> str:
     return "" if packet is None else str(packet.default._schema)
 
 
+def _known() -> dict[str, str]:
+    """Schemas of stock's ops that are repaired, by name, as src/schemas.h has them."""
+    known = {schema.partition("(")[0]: schema for schema in native.names("schemas")}
+    return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in native.STOCK_BACKENDS)}
+
+
 def _changed() -> list[str]:
     """Stock's ops that are not as src/schemas.h has them. src/stock_kernels.cpp calls their functions by mangled names,
     which say nothing of results.
     """
-    known = {schema.partition("(")[0]: schema for schema in native.names("schemas")}
-    repaired = [name for name in known if any(f"_{backend}_" in name for backend in native.STOCK_BACKENDS)]
-    return [name for name in repaired if _schema(name) != known[name]]
+    return [name for name, schema in _known().items() if _schema(name) != schema]
+
+
+def other_owners() -> dict[str, str]:
+    """Return, by backend, where another library has registered kernels that stock's attention ops run: FlashAttention-4
+    of torch's registry, or cudnn.torch. They are not repaired, and nothing of ours is put over them.
+    """
+    ops = {backend: [name for name in _known() if f"_{backend}_" in name] for backend in native.STOCK_BACKENDS}
+    owners = {backend: first_other_owner(*names) for backend, names in ops.items()}
+    return {backend: place for backend, place in owners.items() if place}
 
 
 def install() -> str:
     """Puts it in place; says why not, where it cannot be."""
     if env.REPAIR.is_on() is False or torch.version.cuda is None:
         return ""
-    changed = _changed()
+    changed, owners = _changed(), other_owners()
+    for name, place in owners.items():
+        _log.info("%s attention is not repaired: another library has registered its kernels at %s", name, place)
     backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
+    backends = [name for name in backends if name not in owners]
     spend_warning()
     in_graphs("cudnn" in backends)
     if not native.repair(*backends):

@@ -10,18 +10,21 @@ import logging
 import torch
 
 from .. import native
-from ..overrides import spend_warning
+from ..overrides import first_other_owner, spend_warning
 
 NAME = "FLASHPLUG"  # in torch.nn.attention's registry
 _OPS = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_flash_attention_backward")
 _log = logging.getLogger("torch_flashplug")
 
 
-def install(device: str = "CUDA") -> None:
-    """Not over an implementation that somebody has activated: it is to get what it gets. "CPU" serves the tests'
-    stand-in.
+def install(device: str = "CUDA", *, over_others: bool = False) -> None:
+    """Not over an implementation that somebody has activated, or registered at the dispatch key, unless `over_others`:
+    it is to get what it gets. "CPU" serves the tests' stand-in.
     """
     if another_is_active():
+        return
+    if not over_others and device != "CPU" and (place := other_owner()):
+        _log.info("flash attention stays with the library that has registered its kernels at %s", place)
         return
     for name in _OPS:
         packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks one
@@ -35,6 +38,11 @@ def install(device: str = "CUDA") -> None:
 
 def uninstall() -> None:
     native.close_flash()
+
+
+def other_owner() -> str:
+    """Return where another library has registered a kernel that one of these ops runs; empty: there is none."""
+    return first_other_owner(*(f"aten::{name}" for name in _OPS))
 
 
 def another_is_active() -> bool:

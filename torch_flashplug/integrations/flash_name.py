@@ -18,7 +18,7 @@ class Handle:
     def __init__(self) -> None:
         native.prefer_flash(True)
         if native.enabled():
-            flash_door.install()  # over what was there before
+            flash_door.install(over_others=True)
 
     def remove(self) -> None:
         native.prefer_flash(False)

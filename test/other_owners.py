@@ -1,0 +1,152 @@
+"""Ours beside another library that registers kernels at torch's attention ops, as cudnn.torch and FlashAttention-4 do.
+Run with the order of events as the argument; prints "right" in the end. A process for each: imports happen once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.nn.attention import varlen
+
+VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
+FUSED = tuple(
+    f"_scaled_dot_product_{backend}_attention{way}" for backend in ("cudnn", "flash") for way in ("", "_backward")
+)
+FLASH = ("_flash_attention_forward", "_flash_attention_backward")
+HAS_CUDA_OPS = torch.version.cuda is not None  # torch's own kernels of aten's ops stand at that key
+
+
+class TheirLibrary:
+    """Theirs: at the CUDA key of each op, and at the CPU's of varlen_attn, where calls of it can be made here."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.libraries = [torch.library.Library(namespace, "IMPL") for namespace in ("torch_attn", "aten")]
+        for name in VARLEN:
+            for key in ("CUDA", "CPU"):
+                self.libraries[0].impl(name, self._body(name), key)
+        for name in (*FUSED, *FLASH) if HAS_CUDA_OPS else ():
+            self.libraries[1].impl(name, self._body(name), "CUDA")
+
+    def _body(self, name: str):
+        def body(query: torch.Tensor, *more: object, **settings: object) -> tuple[torch.Tensor, ...]:
+            self.calls.append(name)
+            lse, state = torch.zeros(query.shape[1], query.shape[0]), torch.zeros(2, dtype=torch.uint64)
+            return torch.full_like(query, 7.0), lse, state
+
+        return body
+
+    def remove(self) -> None:
+        for library in self.libraries:
+            library._destroy()
+
+
+def active(op: str, key: str = "CUDA") -> str:
+    """Whose kernel the op runs at the key: "ours", "theirs", "torch's" or "nobody's"."""
+    lines = torch._C._dispatch_dump(op).splitlines()
+    line = next((line for line in lines if line.startswith(f"{key}: ")), "")
+    if not line:
+        return "nobody's"
+    return "ours" if "torch_flashplug" in line else "theirs" if __file__ in line else "torch's"
+
+
+def owners() -> dict[str, set[str]]:
+    """Of each group of ops."""
+    groups = {"varlen": [f"torch_attn::{name}" for name in VARLEN]}
+    if HAS_CUDA_OPS:
+        groups |= {"fused": [f"aten::{name}" for name in FUSED], "flash": [f"aten::{name}" for name in FLASH]}
+    return {name: {active(op) for op in ops} for name, ops in groups.items()}
+
+
+def all_are(who: str) -> bool:
+    return all(found == {who} for found in owners().values())
+
+
+def call() -> torch.Tensor:
+    q = torch.ones(9, 2, 64, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with torch.no_grad():
+        return varlen.varlen_attn(q, q, q, cu, cu, 5, 5)
+
+
+def is_theirs(theirs: TheirLibrary) -> bool:
+    theirs.calls.clear()
+    return bool((call() == 7).all()) and theirs.calls == ["_varlen_attn"]
+
+
+def says_theirs() -> bool:
+    """Whether explain_varlen and info do."""
+    import torch_flashplug
+    from torch_flashplug import inventory
+
+    q, cu = torch.ones(9, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    plan = torch_flashplug.explain_varlen(q, q, q, cu, cu, 5, 5, device="h100")
+    kept = inventory.collect()["kept_by_others"]
+    of_aten = {"flash attention", "F.sdpa's cudnn attention", "F.sdpa's flash attention"} if HAS_CUDA_OPS else set()
+    says = plan.backend == "stock" and __file__ in plan.reasons["fa3"]
+    return says and set(kept) == {"varlen_attn"} | of_aten and all(__file__ in place for place in kept.values())
+
+
+def says_ours() -> bool:
+    import torch_flashplug
+    from torch_flashplug import inventory
+
+    q, cu = torch.ones(9, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 4, 9], dtype=torch.int32)
+    with torch_flashplug.sdpa_backend("fa3"):
+        plan = torch_flashplug.explain_varlen(q, q, q, cu, cu, 5, 5, device="h100")
+    return plan.backend == "fa3" and not inventory.collect()["kept_by_others"]
+
+
+def theirs_then_ours() -> None:
+    theirs = TheirLibrary()
+    import torch_flashplug
+    from torch_flashplug import integrations
+
+    integrations.varlen.install("CPU")
+    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
+    assert active("torch_attn::_varlen_attn", "CPU") == "theirs"
+    torch_flashplug.disable()
+    assert all_are("theirs") and is_theirs(theirs)
+    theirs.remove()
+    torch_flashplug.enable()
+    assert owners()["varlen"] == {"ours"} and says_ours()
+    if HAS_CUDA_OPS:
+        assert owners()["fused"] == owners()["flash"] == {"ours"}
+
+
+def ours_then_theirs() -> None:
+    import torch_flashplug
+    from torch_flashplug import integrations
+
+    integrations.varlen.install("CPU")
+    assert all_are("ours") and says_ours()
+    theirs = TheirLibrary()
+    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
+    theirs.remove()
+    assert all_are("ours") and active("torch_attn::_varlen_attn", "CPU") == "ours"
+    torch_flashplug.disable()
+    assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
+
+
+def ours_disabled_in_between() -> None:
+    import torch_flashplug
+
+    theirs = TheirLibrary()
+    torch_flashplug.disable()
+    assert all_are("theirs") and is_theirs(theirs)
+    torch_flashplug.enable()
+    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
+    torch_flashplug.disable()
+    assert all_are("theirs") and is_theirs(theirs)
+    theirs.remove()
+    assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
+    torch_flashplug.enable()
+    assert all_are("ours") and says_ours()
+
+
+ORDERS = {order.__name__: order for order in (theirs_then_ours, ours_then_theirs, ours_disabled_in_between)}
+
+if __name__ == "__main__":
+    ORDERS[sys.argv[1]]()
+    print("right")
