@@ -63,8 +63,9 @@ class Call:
     grad_out: Layout = Layout()
     first: str = ""  # before it: "same", the call itself with first_grad; "stock", that with the plugin disabled
     first_grad: Layout = Layout()
-    mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32"
+    mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32", "lower_right"
     mask_dims: str = ""  # of b, h, q and k those that are not 1
+    mask_offset: int = 0  # elements before it in its storage
     dropout: float = 0.0
     deterministic: bool = False
     way: str = ""  # how a program makes it: one of WAYS of fuzz_ways.py
@@ -265,10 +266,24 @@ def _fault10(rng: Random, work: int) -> Drawn:
     }
 
 
+def _mask_offset(rng: Random) -> int:
+    return rng.choice((0, 0, 0, 1, 2, 4, 8))
+
+
+def _lower_right(rng: Random, work: int) -> Drawn:
+    """A mask of torch.nn.attention.bias. Rows that see no key, which torch makes NaN, are none."""
+    sizes = _sizes(rng, work)
+    rows, keys = sorted((sizes["Sq"], sizes["Sk"]))
+    dtype = {"dtype": "fp32"} if rng.random() < 0.2 else {}
+    masked = {"causal": False, "mask": "lower_right", "mask_dims": "qk", "way": "lower_right"}
+    return sizes | {"Sq": rows, "Sk": keys}, masked | dtype | _some(rng)
+
+
 def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
     learned = {"wants": _wants(rng) + "m"} if mask not in {"bool", "blind"} and rng.random() < 0.4 else {}
     masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)} | learned
+    masked |= {"mask_offset": _mask_offset(rng)}
     return _sizes(rng, work), masked | _some(rng, 0.3) | {"dropout": rng.choice((0.0, 0.0, 0.0, 0.1))}
 
 
@@ -292,6 +307,7 @@ def _many(rng: Random, work: int) -> Drawn:
 def _wide(rng: Random, work: int) -> Drawn:
     """fp32 and fp64, at odd offsets and with masks, too."""
     masked = {"mask": "float", "mask_dims": rng.choice(("hqk", "qk", "bhqk")), "causal": False, "scale": None}
+    masked |= {"mask_offset": _mask_offset(rng)}
     more = masked if rng.random() < 0.3 else {}
     return _sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng), **more}
 
@@ -333,6 +349,7 @@ KINDS = (
     Kind("fault6", 2, _fault6),
     Kind("fault10", 2, _fault10),
     Kind("mask", 5, _mask),
+    Kind("lower_right", 2, _lower_right),
     Kind("dropout", 4, lambda rng, work: (_sizes(rng, work), {"dropout": rng.choice((0.1, 0.5, 1)), **_some(rng)})),
     Kind("deterministic", 4, _deterministic),
     Kind("wide", 2, _wide),

@@ -52,11 +52,20 @@ def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return view, buffer
 
 
+def _behind(mask: Tensor | None, offset: int) -> Tensor | None:
+    """The same mask, with so many elements before it in its storage."""
+    if mask is None or not offset:
+        return mask
+    return mask.new_empty(offset + mask.numel())[offset:].view(mask.shape).copy_(mask)
+
+
 def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
     if not call.mask:
         return None
     sizes = {"b": call.B, "h": call.Hq, "q": call.Sq, "k": call.Sk}
     shape = [size if dim in call.mask_dims else 1 for dim, size in sizes.items()]
+    if call.mask == "lower_right":
+        return torch.ones_like(randn(shape), dtype=torch.bool).tril(call.Sk - call.Sq)
     seen = randn(shape) < 0.5
     seen[..., :1] = True
     if call.mask == "blind":
@@ -90,4 +99,5 @@ def pose(call: Call, device: str) -> Posed:
         k = made((call.B, call.Hkv, call.Sk, call.D), call.k, score * call.D**0.5)
         v = made((call.B, call.Hkv, call.Sk, call.Dv), call.v)
     grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
-    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], _mask_of(call, randn), guards)
+    mask = _behind(_mask_of(call, randn), call.mask_offset)
+    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], mask, guards)

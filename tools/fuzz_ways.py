@@ -1,5 +1,6 @@
 """Ways in which a program makes a call of attention: plainly, inside torch.utils.checkpoint, under a TorchDispatchMode,
-or through torch.func. Each returns the output and the gradients of the leaves that want one.
+through torch.func, or with a mask of torch.nn.attention.bias. Each returns the output and the gradients of the leaves
+that want one.
 """
 
 from __future__ import annotations
@@ -76,6 +77,15 @@ def by_vjp(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Betw
     return out, pull(grad_out)
 
 
+def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Give torch.nn.attention.bias's lower-right mask in the place of a tensor."""
+    from torch.nn.attention.bias import causal_lower_right  # imports all of torch._dynamo
+
+    q, k, v, _ = leaves
+    lower_right = causal_lower_right(q.shape[2], k.shape[2])
+    return plainly(lambda *given: attention(*given, lower_right), (q, k, v), grad_out, between)
+
+
 WAYS = {
     "": plainly,
     "checkpoint": checkpointed,
@@ -83,4 +93,5 @@ WAYS = {
     "selective": checkpointed_selectively,
     "flop_counter": counted,
     "vjp": by_vjp,
+    "lower_right": by_causal_bias,
 }
