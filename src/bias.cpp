@@ -10,6 +10,9 @@ namespace flashplug {
 
 namespace {
 
+// A plane sums so many batches or heads at least: planes take little memory beside what every score would take.
+constexpr int64_t kLeastSummed = 8;
+
 bool on_units(AtenTensorHandle bias, const int64_t stride[4], int64_t unit) {
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
@@ -90,8 +93,9 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
   Planes planes = planes_of(gradient);
   int64_t wanted = std::max(sm_count, 1) / tiles;  // so many planes for each of the gradient's keep all SMs busy
   const auto share = [&wanted](int64_t* number, int64_t all) {
-    if (*number != 1 || wanted < 2) return;
-    *number = ceil_div(all, ceil_div(all, std::min(wanted, all)));  // none without work
+    const int64_t most = std::min(wanted, all / kLeastSummed);
+    if (*number != 1 || most < 2) return;
+    *number = ceil_div(all, ceil_div(all, most));  // none without work
     wanted /= *number;
   };
   share(&planes.batches, p.B);
