@@ -72,7 +72,8 @@ bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
   return fits && reinterpret_cast<int64_t>(data) % kUnitBytes == 0;
 }
 
-VarlenCall facts_of_call(const Boxed& given) {
+// cc: of the GPU that our kernels would run on; 0 where they read no such tensors.
+VarlenCall facts_of_call(const Boxed& given, int* cc) {
   const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
   const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
     const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
@@ -101,7 +102,8 @@ VarlenCall facts_of_call(const Boxed& given) {
   call.paged = given.tensor(Arg::kPages) != nullptr;
   call.has_cu_k = given.tensor(Arg::kCuK) != nullptr;
   call.readable = kernels_take(given, 3);
-  if (call.readable != 0 && stock_varlen(call) == kVarlenCudnn) {  // else nothing asks for these
+  *cc = call.readable != 0 ? compute_capability(q) : 0;
+  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // else nothing asks for these
     call.misaligned = !lies_as_cudnn_wants(q) || !lies_as_cudnn_wants(k) || !lies_as_cudnn_wants(v);
     call.unusual_scale = scale_of(given.real(Arg::kScale)) != Scale::kPositive;
   }
@@ -112,8 +114,8 @@ bool are_asked(const Boxed& given) {
   if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock says what is wrong with it
   const Mode mode = effective_mode();
   if (!enabled()) return false;
-  const VarlenCall call = facts_of_call(given);
-  const int cc = call.readable != 0 ? compute_capability(given.tensor(Arg::kQuery)) : 0;
+  int cc = 0;
+  const VarlenCall call = facts_of_call(given, &cc);
   const VarlenVerdict verdict = judge_varlen(call, true, mode, cc, tables());
   if (verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels())
     throw std::runtime_error(forced_varlen_error(call, mode, tables()));

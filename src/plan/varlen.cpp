@@ -58,7 +58,7 @@ std::string quoted(const std::string& text) {
 }
 
 std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
-  const std::string stock = kVarlenKernelSaid[stock_varlen(call)];
+  const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
   switch (verdict.exit) {
     case VarlenExit::kDisabled:
       return "the plugin is disabled; call torch_flashplug.enable()";
@@ -88,14 +88,15 @@ std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
 
 }  // namespace
 
-VarlenKernel stock_varlen(const VarlenCall& call) {
+VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
+  const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // GPUs that torch asks cuDNN on
   switch (static_cast<VarlenRule>(call.rule)) {
     case VarlenRule::kFlash:
       return kVarlenFlash;
     case VarlenRule::kShapes:
-      return fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
+      return has_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
     case VarlenRule::kArgument:
-      if (call.backend < 0) return may_be_cudnns(call) ? kVarlenCudnn : kVarlenFlash;
+      if (call.backend < 0) return has_cudnn && may_be_cudnns(call) ? kVarlenCudnn : kVarlenFlash;
       return call.backend == kChoiceFlash ? kVarlenFlash : kVarlenCudnn;
     case VarlenRule::kUnknown:
       break;
@@ -114,7 +115,7 @@ VarlenVerdict judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc
   if (call.allowed == 0) return {VarlenExit::kNotAllowed};
   if (!kernels_take(call)) return {VarlenExit::kNotTaken};
   if (mode.forces_kernels()) return {VarlenExit::kForced};
-  const int row = find_row(stock_varlen(call), facts_of(call), cc, tables);
+  const int row = find_row(stock_varlen(call, cc), facts_of(call), cc, tables);
   if (row >= 0) return {tables.varlen[row].serve != 0 ? VarlenExit::kServed : VarlenExit::kSlower, row};
   return {has_row_of(cc, tables) ? VarlenExit::kUnmeasured : VarlenExit::kDevice};
 }
@@ -140,7 +141,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenVerdict& verdict, Mo
   const bool raises = verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
       {"exit", kVarlenExitNames[static_cast<int>(verdict.exit)]},
-      {"stock", kVarlenKernelNames[stock_varlen(call)]},
+      {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},
       {"said", said(call, verdict, cc)},
       {"row", row != nullptr ? row->measured : ""},
       {"rescue", row != nullptr ? row->wrong : ""},

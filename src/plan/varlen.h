@@ -60,7 +60,7 @@ struct VarlenVerdict {
   bool ours() const { return exit == VarlenExit::kForced || exit == VarlenExit::kServed; }
 };
 
-VarlenKernel stock_varlen(const VarlenCall& call);
+VarlenKernel stock_varlen(const VarlenCall& call, int cc);  // that torch's own body would run
 VarlenVerdict judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
 // Of calls that torch's flash attention would run: whether they were measured on this GPU, and ours are as fast.
 bool flash_is_measured(int cc, const Tables& tables);

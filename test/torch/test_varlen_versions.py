@@ -117,9 +117,11 @@ def test_what_cudnn_gets_wrong_stays_ours(rule: Callable[[str], None]) -> None:
 
 
 def test_no_row_is_of_another_gpu(rule: Callable[[str], None]) -> None:
-    rule("flash")
-    plan = explain_varlen(*given(), device="a100")
-    assert plan.backend == "stock" and "not measured on compute capability 8.0" in plan.reasons["fa3"]
+    for way in ("flash", "shapes"):
+        rule(way)
+        plan = explain_varlen(*given(), device="a100")
+        assert plan.backend == "stock" and "not measured on compute capability 8.0" in plan.reasons["fa3"]
+        assert plan.stock_choice == FLASH
     with torch_flashplug.sdpa_backend("fa2"):
         assert explain_varlen(*given(), device="a100").backend == "fa2"
 
