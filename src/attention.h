@@ -222,6 +222,13 @@ struct RepairedForward {
   int64_t max_q, max_k;
 };
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call);
+// What stock's flash and efficient attention read 16 bytes at a time, of 4 dims: itself where it lies so, else a copy.
+Owned on_units(Owned operand);
+Owned bias_on_units(Owned bias);
+bool is_repaired(int backend);  // StockBackend: repair() has put it in place
+// LSE (B, H, Sq) -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
+// probability 0.
+Owned pad_lse(AtenTensorHandle lse);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with our operands ----
 

@@ -37,6 +37,13 @@ enum class Arg : int {
   kSplits,
   kGrouped,
   kBackend,
+  kBias,
+  kMaskType,
+  kNeedsLse,
+  kSeed,
+  kOffset,
+  kBiasGrad,
+  kOneStorage,
   kCount
 };
 

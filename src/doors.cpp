@@ -203,12 +203,12 @@ bool is_ours(AtenTensorHandle rng) {
   return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
 }
 
-bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3]) {
+bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], AtenTensorHandle lse) {
   const DoorCall door(given, window);
   const Owned grad_out = heads_first(operand(given, Arg::kGradOut)), out = heads_first(operand(given, Arg::kOut));
   const Facts facts = read_facts(door.call);
   check_lengths(door.call, facts);
-  const Owned rows = rows_of(operand(given, Arg::kLse), facts.problem);
+  const Owned rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
   const BackwardCall call{grad_out.get(),           door.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;

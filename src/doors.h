@@ -35,7 +35,8 @@ void write_to(AtenTensorHandle out, AtenTensorHandle found);  // unless it is th
 bool is_ours(AtenTensorHandle rng);
 
 // Gradients of query, key and value by kernels of ours, laid out as torch.empty_like of each; false: there are none.
-bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3]);
+// lse: of its rows alone, where the op's own has more.
+bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], AtenTensorHandle lse = nullptr);
 
 // -1: on that side all keys are seen.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);
@@ -59,5 +60,11 @@ bool know_flash(const char* schema);  // of the running torch's op; false: it is
 void open_flash(const char* dispatch_key);
 void close_flash();
 void prefer_flash(bool on);  // few rows, too
+
+// ---- efficient_door.cpp ----
+
+// At one dispatch key, over stock's kernels. Throws where stock could not be called below.
+void open_efficient(const char* dispatch_key);
+void close_efficient();
 
 }  // namespace flashplug

@@ -158,6 +158,10 @@ FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {
   return guarded([&] { open_flash(dispatch_key); });
 }
 FLASHPLUG_EXPORT void flashplug_close_flash() { close_flash(); }
+FLASHPLUG_EXPORT int flashplug_open_efficient(const char* dispatch_key) {
+  return guarded([&] { open_efficient(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_efficient() { close_efficient(); }
 FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }

@@ -4,7 +4,9 @@
 // - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that: with
 //   TMA, cuDNN rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
 //   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
-//   refuses. Copied; attn_mask, which F.sdpa pads, is not.
+//   refuses. Copied. Of attn_mask F.sdpa pads rows, and nobody looks at its address, which the efficient attention
+//   reads 16 bytes at a time, too: fp32 ends the context, 16 bits raise or end it. Copied for that one; cuDNN takes
+//   any.
 // - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
 //   second such call ends the process. Copied.
 // - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
@@ -19,6 +21,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <mutex>
@@ -170,11 +173,6 @@ bool off_units(AtenTensorHandle tensor) {
   return off;
 }
 
-Owned on_units(Owned tensor) {
-  if (!four_dims({tensor.get()})) return tensor;
-  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
-}
-
 // Tensors of the stack, all of them taken before anything can fail; `operands` of them as stock can read them.
 template <size_t n>
 struct Taken {
@@ -204,8 +202,9 @@ void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientForward;
-  const Owned bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  Owned bias = box::to_optional_tensor(stack[op["attn_bias"]]);
   const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  bias = bias_on_units(std::move(bias));
   const auto [q, k, v] = taken.handles;
   AtenTensorHandle results[4];
   stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr,
@@ -247,7 +246,10 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   Taken taken(stack,
               {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
                op["philox_seed"], op["philox_offset"]},
-              {0, 1, 2, 3, 5});  // attn_bias stays as it is
+              {0, 1, 2, 3, 5});
+  constexpr int kBias = 4;
+  taken.tensors[kBias] = bias_on_units(std::move(taken.tensors[kBias]));
+  taken.handles[kBias] = taken.tensors[kBias].get();
   const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const auto listed = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
@@ -263,12 +265,36 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 std::mutex repair_mutex;
+std::atomic<int> repaired{0};  // backends
 std::unique_ptr<StableLibrary>& library() {
   static auto* instance = new std::unique_ptr<StableLibrary>();
   return *instance;
 }
 
 }  // namespace
+
+Owned on_units(Owned tensor) {
+  if (!four_dims({tensor.get()})) return tensor;
+  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
+}
+
+// A bias of 4 dims whose rows begin at whole units: itself, or a copy of what there is of it.
+Owned bias_on_units(Owned bias) {
+  if (!bias.defined() || !four_dims({bias.get()})) return bias;
+  const Shape shape = shape_of(bias.get());
+  if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
+  constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
+  int64_t size[4], room[4], stride[4];
+  for (int i = 0; i < 4; ++i) size[i] = room[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
+  room[3] = ceil_div(size[3], kPad) * kPad;
+  pack_strides(room, stride);
+  const Owned copy = new_like(bias.get(), 4, room, stride, nullptr);
+  copy_into(view(copy.get(), 4, size, stride).get(), view(bias.get(), 4, size, shape.stride).get());
+  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : stride[i];
+  return view(copy.get(), 4, shape.size, stride);
+}
+
+bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
 
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
@@ -284,13 +310,12 @@ RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
 
 void repair(int backends) {
   std::lock_guard<std::mutex> lock(repair_mutex);
-  static int in_place = 0;
   const int possible = backends & stock_backends();
-  if (possible != in_place) {
+  if (possible != repaired) {
     library().reset();  // stock's kernels are in place again
-    in_place = 0;
+    repaired = 0;
   }
-  if (possible != 0 && in_place == 0) {
+  if (possible != 0 && repaired == 0) {
     auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", kOwner, __LINE__);
     const auto put = [&](StockBackend backend, const char* forward, auto forward_kernel, const char* backward,
                          auto backward_kernel) {
@@ -305,7 +330,7 @@ void repair(int backends) {
     put(kStockEfficient, "_scaled_dot_product_efficient_attention", &efficient_forward_kernel,
         "_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
     library() = std::move(made);
-    in_place = possible;
+    repaired = possible;
   }
   if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair");
 }

@@ -186,6 +186,19 @@ inline constexpr Schema kNanToNum(
     "aten::nan_to_num_(Tensor(a!) self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor(a!)");
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
+// What the efficient attention's are made of, and what comes to it otherwise (efficient_door.cpp).
+inline constexpr Schema kRowsForward(
+    "aten::_efficient_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
+    "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None) -> "
+    "(Tensor output, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, SymInt max_seqlen_batch_q, "
+    "SymInt max_seqlen_batch_k)");
+inline constexpr Schema kRowsBackward(
+    "aten::_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor? bias, "
+    "Tensor out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
+    "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
+    "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kCarrierBackward.text(),
                                            kOwnForward.text(),
@@ -201,6 +214,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kFlashBackward.text(),
                                            kEfficientForward.text(),
                                            kEfficientBackward.text(),
+                                           kRowsForward.text(),
+                                           kRowsBackward.text(),
                                            kNegate.text(),
                                            kRepeat.text(),
                                            kSum.text(),

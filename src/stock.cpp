@@ -42,18 +42,6 @@ Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   return op.result(0);
 }
 
-// LSE [B, H, Sq] -> rows padded to 32 as the efficient backward reads them; +inf gives rows that do not exist
-// probability 0.
-Owned pad_lse(AtenTensorHandle lse, const Problem& p) {
-  if (p.Sq % kLsePad == 0) return Owned::share(lse);
-  const int64_t padded = (p.Sq + kLsePad - 1) / kLsePad * kLsePad;
-  const int64_t size[3] = {p.B, p.Hq, padded}, stride[3] = {p.Hq * padded, padded, 1}, rows[3] = {p.B, p.Hq, p.Sq};
-  Owned out = new_like(lse, 3, size, stride, nullptr);
-  check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
-  copy_into(view(out.get(), 3, rows, stride).get(), lse);
-  return out;
-}
-
 Owned slice_lse(Owned lse, const Problem& p) {
   const Shape shape = shape_of(lse.get());
   if (shape.size[2] == p.Sq) return lse;
@@ -84,6 +72,18 @@ ForwardResult out_and_lse(OpCall* of) {
 }
 
 }  // namespace
+
+Owned pad_lse(AtenTensorHandle lse) {
+  const Shape shape = shape_of(lse);
+  const int64_t B = shape.size[0], H = shape.size[1], Sq = shape.size[2];
+  if (Sq % kLsePad == 0) return Owned::share(lse);
+  const int64_t padded = ceil_div(Sq, kLsePad) * kLsePad;
+  const int64_t size[3] = {B, H, padded}, stride[3] = {H * padded, padded, 1};
+  Owned out = new_like(lse, 3, size, stride, nullptr);
+  check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
+  copy_into(view(out.get(), 3, shape.size, stride).get(), lse);
+  return out;
+}
 
 bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
   if (!(stock_backends() & kStockCudnn)) return false;
@@ -273,7 +273,7 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
                            repeat_heads(forward.v, p.group()),
                            Owned::undefined(),  // bias
                            under_strides(call.out, stride),
-                           pad_lse(call.lse, p),
+                           pad_lse(call.lse),
                            shared(call.seed),
                            shared(call.offset)};
   OpCall op(schema);

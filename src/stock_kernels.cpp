@@ -41,6 +41,13 @@ constexpr const char* kOnEndInto =
 constexpr const char* kOnEndBackward =
     "_ZN2at4cuda25_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_St8optionalIdES4_IlES6_";
 
+// at::cuda::_efficient_attention_forward and ..._backward: seen in torch 2.12, 2.14 and 2.15
+constexpr const char* kRowsForward =
+    "_ZN2at4cuda28_efficient_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_S7_S4_IlES8_dlbS4_IdES7_S8_";
+constexpr const char* kRowsBackward =
+    "_ZN2at4cuda29_efficient_attention_backwardERKNS_6TensorES3_S3_S3_RKSt8optionalIS1_ES3_S7_S7_llS3_dS3_S3_lb"
+    "S4_IdES4_IlES9_b";
+
 // Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
 struct TensorValue {  // at::Tensor: one pointer
   void* impl = nullptr;
@@ -93,6 +100,14 @@ struct StockKernels {
   std::tuple<T, T, T> (*on_end_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
                                          Reference, int64_t, int64_t, double, bool, Reference, Reference, MaybeScale,
                                          MaybeInt, MaybeInt) = nullptr;
+  std::tuple<T, T, T, T, SymIntValue, SymIntValue> (*rows_forward)(Reference, Reference, Reference, OptionalReference,
+                                                                   OptionalReference, OptionalReference, MaybeInt,
+                                                                   MaybeInt, double, int64_t, bool, MaybeScale,
+                                                                   OptionalReference, MaybeInt) = nullptr;
+  std::tuple<T, T, T, T> (*rows_backward)(Reference, Reference, Reference, Reference, OptionalReference, Reference,
+                                          OptionalReference, OptionalReference, int64_t, int64_t, Reference, double,
+                                          Reference, Reference, int64_t, bool, MaybeScale, MaybeInt, MaybeInt,
+                                          bool) = nullptr;
 };
 
 const StockKernels& stock_kernels() {
@@ -113,6 +128,8 @@ const StockKernels& stock_kernels() {
     look(found.paged_on_end_forward, kPagedOnEndForward);
     look(found.on_end_into, kOnEndInto);
     look(found.on_end_backward, kOnEndBackward);
+    look(found.rows_forward, kRowsForward);
+    look(found.rows_backward, kRowsBackward);
     return found;
   }();
   return instance;
@@ -214,6 +231,27 @@ AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& c) {
 void stock_on_end_backward(const AtenTensorHandle t[10], const OnEndCall& c, AtenTensorHandle grads[3]) {
   hand_out(stock_kernels().on_end_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], c.max_q, c.max_k,
                                            c.dropout_p, c.is_causal, t[8], t[9], c.scale, c.left, c.right),
+           grads);
+}
+
+bool has_stock_rows() { return stock_kernels().rows_forward && stock_kernels().rows_backward; }
+
+RowsResult stock_rows_forward(const RowsCall& c) {
+  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k),
+             used_k = optional_tensor(c.used_k);
+  const auto results = stock_kernels().rows_forward(c.q, c.k, c.v, &bias, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p,
+                                                    c.mask_type, c.needs_lse, c.scale, &used_k, c.window);
+  const auto& [out, lse, seed, offset, max_q, max_k] = results;
+  RowsResult handles{{}, max_q.number, max_k.number};
+  hand_out(std::tie(out, lse, seed, offset), handles.tensors);
+  return handles;
+}
+
+void stock_rows_backward(const RowsCall& c, const RowsGradients& g, AtenTensorHandle grads[4]) {
+  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k);
+  hand_out(stock_kernels().rows_backward(g.grad_out, c.q, c.k, c.v, &bias, g.out, &cu_q, &cu_k, c.max_q.value_or(0),
+                                         c.max_k.value_or(0), g.lse, c.dropout_p, g.seed, g.offset, c.mask_type,
+                                         g.bias_grad, c.scale, g.splits, c.window, g.one_storage),
            grads);
 }
 

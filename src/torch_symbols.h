@@ -130,4 +130,30 @@ AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& call);
 // `tensors`: those of the backward's arguments, in order; of the call its numbers.
 void stock_on_end_backward(const AtenTensorHandle tensors[10], const OnEndCall& call, AtenTensorHandle grads[3]);
 
+// The efficient attention of (B, S, H, D) or sequences on end: aten::_efficient_attention_forward. Tensors may be null
+// from bias on. mask_type: 0 none, 1 causal from the top left, 2 from the bottom right.
+struct RowsCall {
+  AtenTensorHandle q, k, v, bias, cu_q, cu_k;
+  std::optional<int64_t> max_q, max_k;
+  double dropout_p;
+  int64_t mask_type;
+  bool needs_lse;
+  std::optional<double> scale;
+  AtenTensorHandle used_k;
+  std::optional<int64_t> window;
+};
+struct RowsResult {
+  AtenTensorHandle tensors[4];  // output, logsumexp, philox_seed, philox_offset
+  int64_t max_q, max_k;
+};
+bool has_stock_rows();
+RowsResult stock_rows_forward(const RowsCall& call);
+// What its backward takes besides: of the call its operands, numbers and lengths.
+struct RowsGradients {
+  AtenTensorHandle grad_out, out, lse, seed, offset;
+  bool bias_grad, one_storage;
+  std::optional<int64_t> splits;
+};
+void stock_rows_backward(const RowsCall& call, const RowsGradients& given, AtenTensorHandle grads[4]);
+
 }  // namespace flashplug

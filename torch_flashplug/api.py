@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from . import _start, choices, composite, configs, env, integrations, native, problem, recipes, repair, rescues, tracing
 from .cached import QuantizedTensor, readable
+from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
 
@@ -237,15 +238,15 @@ def explain(
             f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
         )
     _start.load()
-    if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
-        settings = {"scale": scale, "enable_gqa": enable_gqa}
-        return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
+    settings = {"scale": scale, "enable_gqa": enable_gqa}
+    unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
+    if unusual is not None:
+        return unusual
     several = integrations.dtensor
     given = _as_hook_gets(query, key, value, attn_mask)
     if several.part_of(*given, dropout_p) is not None:
         parts = (None if x is None else x.to_local() for x in given)
-        settings = {"scale": scale, "enable_gqa": enable_gqa, "device": device}
-        plan = explain(*parts, dropout_p, is_causal, **settings)
+        plan = explain(*parts, dropout_p, is_causal, **settings, device=device)
         return replace(plan, part=several.in_words(given[0]), error=several.refusal(given[0]) or plan.error)
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
@@ -322,6 +323,22 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
 def _described(device: str | None, *call: object) -> dict[str, float]:
     """problem.describe(), of a GPU where a preset is asked about."""
     return problem.describe(*call) | ({"on_cuda": True} if device is not None else {})
+
+
+def _explain_unusual(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    device: str | None, settings: dict[str, object],
+) -> Plan | None:  # fmt: skip
+    """Of arguments that F.sdpa hands to Python: keys and values in 8 bits, masks of torch.nn.attention.bias."""
+    if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
+        return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
+    if not is_causal_bias(attn_mask):
+        return None
+    if is_upper_left(attn_mask):
+        return explain(query, key, value, None, dropout_p, True, **settings, device=device)
+    call = _in_one_line(query, key, value, None, dropout_p, False) + ", causal to the lower right"
+    facts = _facts_of(query, device)
+    return Plan(call, **plan_lower_right(query, key, value, dropout_p, settings["scale"], facts))
 
 
 def _explain_cached(

@@ -155,6 +155,8 @@ _SHORT = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 32, 40, 64, 200 to 256 row
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
 _WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (tools/results/LOG.md)"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
+_BF16 = ("bf16",)
+_LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (tools/results/LOG.md)"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Fewer query rows are decode: where they come here (is_causal), no suite measured them.
 _MIN_SQ = 16
@@ -363,6 +365,10 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
+    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention (src/efficient_door.cpp).
+    # Up to (16, 1024, 2048) heads, rows and keys ours waits for its host: forwards have 0.57 to 0.74.
+    ChoiceRow("fwd", "mixed", 90, False, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 2.75, _LOWER, elements=_BF16),
+    ChoiceRow("fwd", "mixed", 90, True, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 4.14, _LOWER, elements=_BF16),
 )
 # fmt: on
 # Up to torch 2.13 varlen_attn runs on flash attention. From 2.14 on it prefers cuDNN, which nobody has timed beside

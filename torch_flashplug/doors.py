@@ -1,4 +1,6 @@
-"""What _C decides about calls of torch's varlen_attn (src/plan/varlen.cpp), for Python that asks."""
+"""Kernels of _C over torch's efficient attention (src/efficient_door.cpp); what _C decides about calls of torch's
+varlen_attn (src/plan/varlen.cpp), for Python that asks.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +33,16 @@ def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[st
         raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ")
     values = ints([int(facts[name]) for name in known])
     return json.loads(text(lambda out, size: lib().flashplug_varlen_text(values, cc, mode_word, out, size)))
+
+
+def open_efficient(dispatch_key: str) -> bool:
+    """Put kernels over torch's efficient attention at that key; return False where this torch's cannot be called below.
+
+    native.last_error() then says why.
+    """
+    return lib().flashplug_open_efficient(dispatch_key.encode()) == 0
+
+
+def close_efficient() -> None:
+    """Put torch's own kernels in place again."""
+    lib().flashplug_close_efficient()

@@ -76,6 +76,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "close_varlen",
         "set_prepare_callback",
         "close_flash",
+        "close_efficient",
         "prefer_flash",
         "hold_error",
     ):

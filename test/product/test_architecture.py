@@ -28,7 +28,7 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 ORDER = (
     *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "explained_varlen", "explained", "api"),
     *("_start", "composite", "repair", "integrations", "flash_attn", "attention", "listed", "plans", "sequences"),
-    *("operands", "problem", "tracing", "paged", "windowed", "block_sparse"),
+    *("operands", "causal_bias", "problem", "tracing", "paged", "windowed", "block_sparse"),
     *("ops", "cached", "up_calls", "overrides", "recomputation"),
     *("doors", "native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),

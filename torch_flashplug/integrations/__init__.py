@@ -1,6 +1,6 @@
 """What other parts of torch must be told about our ops, a module each: FLOP counting, vmap, varlen_attn, its flash
-attention and the name that this one has, DTensor and context_parallel (on the first DTensor). The module
-`transformers` is imported when it is asked for, since it imports the package of that name.
+and efficient attention, the name that the first of these has, DTensor and context_parallel (on the first DTensor). The
+module `transformers` is imported when it is asked for, since it imports the package of that name.
 """
 
 from __future__ import annotations
@@ -8,12 +8,23 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from . import context_parallel, dtensor, flash_door, flash_name, flops, varlen, vmap
+from . import context_parallel, dtensor, efficient_door, flash_door, flash_name, flops, varlen, vmap
 
-__all__ = ["ALL", "SWITCHED", "context_parallel", "dtensor", "flash_door", "flash_name", "flops", "varlen", "vmap"]
+__all__ = [
+    "ALL",
+    "SWITCHED",
+    "context_parallel",
+    "dtensor",
+    "efficient_door",
+    "flash_door",
+    "flash_name",
+    "flops",
+    "varlen",
+    "vmap",
+]
 
 ALL = (flops, vmap, flash_name)  # each has register(), called once by _start.load()
-SWITCHED = (varlen, flash_door)  # each has install() and uninstall(), called by enable() and disable()
+SWITCHED = (varlen, flash_door, efficient_door)  # each has install() and uninstall(), called by enable() and disable()
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,0 +1,211 @@
+"""torch's efficient attention with kernels of ours over stock's: lower-right causal masks that flash attention cannot
+run, and operands that stock misreads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import on_cpu
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, bias, sdpa_kernel
+
+from torch_flashplug import attention, explain, integrations, native, sdpa_backend
+
+SEED, LOWER_RIGHT = 20261127, 2
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def door(kernels_on: str) -> Iterator[str]:
+    with on_cpu.installed_at(integrations.efficient_door, kernels_on):
+        yield kernels_on
+
+
+def drawn(device: str, *sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, offset: int = 0) -> list[Tensor]:
+    """Leaves that begin `offset` elements behind an aligned address."""
+    made = []
+    for number, size in enumerate(sizes):
+        values = torch.randn(size, generator=torch.Generator().manual_seed(SEED + number)).to(device, dtype)
+        room = torch.zeros(values.numel() + offset, dtype=dtype, device=device)
+        made.append(room[offset:].view(size).copy_(values).detach().requires_grad_())
+    return made
+
+
+def right(leaves: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of (B, S, H, D) causal to the lower right, in fp32."""
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    with sdpa_backend("math"):
+        out = attention(*wide, causal="bottom_right")
+    return out.detach(), *torch.autograd.grad(out, wide, grad_out.float())
+
+
+def assert_right(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for got, one in zip(found, exact, strict=True):
+        assert got.shape == one.shape and float((got.float() - one.float()).norm() / one.norm()) < 1e-2
+
+
+# ---- ours ----
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("Sq", "dims"), [(96, (64, 128)), (70, (64, 64)), (160, (64, 64))], ids=str)
+def test_lower_right_of_many_rows_is_ours(door: str, Sq: int, dims: tuple[int, int], offset: int) -> None:
+    """As torch.nn.attention.bias calls the op; rows of (160, 130) see nothing at first."""
+    D, Dv = dims
+    leaves = drawn(door, (2, Sq, 2, D), (2, 130, 2, D), (2, 130, 2, Dv), offset=offset)
+    native.counters(reset=True)
+    with sdpa_backend("fa3"):
+        out, lse, _, _, rows, keys = aten._efficient_attention_forward(
+            *leaves, None, None, None, None, None, 0.0, LOWER_RIGHT, True
+        )
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
+    assert out.is_contiguous() and (rows, keys) == (Sq, 130) and lse.shape == (2, 2, -(-Sq // 32) * 32)
+    assert bool(lse[..., Sq:].isposinf().all()) and [x.shape for x in grads] == [x.shape for x in leaves]
+    assert_right((out.detach(), *grads), right(leaves, grad_out))
+
+
+@pytest.mark.parametrize("change", ["few_rows", "plain", "dropout", "not_allowed", "stock", "auto"])
+def test_what_is_not_ours_goes_to_stock(door: str, change: str) -> None:
+    """In auto those that no measured row has."""
+    rows = 8 if change == "few_rows" else 96
+    q, k, v = (x.detach() for x in drawn(door, (1, rows, 2, 64), (1, 130, 2, 64), (1, 130, 2, 128)))
+    kind, p = (0 if change == "plain" else LOWER_RIGHT), (0.1 if change == "dropout" else 0.0)
+    native.counters(reset=True)
+
+    def call() -> None:
+        with sdpa_kernel(EFFICIENT if change == "not_allowed" else list(SDPBackend.__members__.values())[1:]):
+            with sdpa_backend(change if change in {"stock", "auto"} else "fa3"):
+                aten._efficient_attention_forward(q, k, v, None, None, None, None, None, p, kind)
+
+    if door == "cpu":  # where torch has no such kernel
+        with pytest.raises(RuntimeError, match="no efficient attention here"):
+            call()
+    else:
+        call()
+    assert native.counters(reset=True)["ours_fwd"] == 0
+
+
+@pytest.mark.parametrize(("dims", "served"), [((64, 64), "fa3"), ((64, 128), "stock"), ((264, 264), "stock")])
+def test_explain_knows_lower_right_masks(dims: tuple[int, int], served: str) -> None:
+    D, Dv = dims
+    q, k, v = (torch.empty(2, 4, s, d, dtype=torch.bfloat16, device="meta") for s, d in ((96, D), (130, D), (130, Dv)))
+    plan = explain(q, k, v, bias.causal_lower_right(96, 130), device="h100")
+    assert plan.backend == served and "lower right" in plan.call
+    few = explain(q[:, :, :8], k, v, bias.causal_lower_right(8, 130), device="h100")
+    why = "64 query rows" if D < 256 else "such head dims"
+    assert few.backend == "stock" and all(why in reason for reason in few.reasons.values())
+    with sdpa_backend("fa3"):
+        assert explain(q, k, v, bias.causal_lower_right(96, 130), device="h100").backend == (
+            "fa3" if D < 256 else "stock"
+        )
+    long = [x.new_empty(2, 16, s, x.shape[3]) for x, s in ((q, 2048), (k, 4096), (v, 4096))]
+    assert explain(*long, bias.causal_lower_right(2048, 4096), device="h100").backend == ("fa3" if D < 256 else "stock")
+    with sdpa_backend("stock"):
+        assert explain(q, k, v, bias.causal_lower_right(96, 130), device="h100").backend == "stock"
+    square = explain(q, q, q, bias.causal_lower_right(96, 96), device="h100")
+    assert square.call == explain(q, q, q, is_causal=True, device="h100").call
+    assert explain(q, k, v, bias.causal_upper_left(96, 130), device="h100").call.endswith("causal")
+
+
+# ---- stock's ----
+
+
+KINDS: dict[str, tuple[torch.dtype, tuple[int, int], str]] = {  # dtype, head dims, by whom they can be taken
+    "mixed_dims": (torch.bfloat16, (64, 128), "fa3"),
+    "fp32": (torch.float32, (64, 64), "stock"),
+    "fp32_mixed_dims": (torch.float32, (64, 32), "stock"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("backend", ["auto", "fa3", "stock"])
+@pytest.mark.parametrize("rows", [8, 96])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lower_right_masks_at_any_address(kind: str, rows: int, backend: str, offset: int) -> None:
+    """torch.nn.attention.bias, unmodified. Of stock alone odd addresses raise, or end the CUDA context (fp32)."""
+    dtype, (D, Dv), whose = KINDS[kind]
+    leaves = drawn("cuda", (2, 4, rows, D), (2, 4, 130, D), (2, 4, 130, Dv), dtype=dtype, offset=offset)
+    native.counters(reset=True)
+    with sdpa_backend(backend):
+        out = F.scaled_dot_product_attention(*leaves, bias.causal_lower_right(rows, 130))
+    (grad_out,) = drawn("cuda", (2, rows, 4, Dv), dtype=dtype, offset=offset)  # in the kernel's order
+    grads = torch.autograd.grad(out, leaves, grad_out.detach().transpose(1, 2))
+    torch.cuda.synchronize()
+    served = backend == whose == "fa3" and rows > 64
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == served
+    exact = right([x.detach().transpose(1, 2) for x in leaves], grad_out.detach())
+    assert_right((out.detach(), *grads), tuple(x.transpose(1, 2) for x in exact))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learns", [False, True], ids=["forward", "gradients"])
+def test_auto_takes_long_lower_right_masks(learns: bool) -> None:
+    leaves = drawn("cuda", (2, 16, 2048, 64), (2, 16, 4096, 64), (2, 16, 4096, 128))
+    leaves = [x.detach().requires_grad_(learns) for x in leaves]
+    native.counters(reset=True)
+    out = F.scaled_dot_product_attention(*leaves, bias.causal_lower_right(2048, 4096))
+    (grad_out,) = drawn("cuda", (2, 2048, 16, 128))
+    grads = torch.autograd.grad(out, leaves, grad_out.detach().transpose(1, 2)) if learns else ()
+    counts = native.counters(reset=True)
+    assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == learns
+    exact = right([x.detach().transpose(1, 2) for x in leaves], grad_out.detach())
+    assert_right((out.detach(), *grads), tuple(x.transpose(1, 2) for x in exact[: 1 + len(grads)]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_without_a_mask_stay_with_stock(grad: bool) -> None:
+    x = torch.randn(1, 2, 16, 64, device="cuda", requires_grad=grad)
+    with sdpa_kernel(EFFICIENT):
+        out = F.scaled_dot_product_attention(x, x, x)
+    wide = x.detach().double()
+    exact = (wide @ wide.mT * 0.125).softmax(-1) @ wide
+    torch.testing.assert_close(out.detach().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+MASKS: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {  # what a mask may look like in memory
+    "whole": lambda odd: odd(8, 7, 512),
+    "odd_length": lambda odd: odd(8, 7, 504)[..., :500],
+    "of_keys": lambda odd: odd(1, 1, 512).expand(8, 7, 512),
+    "rows_apart": lambda odd: odd(8, 7, 1024)[..., :512],
+    "of_a_batch": lambda odd: odd(5, 1, 7, 512),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.isolated(120)
+@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learned", [False, True], ids=["mask", "learned"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_at_any_address_are_read_right(kind: str, learned: bool, dtype: torch.dtype, offset: int) -> None:
+    """Stock's efficient attention reads 16 bytes of a mask at a time: alone it raises, or ends the CUDA context."""
+
+    def odd(*size: int) -> Tensor:
+        return drawn("cuda", size, dtype=dtype, offset=offset)[0].detach()
+
+    mask = MASKS[kind](odd).requires_grad_(learned)
+    Sk = mask.shape[-1]
+    q = drawn("cuda", (1, 8, 7, 128), dtype=dtype)[0].detach().expand(5, 8, 7, 128).requires_grad_()
+    k, v = drawn("cuda", (5, 8, Sk, 128), (5, 8, Sk, 8), dtype=dtype, offset=1)
+    with sdpa_backend("stock"), sdpa_kernel(EFFICIENT):
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+    (grad_out,) = drawn("cuda", (5, 7, 8, 8), dtype=dtype, offset=1)
+    wanted = [q, k, v, *[mask] * learned]
+    grads = torch.autograd.grad(out, wanted, grad_out.detach().transpose(1, 2))
+    torch.cuda.synchronize()
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    exact = (wide[0] @ wide[1].mT * 128**-0.5 + wide[3]).softmax(-1) @ wide[2]
+    answers = torch.autograd.grad(exact, wide[: len(wanted)], grad_out.detach().transpose(1, 2).double())
+    assert_right((out.detach(), *grads), (exact.detach(), *answers))

@@ -1,0 +1,73 @@
+"""The masks of torch.nn.attention.bias, for explain(). Upper-left ones, and square ones, are is_causal to F.sdpa; with
+others torch itself calls its flash or efficient attention, where kernels of ours stand (src/flash_door.cpp,
+src/efficient_door.cpp).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from . import choices, features, native, problem
+from .families import BACKENDS, KERNEL_BACKENDS
+
+_DIM_STEP, _LARGEST_DIM = 8, 256  # of doors.cpp
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Return whether it is one, without importing torch's module, which imports all of torch._dynamo."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def is_upper_left(mask: Tensor) -> bool:
+    return mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv
+
+
+def plan_lower_right(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, facts: dict[str, int]
+) -> dict[str, object]:
+    """Return the fields of explain()'s Plan for a lower-right mask, on a GPU with these facts."""
+    mode = native.effective_mode()
+    why = _why_stock(query, key, value, dropout_p, facts, mode)
+    if why:
+        return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, why)}
+    described = problem.describe(query, key, value, None, 0.0, False, scale)
+    described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
+    described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}
+    asked, reasons = native.backend_of(mode), {}
+    if asked == "auto" and query.shape[-1] != value.shape[-1]:  # at the efficient attention measured rows decide
+        made = native.plan(described, facts, BACKENDS.index(asked))
+        return {name: made[name] for name in ("backend", "kernel", "row", "copies", "gradients", "reasons")}
+    for backend in (asked,) if asked in KERNEL_BACKENDS else KERNEL_BACKENDS:
+        made = native.plan(described, facts, BACKENDS.index(backend))
+        if made["backend"] == backend:
+            return {name: made[name] for name in ("backend", "kernel", "copies", "gradients")} | {"reasons": reasons}
+        reasons[backend] = made["reasons"].get(backend, "")
+    return {"backend": "stock", "reasons": reasons}
+
+
+def _why_stock(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, facts: dict[str, int], mode: int
+) -> str:  # fmt: skip
+    """Return what keeps the call from our kernels before they are asked; empty: nothing does."""
+    asked, dims = native.backend_of(mode), (query.shape[-1], value.shape[-1])
+    grouped = query.shape[1] != key.shape[1]
+    few, whole = choices.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
+    if not native.enabled():
+        return "the plugin is disabled; call torch_flashplug.enable()"
+    if asked in {"math", "stock"}:
+        return f"{asked} is forced; a lower-right mask is stock's then"
+    if not problem.kernels_allowed():
+        return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE"
+    if dropout_p != 0.0 or query.dtype not in {torch.bfloat16, torch.float16}:
+        return "a lower-right mask with dropout or operands of other than 16 bits is stock's"
+    if max(whole) > _LARGEST_DIM or (dims[0] != dims[1] and (list(dims) != whole or grouped)):
+        return f"a lower-right mask with such head dims and heads is stock's; ours take up to {_LARGEST_DIM}"
+    if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= few:
+        return f"a lower-right mask of at most {few} query rows for each KV head is stock's, which splits their keys"
+    if asked == "auto" and facts["cc"] != choices.GATE.measured_cc:
+        return "auto takes only what was measured, on GPUs of compute capability 9.0"
+    return ""
