@@ -44,6 +44,9 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS) -> float:
     import torch
     import torch.nn.functional as F
 
+    import torch_flashplug
+
+    assert torch_flashplug.native.enabled(), "stock's times say nothing of the plugin"
     room, dtype = cache.keys + WARMUP + tokens, torch.bfloat16
     q = torch.randn(1, cache.heads, 1, cache.d, device=device, dtype=dtype)
     k, v = (torch.randn(1, cache.kv_heads, room, cache.d, device=device, dtype=dtype) for _ in range(2))
