@@ -32,6 +32,7 @@ SEED = 20261127
 SPECS = configs.specs(90, "tilebwd")
 NAMES = ("dq", "dk", "dv")
 SIZES = ((49, 49), (64, 64), (1, 5), (17, 64), (64, 3), (33, 50))
+FACTS = {"grad": 1, "bias": 1, "bias_grad": 1}
 # Which of (B, Hq, Sq, Sk) a bias has. The last two have one number for all keys, or for all queries.
 FORMS = {"whole": "bhqk", "of_heads": "hqk", "of_batch": "bqk", "for_all": "qk", "rows": "bhq", "keys": "bk"}
 
@@ -109,6 +110,13 @@ def test_narrow_heads(kernels_on: str, d: int) -> None:
     check(new_case(f"narrow {d}", (2, 2, 2), (49, 49), (d, d)), "hqk", torch.bfloat16, kernels_on)
 
 
+@pytest.mark.parametrize("dims", [(24, 64), (64, 16), (32, 40)])
+def test_value_has_another_head_dim(kernels_on: str, dims: tuple[int, int]) -> None:
+    case = new_case(f"dims {dims}", (3, 2, 2), (49, 60), dims)
+    assert planned(case, backend="fa3", **FACTS)["gradients"].startswith("tilebwd")
+    check(case, "hqk", torch.bfloat16, kernels_on)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
 def test_scales(kernels_on: str, scale: float) -> None:
     check(new_case(f"scale {scale}", (2, 2, 2), (49, 49), (32, 32), scale=scale), "qk", torch.bfloat16, kernels_on)
@@ -121,9 +129,6 @@ def test_many_windows(batch: int, heads: int, dims: str) -> None:
     """Ranges of the batch are long, or there are more heads than CTAs run at once."""
     case = new_case(f"{batch} of {heads}", (batch, heads, heads), (49, 49), (32, 32), dtype="fp16")
     check(case, dims, torch.float16, "cuda")
-
-
-FACTS = {"grad": 1, "bias": 1, "bias_grad": 1}
 
 
 @pytest.mark.parametrize(
