@@ -341,34 +341,3 @@ def test_gradients_of_wide_heads(kernels_on: str, dims: tuple[int, int], bias: s
     wide = (len(bias) + dims[0]) % 3 == 0
     case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=WHOLE[len(bias) % 2])
     check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on)
-
-
-ONE_KEY = {  # query heads, KV heads, rows, keys, head dim; rows of one key, or of one among keys that -inf hides
-    "long": (16, 4, 65, 1, 120),
-    "decode": (4, 4, 5, 1, 64),
-    "hidden": (4, 4, 65, 300, 128),
-    "hidden_in_decode": (4, 2, 3, 300, 128),
-}
-
-
-@pytest.mark.parametrize("hidden_by", [-1e4, -12345.0, -65504.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("sizes", ONE_KEY.values(), ids=ONE_KEY)
-@pytest.mark.parametrize("family", BACKENDS.values())
-def test_one_visible_key_gives_its_value(kernels_on, sizes, dtype, hidden_by, family):
-    """Whatever its score: the rounded exponent of the largest P counts alike in the product and in the sum."""
-    heads, kv_heads, rows, keys, d = sizes
-    generator = torch.Generator().manual_seed(SEED)
-    q, k, v = (
-        torch.randn(1, h, s, d, generator=generator).to(kernels_on, dtype)
-        for h, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
-    )
-    seen = torch.randint(keys, (rows,), generator=generator)
-    bias = torch.full((rows, keys), -math.inf)
-    bias[torch.arange(rows), seen] = hidden_by + torch.randn(rows, generator=generator)
-    with torch.no_grad(), torch_flashplug.sdpa_backend(family):
-        native.counters(reset=True)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(kernels_on, dtype), enable_gqa=True)
-    assert native.counters()["ours_fwd"] == 1
-    want = v.repeat_interleave(heads // kv_heads, 1)[:, :, seen.to(kernels_on)]
-    assert torch.equal(out, want)

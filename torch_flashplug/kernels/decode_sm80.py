@@ -200,7 +200,7 @@ class DecodeSm80(DecodeCall):
         stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, bound, stored)
-        weights = softmax.part(fragments.rows_and_columns(out), self.element.dtype)
+        weights = softmax.part(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # nobody reads what lies where results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)

@@ -257,7 +257,7 @@ class DecodeSm90(DecodeCall):
         warpgroup.fence()
         sums.add(work.ring_v.slot(last))
         warpgroup.wait_group(0)
-        weights = Weights(*softmax.part(sums.values, self.element.dtype), scales.natural)
+        weights = Weights(*softmax.part(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4

@@ -142,7 +142,7 @@ class ForwardSm80(ForwardCall):
         self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain, self.element.dtype)
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
             write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
             mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)

@@ -406,7 +406,7 @@ class ForwardSm90(ForwardCall):
             output.close(run)
             if cutlass.const_expr(not isinstance(run.behind, int)):
                 done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
-            write_lse(mLSE, rows.finish(output.values, scales.natural, here, self.element.dtype), tile, row)
+            write_lse(mLSE, rows.finish(output.values, scales.natural, here), tile, row)
             slot = ring_q.slot(nth_q) if self.out_in_q else wg
             self.store(output.acc, tile.rows(out), slot, wg_tile, output.product.add)
             if cutlass.const_expr(self.small_smem):

@@ -171,12 +171,8 @@ class ScaledSoftmax:
                     acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(
-        self, acc_O: cute.Tensor, scale: Float32, chain: Chain, dtype: cutlass.Constexpr[type]
-    ) -> cute.Tensor:  # fmt: skip
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were. dtype: of P, not
-        asked: the maximum is a power of two here, and P is not rounded relative to it.
-        """
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
         assert chain.kept_share is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):

@@ -10,10 +10,6 @@ The exponent is one fused multiply-add, S * scale_log2 - shift, whose product is
 half a rounding of the shift is a power of two to be noticed, even the maximum itself would not give 1, and beyond 2^128
 inf: there scale_log2 loses its mantissa. Products with a power of two are exact, and neighbouring fp32 scores are then
 so far apart that every one below the maximum counts for little or nothing under either factor.
-
-Below COARSE_SHIFT the largest P is 2^e, where e is the rounding of the shift. The product with V rounds this P to 16
-bits, and the sum does not. O is therefore divided by a sum that has the rounded P (`counted`): a row that sees one key
-gets exactly its V. The LSE has the sum without rounding.
 """
 
 from __future__ import annotations
@@ -130,26 +126,12 @@ class OnlineSoftmax:
 
     def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
         """A row's scores become probabilities relative to `base`; returns their sum."""
-        factor = self.factor(base)
+        shift = base * self.scale_log2
+        factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
         shift = base * factor
         for c in range(cute.size(acc_S, mode=[1])):
             acc_S[row, c] = cute.math.exp2(acc_S[row, c] * factor - shift, fastmath=True)
         return row_reduce(acc_S, row, lambda a, b: a + b)
-
-    def factor(self, base: Float32) -> Float32:
-        """Return what scores are multiplied by in exponents relative to `base`."""
-        shift = base * self.scale_log2
-        return cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
-
-    def counted(self, row: int, total: Float32, dtype: type[cutlass.Numeric]) -> Float32:
-        """Return the row's sum `total` with the largest P rounded to `dtype`, as the product with V has this P."""
-        base = cutlass.select_(self.row_max[row] == -Float32.inf, Float32(0.0), self.row_max[row])
-        factor = self.factor(base)
-        shift = base * factor
-        fused = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"  # The compiler would fold base * factor - shift to 0.
-        error = cute.arch.inline_ptx(fused, write_only_types=[Float32], read_only_args=[base, factor, -shift])
-        top = cute.math.exp2(error, fastmath=True)
-        return total + (top.to(dtype).to(Float32) - top)
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
@@ -159,23 +141,17 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(
-        self, acc_O: cute.Tensor, scale: Float32, chain: Chain, dtype: cutlass.Constexpr[type]
-    ) -> cute.Tensor:  # fmt: skip
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were. dtype: of P in the
-        product with V.
-        """
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
         lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.kept_share, chain.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
-            counted = self.counted(r, total, dtype)
             if cutlass.const_expr(extra is not None):
                 highest = cute.arch.fmax(top, extra)
                 base = 0.0 if highest == -Float32.inf else highest
                 share = cute.math.exp(top - base, fastmath=True)  # of what keys have, relative to the new maximum
-                beside = cute.math.exp(extra - base, fastmath=True)
-                total, counted, top = total * share + beside, counted * share + beside, base
-            inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(counted) * share
+                total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
+            inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
             if cutlass.const_expr(kept is not None):
                 inverse = inverse * kept.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
@@ -184,16 +160,15 @@ class OnlineSoftmax:
         return lse
 
     @cute.jit
-    def part(self, acc_O: cute.Tensor, dtype: cutlass.Constexpr[type]) -> tuple[cute.Tensor, cute.Tensor]:
+    def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
         """Normalise acc_O (2, cols), of a part of the keys: zeros where a row sees none of them, whatever v held there.
-        dtype: of P in the product with V.
         Returns maxima, raw, and sums, (2,) each: of large scores an LSE, one number, would have lost the sum's digits.
         """
         tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.total(r)
             tops[r], totals[r] = self.row_max[r], total
-            inverse = cute.arch.rcp_approx(self.counted(r, total, dtype))
+            inverse = cute.arch.rcp_approx(total)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = cutlass.select_(total == 0.0, Float32(0.0), acc_O[r, c] * inverse)
         return tops, totals

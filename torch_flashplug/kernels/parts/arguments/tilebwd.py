@@ -37,6 +37,7 @@ class TileBackwardCall(KernelCall):
         like = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
         biases, gradients = (fake_bias(self.element.dtype) for _ in range(2))
         own = {name: self.fake_operand(*tensors[of].shape) for name, of in like.items()}
+        del tensors["o"]  # delta comes from P and dP
         return tensors | own | biases | {f"d{name}": tensor for name, tensor in gradients.items()}
 
     @cute.jit
