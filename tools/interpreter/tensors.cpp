@@ -52,6 +52,8 @@ Outcome load_box(Warp& w, const Instruction& in, uint32_t lanes) {
     const uint32_t to = shared_address(w, in.operands[0], i);
     Cta* cta = w.cta;
     if (to % 128 != 0) throw Stop("a box at an address that is no multiple of 128");
+    // An H100 ends such a load with "an illegal instruction was encountered".
+    if (from[0] * map.element_bytes % 16 != 0) throw Stop("a box that begins at no multiple of 16 bytes");
     bring(w, shared_address(w, in.operands[2], i), map.box_bytes(), [=] {
       map.each_piece(from.data(), to, [&](const std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
         std::byte* piece = cta->at(shared, bytes);
