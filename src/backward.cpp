@@ -137,10 +137,11 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
 int64_t batch_ranges(const Problem& p, int sm_count) {
   constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
-  const auto turns = [&](int64_t ranges) { return ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges); };
-  int64_t best = 1;
-  for (int64_t ranges = 2; ranges <= p.B && p.Hq * ranges <= kMostWaves * at_once; ++ranges) {
-    if (turns(ranges) < turns(best)) best = ranges;
+  int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {  // of so many waves, the most ranges are done first
+    const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
+    const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
+    if (turns < fewest_turns) best = ranges, fewest_turns = turns;
   }
   return ceil_div(p.B, ceil_div(p.B, best));  // none without work
 }
