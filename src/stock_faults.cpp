@@ -32,9 +32,11 @@ bool read_sized(const Attention& call, Facts* facts) {
 }
 
 // cuDNN's backward on Hopper takes query rows behind the only one, and keys behind a half block of 128, for scores of
-// 0: exp(0 - LSE) is infinite where LSE is below -88.7, and times zeros NaN. With is_causal it masks them.
+// 0: exp(0 - LSE) is infinite where LSE is below -88.7, and times zeros NaN. With is_causal it masks them. With
+// dropout a forward without gradients counts, too (Problem::as_with_gradients).
 bool has_unmasked_rest(const Attention& call) {
-  if (call.mask != nullptr || call.causal != Causal::kNone || !wants_grad(call)) return false;
+  if (call.mask != nullptr || call.causal != Causal::kNone) return false;
+  if (!wants_grad(call) && call.dropout_p == 0.0) return false;
   Facts facts;
   if (!read_sized(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
   return facts.problem.Sq == 1 || has_half_key_block(facts.problem);

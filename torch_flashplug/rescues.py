@@ -22,7 +22,7 @@ FACTS = (
     "bias32",  # of fp32, beside a query of 16 bits
     "all_dropped",  # dropout_p is 1
     "beyond_grid",  # more than 65535 batches or query heads
-    "gradients",  # autograd will want a backward
+    "gradients",  # autograd will want a backward, or may want it (dropout under a reentrant checkpoint)
     "half_key_block",  # Sk is 64 more than a multiple of 128
 )
 

@@ -141,7 +141,7 @@ int64_t facts_of_class(const Problem& p) {
   if ((p.needs & feature_bit("bias")) != 0) facts |= kBiased;
   if ((p.needs & feature_bit("bias32")) != 0) facts |= kWideBiased;
   if (p.dropout_p == 1.0) facts |= kAllDropped;
-  if (p.grad) facts |= kGradients;
+  if (p.as_with_gradients()) facts |= kGradients;
   return facts;
 }
 

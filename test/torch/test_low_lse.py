@@ -24,13 +24,16 @@ sdpa = F.scaled_dot_product_attention
 @pytest.mark.parametrize("rows, keys, change, faulty", [
     (1, 128, {}, True), (9, 192, {}, True), (2, 128, {}, False), (9, 200, {}, False),
     (1, 192, {"is_causal": True}, False), (1, 128, {"grad": False}, False), (1, 128, {"gpu": "a100"}, False),
+    (9, 192, {"dropout_p": 0.1}, True), (9, 192, {"grad": False, "dropout_p": 0.1}, True),
 ])  # fmt: skip
 def test_unmasked_rest_of_blocks_is_a_fault(rows: int, keys: int, change: dict[str, object], faulty: bool) -> None:
-    """Of cuDNN's gradients, on the GPUs where it was seen."""
-    settings = {"is_causal": False, "grad": True, "gpu": "h100"} | change
+    """Of cuDNN's gradients, on the GPUs where it was seen. With dropout a forward without gradients is whose the one
+    with them is: a reentrant checkpoint runs both, which must drop the same.
+    """
+    settings = {"is_causal": False, "grad": True, "gpu": "h100", "dropout_p": 0.0} | change
     query, key = (torch.empty(2, 4, size, 64, dtype=torch.bfloat16) for size in (rows, keys))
     query.requires_grad_(settings["grad"])
-    given = (query, key, key, None, 0.0, settings["is_causal"], None)
+    given = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
     with road_to("cpu"):
         native.set_facts_override(GPUS[settings["gpu"]])
         became, said = problem.right_choice(CUDNN.value, *given)
