@@ -6,7 +6,7 @@
 //   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
 //   refuses. Copied. Of attn_mask F.sdpa pads rows, and nobody looks at its address, which the efficient attention
 //   reads 16 bytes at a time, too: fp32 ends the context, 16 bits raise or end it. Copied for that one; cuDNN takes
-//   any.
+//   any, but not with dropout (misaligned address, or its execute fails). Copied there.
 // - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
 //   second such call ends the process. Copied.
 // - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
@@ -85,16 +85,44 @@ Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
   return scatters_rows(query, value) ? packed_copy(query) : readable(query);
 }
 
+// What there is of a bias of 2 to 4 dims, copied into rows that begin at whole units.
+Owned copy_on_units(AtenTensorHandle bias, int dims) {
+  constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
+  const Shape shape = shape_of(bias);
+  const int last = dims - 1;
+  int64_t size[4] = {1, 1, 1, 1}, room[4] = {1, 1, 1, 1}, stride[4];
+  for (int i = 0; i < dims; ++i) size[i] = room[i] = i < last && shape.stride[i] == 0 ? 1 : shape.size[i];
+  room[last] = ceil_div(size[last], kPad) * kPad;
+  pack_strides(room, stride);
+  const Owned copy = new_like(bias, dims, room, stride, nullptr);
+  copy_into(view(copy.get(), dims, size, stride).get(), view(bias, dims, size, shape.stride).get());
+  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : stride[i];
+  return view(copy.get(), dims, shape.size, stride);
+}
+
+// A bias as cuDNN reads it beside dropout: itself, or a copy.
+Owned bias_beside_dropout(Owned bias, double dropout_p) {
+  int64_t dims = 0;
+  const void* data = nullptr;
+  if (dropout_p == 0.0 || !is_there(bias.get()) || aoti_torch_get_dim(bias.get(), &dims) != 0 || dims < 2 || dims > 4)
+    return bias;
+  check_shim(torch_get_const_data_ptr(bias.get(), &data), "get_const_data_ptr");
+  if (reinterpret_cast<int64_t>(data) % kUnitBytes == 0) return bias;
+  return copy_on_units(bias.get(), static_cast<int>(dims));
+}
+
 void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCudnnForward;
+  const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
   const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+              v = box::to_tensor(stack[op["value"]]),
+              bias = bias_beside_dropout(box::to_optional_tensor(stack[op["attn_bias"]]), dropout_p);
   const CudnnForwardCall call{q.get(),
                               k.get(),
                               v.get(),
                               bias.defined() ? bias.get() : nullptr,
                               box::to<bool>(stack[op["compute_log_sumexp"]]),
-                              box::to<double>(stack[op["dropout_p"]]),
+                              dropout_p,
                               box::to<bool>(stack[op["is_causal"]]),
                               box::to<bool>(stack[op["return_debug_mask"]]),
                               box::to_optional_double(stack[op["scale"]])};
@@ -104,7 +132,7 @@ void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 // The backward's tensors are its first arguments.
 constexpr int kTensors = kCudnnBackward["max_q"];
 constexpr int kGradOut = kCudnnBackward["grad_out"], kQuery = kCudnnBackward["query"], kKey = kCudnnBackward["key"],
-              kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"];
+              kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"], kAttnBias = kCudnnBackward["attn_bias"];
 
 double its_neighbour(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
@@ -148,6 +176,7 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   std::array<Owned, 3> given;
   const bool mending = needs_mending(tensors);
   if (mending) given = mend(tensors);
+  tensors[kAttnBias] = bias_beside_dropout(std::move(tensors[kAttnBias]), dropout_p);
   AtenTensorHandle borrowed[kTensors], grads[3];
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
   stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
@@ -283,15 +312,7 @@ Owned bias_on_units(Owned bias) {
   if (!bias.defined() || !four_dims({bias.get()})) return bias;
   const Shape shape = shape_of(bias.get());
   if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
-  constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
-  int64_t size[4], room[4], stride[4];
-  for (int i = 0; i < 4; ++i) size[i] = room[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
-  room[3] = ceil_div(size[3], kPad) * kPad;
-  pack_strides(room, stride);
-  const Owned copy = new_like(bias.get(), 4, room, stride, nullptr);
-  copy_into(view(copy.get(), 4, size, stride).get(), view(bias.get(), 4, size, shape.stride).get());
-  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : stride[i];
-  return view(copy.get(), 4, shape.size, stride);
+  return copy_on_units(bias.get(), 4);
 }
 
 bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
