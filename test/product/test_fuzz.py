@@ -188,6 +188,11 @@ def test_whose_fault_it_is() -> None:
     assert is_stocks(ordered, "auto", refused) and not is_stocks(ordered, "fa3", refused)
     assert not is_stocks(ordered, "auto", dataclasses.replace(refused, paths={"ours_fwd": 1}))
     assert not is_stocks(masked, "auto", refused) and not is_stocks(masked, "auto", Verdict("wrong"))
+    counted = Call("ways", 1, **sizes, way="flop_counter")
+    uncounted = Verdict("raised", "AssertionError: sdpa_flop_count: query/key/value shapes are incompatible")
+    grouped = dataclasses.replace(counted, Hq=2)
+    assert is_stocks(grouped, "auto", uncounted) and not is_stocks(counted, "auto", uncounted)
+    assert not is_stocks(grouped, "auto", dataclasses.replace(uncounted, paths={"ours_fwd": 1}))
 
 
 # ---- processes ----
