@@ -34,8 +34,11 @@ def rule() -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
+    """On a GPU torch's own body runs for what is not ours here, and may call flash attention: that stays stock's."""
     with on_cpu.installed_at(integrations.varlen, kernels_on):
+        integrations.flash_door.uninstall()
         yield kernels_on
+        integrations.flash_door.install()
 
 
 @pytest.fixture
