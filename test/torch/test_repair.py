@@ -366,39 +366,6 @@ def test_a_masks_gradient_alone(heads: int, offset: int, compiled: bool) -> None
 # ---- dropout, and what nobody should see ----
 
 
-MASKS = {"whole": (2, 4, 129), "of_heads": (4, 129), "of_a_batch": (2, 1, 129), "of_all": (129,), "of_keys": (1, 1, 1)}
-
-
-@pytest.mark.gpu
-@pytest.mark.isolated(120)
-@pytest.mark.parametrize("wanted", ["", "qkv"])
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("D", [192, 240])
-@pytest.mark.parametrize("kind", MASKS)
-def test_float_masks_beside_dropout_may_begin_anywhere(kind: str, D: int, offset: int, wanted: str) -> None:
-    """Of stock alone cuDNN fails, or ends the CUDA context. The first columns of the output are P with its dropout."""
-    torch.manual_seed(5)
-    p, keys = 0.1, 128
-    q, k = half(2, 4, 129, D).requires_grad_("q" in wanted), half(2, 4, keys, D).requires_grad_("k" in wanted)
-    v = torch.eye(keys, D, device="cuda", dtype=q.dtype).expand(2, 4, keys, D).contiguous()
-    v.requires_grad_("v" in wanted)
-    mask = half(math.prod(MASKS[kind]) * keys + offset)[offset:].view(*MASKS[kind], keys)
-    with sdpa_backend("stock"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = sdpa(q, k, v, attn_mask=mask, dropout_p=p)
-    grad_out = half(*out.shape)
-    leaves = [x for x in (q, k, v) if x.requires_grad]
-    grads = torch.autograd.grad(out, leaves, grad_out) if leaves else ()
-    torch.cuda.synchronize()
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    kept = out.detach()[..., :keys] != 0
-    assert 0.05 < 1 - kept.double().mean() < 0.15
-    P = (wide[0] @ wide[1].mT * D**-0.5 + mask.double()).softmax(-1)
-    exact = P * kept / (1 - p) @ wide[2]
-    answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for got, right in zip((out, *grads), answers):
-        assert float((got.detach().double() - right.detach()).norm() / right.detach().norm()) < 2e-2
-
-
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
 def test_the_backward_drops_what_the_forward_dropped() -> None:
