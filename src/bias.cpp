@@ -1,6 +1,6 @@
-// A float mask as kernels read it: four dims, stride 0 where it is broadcast, whole 16 bytes between all else. TMA
-// reads it where it lies; what it cannot read is copied once, without what is broadcast: heads that lie innermost (T5),
-// rows of an odd number of keys, one number for all keys. Of one that all queries share TMA wants the rows of a tile.
+// A float mask as kernels read it: four dims, stride 0 where it is broadcast, keys on end. Hopper's kernels read rows
+// wherever they begin, those of sm_80 on units of 16 bytes. Anything else is copied once, without what is broadcast:
+// heads that lie innermost (T5), one number for all keys. Of one that all queries share TMA wants the rows of a tile.
 #include <algorithm>
 
 #include "arguments.h"
@@ -13,7 +13,8 @@ namespace {
 // A plane sums so many batches or heads at least: planes take little memory beside what every score would take.
 constexpr int64_t kLeastSummed = 8;
 
-bool on_units(AtenTensorHandle bias, const int64_t stride[4], int64_t unit) {
+bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, const KernelRow& row) {
+  if (tables().families[row.family].arch >= 90) return stride[3] == 1;
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
   return stride[3] == 1 && stride[0] % unit == 0 && stride[1] % unit == 0 && stride[2] % unit == 0 &&
@@ -41,7 +42,7 @@ Owned in_units(const ForwardCall& call, const Problem& p, const TensorClass& que
   if (p.Sk == 1) stride[3] = 1;
   const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // a row, by all queries
   const int64_t whole[4] = {p.B, p.Hq, shared ? row.group_rows : p.Sq, p.Sk};
-  if (!shared && on_units(bias, stride, unit)) return view(bias, 4, whole, stride);
+  if (!shared && is_read_where_it_lies(bias, stride, unit, row)) return view(bias, 4, whole, stride);
   for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(shared && i == 2) ? 1 : whole[i];
   const Owned copy = copy_in_units(bias, size, stride, unit);
   int64_t repeated[4];
@@ -69,15 +70,10 @@ Gradient gradient_like(AtenTensorHandle bias) {
 
 Owned new_bias_gradient(AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);
-  const int64_t unit = kUnitBytes / element_bytes(bias), pitch = ceil_div(like.size[3], unit) * unit;
-  bool units = like.stride[3] == 1 || like.size[3] == 1;
-  for (int i = 0; i < 3; ++i) units &= like.size[i] == 1 || like.stride[i] % unit == 0;
-  int64_t padded[4] = {like.size[0], like.size[1], like.size[2], pitch}, stride[4];
-  pack_strides(padded, stride);
-  if (units) std::copy_n(like.stride, 3, stride);
-  // Rows are there to their ends.
-  const Owned room = new_like(bias, 4, units ? like.size : padded, stride, nullptr);
-  return view(room.get(), 4, like.size, stride);
+  int64_t stride[4];
+  pack_strides(like.size, stride);
+  if (like.stride[3] == 1 || like.size[3] == 1) std::copy_n(like.stride, 3, stride);
+  return new_like(bias, 4, like.size, stride, nullptr);
 }
 
 Planes planes_of(AtenTensorHandle gradient) {

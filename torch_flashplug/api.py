@@ -294,8 +294,8 @@ def explain(
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     fields["reasons"] |= _ignored(wanted, fields["reasons"], query) if mode != wanted else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
-        few = made["kernel"].startswith("decode")
-        fields["mask"] = problem.bias_in_words(query, key, attn_mask, few)
+        few, hopper = made["kernel"].startswith("decode"), "_sm90_" in made["kernel"]
+        fields["mask"] = problem.bias_in_words(query, key, attn_mask, few, hopper)
     impossible = native.forced_kernels(mode) not in (None, made["backend"])
     stocks = made["backend"] == "stock" and not impossible
     error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""

@@ -276,8 +276,14 @@ def _is_wide(mask: Tensor, query: Tensor) -> bool:
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
-def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
-    """How kernels read a float mask that fits (src/bias.cpp). few: those of decode."""
+def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: bool) -> str:
+    """Say how kernels read a float mask that fits (src/bias.cpp).
+
+    Args:
+        query, key, mask: operands of the call.
+        few: whether the kernel is one of decode.
+        hopper: whether the kernel is written for Hopper, and reads rows wherever they begin.
+    """
     sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
     given = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
@@ -285,7 +291,7 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool) -> str:
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
     shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
     said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
-    if aligned and not shared and (strides[3] == 1 or sizes[3] == 1):
+    if (aligned or hopper) and not shared and (strides[3] == 1 or sizes[3] == 1):
         return f"{said}read where it lies"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
     copied = rows * (ROWS_PER_WARPGROUP if shared else 1) * -(-sizes[3] // unit) * 16

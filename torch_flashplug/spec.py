@@ -44,8 +44,10 @@ BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled til
 # Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
 # consumer) <= 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+SPLIT_OF_BIAS = (40, 232)  # of the gradient of a bias, whose producer has most to work out
 SPLIT_OF_TWO = (40, 216)  # of CTAs with one consumer warpgroup, of which an SM has two
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
+COPY_UNIT = 16  # bytes: copies of a bias move multiples of it (kernels/parts/scores/bias_tiles.py)
 BACKWARD_WARPGROUPS = 2
 DQ_WRITERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
@@ -252,7 +254,16 @@ class HopperSpec(KernelSpec):
     @property
     def register_split(self) -> tuple[int, int]:
         """Of a thread of the producer's warpgroup, and of a consumer's."""
-        return SPLIT_OF_TWO if self.shares_sm or self.of_one_tile else REGISTER_SPLIT[self.warpgroups]
+        if self.shares_sm or self.of_one_tile:
+            return SPLIT_OF_TWO
+        return SPLIT_OF_BIAS if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
+
+    def _stage_bytes(self, rows: int, columns: int) -> int:
+        """Return KernelSpec's, and a unit behind each row of a bias. Rows of queries are as many as `rows`, also
+        where these are keys: blocks have 64 queries there.
+        """
+        held = KernelSpec._stage_bytes(self, rows, columns)
+        return held + rows * COPY_UNIT if held else 0
 
     def _q_slot_bytes(self) -> int:
         q, o = self.row_bytes("q"), self.row_bytes("o")
@@ -277,7 +288,7 @@ class HopperSpec(KernelSpec):
         """
         if self.kind == "dbias":
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
-            return pairs + self._stage_bytes(self.tile_m, self.tile_n) + 2 * BARRIER_BYTES
+            return pairs + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES  # sums of columns are there, too
         if self.of_one_tile:
             return self._tile_bytes()
         if self.in_parts:

@@ -277,6 +277,21 @@ def test_scales(kernels_on: str, scale: float) -> None:
     check_all(case, normal(70, 136).to(kernels_on, case.torch_dtype), kernels_on)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("keys", [49, 250, 251])
+def test_rows_at_any_address(kernels_on: str, keys: int, wide: bool) -> None:
+    """The gradient is written as it lies: nothing is copied, and nothing beside it is written."""
+    case = new_case(f"rows of {keys}", (2, 4, 4), (129, keys), (64, 64))
+    bias = normal(4, 129, keys).to(kernels_on, dtype_of(case, wide))
+    check_all(case, bias, kernels_on)
+    inputs = make_inputs(case, kernels_on, SEED)
+    with torch_flashplug.sdpa_backend("fa3"):
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=bias.requires_grad_())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.autograd.grad(out, bias, inputs.grad_out)
+    assert "aten::copy_" not in {event.key for event in profile.key_averages()}
+
+
 def test_an_expanded_bias(kernels_on: str) -> None:
     """Whose own gradient autograd sums from that of its view."""
     case = new_case("expanded", HEADS, (150, 133), (64, 64), dtype="fp16")

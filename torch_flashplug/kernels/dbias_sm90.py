@@ -20,7 +20,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import BACKWARD_WARPGROUPS, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.dbias import BiasGradient, BiasGradientCall
 from .parts.arguments.operands import Scales
@@ -96,7 +96,7 @@ class BiasGradientSm90(BiasGradientCall):
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
         self.element, self.d, self.tile_n, self.stages = self.seams.element, spec.d, spec.tile_n, spec.stages
-        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.form = Form(self.element, WARPGROUPS, self.tile_n)
         self.prepare = PrepareBackward(self.element)
 

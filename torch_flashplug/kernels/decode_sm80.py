@@ -186,7 +186,7 @@ class DecodeSm80(DecodeCall):
         bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
         first_head, _ = part.place(Int32(0))
         scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
-        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2)
+        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
         column = team * self.keys + lane % 4 * 2
         here = chain.hold(self.keys).at(  # its row is the tile's first, packed
             Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)

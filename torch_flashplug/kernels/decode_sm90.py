@@ -218,7 +218,7 @@ class DecodeSm90(DecodeCall):
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
         scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
-        softmax = OnlineSoftmax.create(scales.log2)
+        softmax = OnlineSoftmax.create(scales.log2, chain)
         first_head, _ = part.place(Int32(0))
         here = chain.hold(self.tile_n).at(  # its row is the tile's first, packed
             Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)

@@ -62,7 +62,7 @@ class Slab:
     @classmethod
     def create(cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: Chain, row: Int32) -> Slab:
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
-        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2), chain, row)
+        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
 
     @property
     def scores(self) -> cute.Tensor:

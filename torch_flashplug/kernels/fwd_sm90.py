@@ -342,7 +342,7 @@ class ForwardSm90(ForwardCall):
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
         scales, turns = chain.scales(scales), sm90.Turns(Barrier.TURN, wg, self.warpgroups)
-        softmax = scaling.softmax(scales.log2)
+        softmax = scaling.softmax(scales.log2, chain)
         turns.start()
         chain = chain.hold(self.tile_n)
 

@@ -50,7 +50,7 @@ class Scaling:
     steep: float  # powers of two between neighbouring scores, times which the largest score is below 2^26
     offset = 0.0  # by which scores are more than they are, where nothing is hidden
 
-    def softmax(self, scale_log2: Float32) -> ScaledSoftmax:
+    def softmax(self, scale_log2: Float32, chain: Chain) -> ScaledSoftmax:
         row_max, row_sum, correction, row_scale = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(4))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)

@@ -102,6 +102,15 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.arrival(count))
 
+    @cute.jit
+    def fill_behind_copies(self, count: Int32):
+        """Producer warp: the slot holds its block once all lanes' copies (cp.async) have landed."""
+        # Each lane adds an arrival to those that are awaited, and arrives when its copies have landed.
+        text, arrival = "cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", self.arrival(count)
+        cute.arch.inline_ptx(text, read_only_args=[arrival.toint()])
+        cute.arch.sync_warp()
+        self.fill(count)
+
 
 @dataclass(frozen=True)
 class Operand:

@@ -10,6 +10,9 @@ The exponent is one fused multiply-add, S * scale_log2 - shift, whose product is
 half a rounding of the shift is a power of two to be noticed, even the maximum itself would not give 1, and beyond 2^128
 inf: there scale_log2 loses its mantissa. Products with a power of two are exact, and neighbouring fp32 scores are then
 so far apart that every one below the maximum counts for little or nothing under either factor.
+
+Scores in natural units (scores/natural.py) may be far below zero by design, such as a bias of -1e4 that hides keys. Their
+exponent is (S - row_max) * scale_log2: one instruction more, and the maximum gives exactly 1 at every magnitude.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class Unscaled:
     argument for it.
     """
 
-    def softmax(self, scale_log2: Float32) -> OnlineSoftmax:
-        return OnlineSoftmax.create(scale_log2)
+    def softmax(self, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
+        return OnlineSoftmax.create(scale_log2, chain)
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,15 @@ class OnlineSoftmax:
     correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by; after `grows` the new maximum
     scale_log2: Float32
     coarse_scale: Float32  # scale_log2 rounded down to a power of two
+    natural_units: bool  # whether scores are in natural units
 
     @classmethod
-    def create(cls, scale_log2: Float32) -> OnlineSoftmax:
+    def create(cls, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
         row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
-        return cls(row_max, row_sum, correction, scale_log2, coarse_scale)
+        return cls(row_max, row_sum, correction, scale_log2, coarse_scale, chain.natural_units)
 
     def at(self, tile: Tile, row: Int32, pieces: Launch) -> OnlineSoftmax:
         """Of a tile's rows `row` and `row` + 8; pieces: where it is from."""
@@ -126,6 +130,10 @@ class OnlineSoftmax:
 
     def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
         """A row's scores become probabilities relative to `base`; returns their sum."""
+        if self.natural_units:
+            for c in range(cute.size(acc_S, mode=[1])):
+                acc_S[row, c] = cute.math.exp2((acc_S[row, c] - base) * self.scale_log2, fastmath=True)
+            return row_reduce(acc_S, row, lambda a, b: a + b)
         shift = base * self.scale_log2
         factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
         shift = base * factor

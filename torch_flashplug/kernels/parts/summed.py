@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,17 @@ def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -
 
 @cute.jit
 def write_pair(plane: cute.Tensor, row: Int32, column: Int32, low: Float32, high: Float32):
-    """Write two neighbours of a row of a gradient's plane (rows, keys), which may end before either of them."""
+    """Write two neighbours of a row of a gradient's plane (rows, keys), which may end before either of them. Rows may
+    begin at any address.
+    """
     dtype = plane.element_type
     pair = cute.make_rmem_tensor((2,), dtype)
     pair[0], pair[1] = low.to(dtype), high.to(dtype)
-    if column + 1 < plane.shape[1]:
-        address = (plane.iterator + row * plane.stride[0] + column).toint()
+    address = (plane.iterator + Int64(row) * plane.stride[0] + column).toint()
+    if (column + 1 < plane.shape[1]) & (address & (dtype.width // 4 - 1) == 0):
         there = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 4)
         cute.autovec_copy(pair, cute.make_tensor(there, cute.make_layout(2)))
-    elif column < plane.shape[1]:
-        plane[row, column] = pair[0]
+    else:
+        for i in cutlass.range_constexpr(2):
+            if column + i < plane.shape[1]:
+                plane[row, column + i] = pair[i]

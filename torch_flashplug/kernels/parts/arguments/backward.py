@@ -72,7 +72,7 @@ class BackwardCall(KernelCall):
             Float32, (B, Hq, cute.sym_int()), tuple(cute.sym_int64() for _ in range(3)), assumed_align=4
         )
         own = {"dlse": dlse, "rows": rows, "scratch": fake_vector(Float32, 16), "counter": fake_counter()}
-        return tensors | own | fake_features(self.element.dtype)
+        return tensors | own | fake_features(self.element.dtype, self.spec.arch)
 
     @cute.jit
     def __call__(

@@ -44,7 +44,7 @@ class BiasGradientCall(KernelCall):
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         tensors = super().fake_tensors()
-        biases, gradients = (fake_bias(self.element.dtype) for _ in range(2))
+        biases, gradients = (fake_bias(self.element.dtype, self.spec.arch) for _ in range(2))
         own = {"do": self.fake_operand(*tensors["o"].shape), "rows": fake_rows(*tensors["lse"].shape[:2])}
         own |= {"counter": fake_counter(), "seed": fake_vector(Int64, 8, size=1)}
         return tensors | own | biases | {f"d{name}": tensor for name, tensor in gradients.items()}

@@ -67,7 +67,7 @@ class DecodeCall(KernelCall):
         tensors |= {
             "pages": cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         }
-        return tensors | fake_bias(self.element.dtype)
+        return tensors | fake_bias(self.element.dtype, self.spec.arch)
 
     @cute.jit
     def __call__(

@@ -50,7 +50,7 @@ class ForwardCall(KernelCall):
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         own = {"counter": fake_counter(), "scratch8": fake_vector(Int32, 16), "sinks": fake_sinks()}
-        return super().fake_tensors() | fake_features(self.element.dtype) | own
+        return super().fake_tensors() | fake_features(self.element.dtype, self.spec.arch) | own
 
     @cute.jit
     def __call__(

@@ -110,13 +110,15 @@ def fake_digest() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in strides), strides, assumed_align=16)
 
 
-def fake_bias(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
-    """As TMA reads it."""
+def fake_bias(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Tensor]:
+    """Rows of any stride at any address; for kernels of sm_80 as cp.async reads them."""
 
     def of(number: type[cutlass.Numeric]) -> cute.Tensor:
+        element, unit = number.width // 8, 16
+        divisibility, align = (unit // element, unit) if arch < 90 else (1, element)
         sizes = tuple(cute.sym_int() for _ in range(4))
-        strides = (*(cute.sym_int64(divisibility=128 // number.width) for _ in range(3)), 1)
-        return cute.runtime.make_fake_tensor(number, sizes, strides, assumed_align=16)
+        strides = (*(cute.sym_int64(divisibility=divisibility) for _ in range(3)), 1)
+        return cute.runtime.make_fake_tensor(number, sizes, strides, assumed_align=align)
 
     return {"bias": of(dtype), "bias32": of(Float32)}
 
@@ -132,12 +134,12 @@ def fake_sinks() -> cute.Tensor:
     return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4)
 
 
-def fake_features(dtype: type[cutlass.Numeric]) -> dict[str, cute.Tensor]:
+def fake_features(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Tensor]:
     """What features bring to kernels of long calls. dtype: of the query."""
     sequences = cute.sym_int()
     lengths = {name: fake_vector(Int32, 4, size=sequences) for name in ("cu_q", "cu_k")}
     lengths |= {"used_k": fake_vector(Int32, 4), "lists": fake_vector(Int32, 16)}
-    of_masks = {"mask": fake_mask(), "digest": fake_digest()} | fake_bias(dtype)
+    of_masks = {"mask": fake_mask(), "digest": fake_digest()} | fake_bias(dtype, arch)
     return of_masks | {"seed": fake_vector(Int64, 8, size=1)} | lengths
 
 

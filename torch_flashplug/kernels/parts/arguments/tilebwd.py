@@ -35,7 +35,7 @@ class TileBackwardCall(KernelCall):
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         tensors = super().fake_tensors()
         like = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
-        biases, gradients = (fake_bias(self.element.dtype) for _ in range(2))
+        biases, gradients = (fake_bias(self.element.dtype, self.spec.arch) for _ in range(2))
         own = {name: self.fake_operand(*tensors[of].shape) for name, of in like.items()}
         del tensors["o"]  # delta comes from P and dP
         return tensors | own | biases | {f"d{name}": tensor for name, tensor in gradients.items()}

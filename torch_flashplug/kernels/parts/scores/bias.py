@@ -1,19 +1,19 @@
 """An additive bias, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020), made of what
 the operands are made of, or of fp32.
 
-TMA brings a warpgroup's part of a block into a ring of its own; a thread reads just what it holds of the scores
-(fragments.py), 16 bits by ldmatrix, 32 as they lie, from the tile as it is or, for scores as the backward has them,
-from its transpose.
+On Hopper the producer warp brings a warpgroup's part of a block into a ring of its own (bias_tiles.py), wherever its
+rows begin. A consumer reads what it holds of the scores (fragments.py) by ldmatrix where all rows have 16 bits and
+begin at multiples of 16 bytes, and element by element otherwise.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
 
-Of a bias (B, Hq, Sq, Sk) the last stride is 1, the others are multiples of 16 bytes, as its address is, or 0 where it
-is broadcast; rows may be read to the end of their last 16 bytes (cp.async; TMA stops at Sk). One that all queries share
-comes as 64 rows of it, which are read for each block of them: 64 times the same row from L2 takes TMA twice as long.
+Of a bias (B, Hq, Sq, Sk) the last stride is 1; the others are arbitrary, and 0 where the bias is broadcast. Kernels of
+sm_80 need rows that begin at multiples of 16 bytes (cp.async). One row that all queries share comes as 64 rows, which
+are read for each block of queries: 64 times the same row from L2 takes TMA twice as long.
 
-A warpgroup has one slot: it is free as soon as its pairs are in registers, a whole step before the next block's are
-asked for, and another would take Q's room.
+A warpgroup has one slot. The slot is free as soon as its values are in registers, a whole step before the next block is
+asked for, and a second slot would take the room of Q.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
-from ..element import Element
-from ..fragments import rows_and_columns
+from ..fragments import column_of, rows_and_columns
 from ..pieces import Tile
 from .bias_read import Read
+from .bias_tiles import Plane, Tiles
 from .chain import Form, Place, SlabForm, Stage
 from .natural import add, natural
 
@@ -41,21 +41,16 @@ if TYPE_CHECKING:
 ROWS = sm90.ROWS_PER_WARPGROUP
 
 
-class Fp32:
-    """What sm90.Input asks of an Element."""
-
-    dtype, bytes = Float32, 4
-
-
 @dataclass(frozen=True)
 class Bias(Read):
-    """Of a call: read where it lies by kernels that have no room for tiles of it."""
+    """A bias as an argument of a kernel; kernels without room for tiles read each value where it lies."""
 
     def tma(self, form: Form) -> Stage:
         if not form.room:
             return self
-        moved = MovedBias if self.bias.element_type.width == 16 else MovedBias32
-        return moved(*moved.tiles(form).tma(sm90.rows_first(self.bias)), self.scale)
+        tiles = Tiles.of(form, self.bias.element_type)
+        kind = MovedBias if self.bias.element_type.width == 16 else MovedBias32
+        return kind(tiles.tma(self.bias), self.bias, self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
         """Where TMA brings nothing."""
@@ -64,76 +59,68 @@ class Bias(Read):
 
 @dataclass(frozen=True)
 class MovedBias(Stage):
-    """As a kernel takes it: the TMA atom that loads tiles, its coordinates (Sq, Sk, heads, batch)."""
+    """A bias and the TMA atom that loads boxes of it, as arguments of a kernel."""
 
     atom: cute.CopyAtom
-    m: cute.Tensor
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
 
-    @classmethod
-    def tiles(cls, form: Form) -> sm90.Input:
-        """How TMA brings them: rows of queries."""
-        shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
-        return sm90.Input.create(cls.made_of(form), *shape, form.warpgroups)
-
-    @staticmethod
-    def made_of(form: Form) -> Element | Fp32:
-        return form.element
-
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
-        moved = self.tiles(form)
-        operand, ring = sm90.Operand(self.atom, self.m, moved.buffer(smem)), moved.ring(smem)
-        return BiasTiles(form, operand, ring, self.scale)
+        tiles = Tiles.of(form, self.bias.element_type)
+        ring = sm90.Ring.create(smem, form.warpgroups, tiles.bytes)
+        return BiasTiles(form, tiles, self.atom, ring, tiles.buffer(smem, form.warpgroups), self.bias, self.scale)
 
 
 class MovedBias32(MovedBias):
-    """The same of one of fp32, whatever the operands are."""
-
-    @staticmethod
-    def made_of(form: Form) -> Element | Fp32:
-        return Fp32()
+    """The same of a bias of fp32, so that kernels of both have different arguments."""
 
 
 @dataclass(frozen=True)
 class BiasTiles(Stage):
-    """In a CTA: a ring for each warpgroup."""
+    """Tiles of a CTA: a slot for each warpgroup."""
 
     form: Form
-    tiles: sm90.Operand  # (queries, keys, slot and warpgroup)
-    ring: sm90.Ring  # of all of them
+    tiles: Tiles
+    atom: cute.CopyAtom
+    ring: sm90.Ring  # of all warpgroups
+    buffer: cute.Tensor  # (elements of a slot, warpgroup)
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
     wg: Int32 | None = None  # a consumer's
-    everywhere = True
+    place: Place | None = None
+    plane: Plane | None = None
+    everywhere = natural_units = True
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
-        return (self.tiles.atom,)
+        return (self.atom,)
 
     @property
     def rings(self) -> tuple[tuple, ...]:
         return ((self.ring, sm90.WARPGROUP // sm90.WARP),)
 
-    @property
-    def slots(self) -> int:
-        """Of a warpgroup."""
-        return self.ring.stages // self.form.warpgroups
-
     def ring_of(self, wg: Int32 | int) -> sm90.Ring:
-        return self.ring.part(wg, self.slots)
+        return self.ring.part(wg, 1)
+
+    def slot_of(self, wg: Int32 | int) -> cute.Pointer:
+        return self.buffer[None, wg].iterator
 
     def scales(self, scales: Scales) -> Scales:
         return natural(scales)
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
-        form = self.form
-        shape = (form.columns, ROWS) if form.transposed else (ROWS, form.columns)
-        tXsX, tXgX = self.tiles.head(head, tile.sequence).tiles(shape, (None, None))
-        last_rows = cute.ceil_div(self.tiles.m.shape[0], shape[0]) - 1
-        return Bringing(self, tile.block * form.warpgroups, last_rows, tXsX, tXgX)
+        return Bringing(self, tile.block * self.form.warpgroups, Plane(self.tiles, self.bias, tile.sequence, head))
 
     def hold(self, columns: int) -> Stage:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         return replace(self, wg=wg)
+
+    def at(self, place: Place) -> Stage:
+        here = replace(self, place=place)
+        return here if place.head is None else here.of_head(place.head)
+
+    def of_head(self, head: Int32) -> Stage:
+        return replace(self, plane=Plane(self.tiles, self.bias, self.place.batch, head))
 
     @cute.jit
     def pass_over(self, count: Int32):
@@ -144,26 +131,57 @@ class BiasTiles(Stage):
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         """S may be narrower than a block."""
-        ring = self.ring_of(self.wg)
+        ring, columns = self.ring_of(self.wg), cute.size(S) // 2 * 4
+        start = self.slot_of(self.wg)
         ring.wait(count)
-        biases = self.read(self.wg * self.slots + ring.slot(count), cute.size(S) // 2 * 4)
+        if self.tiles.in_units(self.bias):
+            values = self.read_units(self.tiles.tile(start), columns)
+            self.release(count)
+            add(S, self.scale, rows_and_columns(values))
+        else:
+            self.add_elements(S, start)
+            self.release(count)
+
+    @cute.jit
+    def release(self, count: Int32):
+        """A warp has read its part of the slot."""
         # An arrival does not wait for loads under way: TMA's next tile was there before the last of them (D 64, where
         # it is asked for at once, on an H100).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        ring.release(count)
-        add(S, self.scale, biases)
+        self.ring_of(self.wg).release(count)
 
-    def read(self, slot: Int32, columns: int) -> cute.Tensor:
-        """The first `columns` of a slot's tile, as a thread holds scores of them: (2, columns / 4)."""
-        tile = sm90.transposed(self.tiles.s) if self.form.transposed else self.tiles.s
-        tile = cute.local_tile(tile[None, None, slot], (ROWS, columns), (0, 0))
+    def read_units(self, tile: cute.Tensor, columns: int) -> cute.Tensor:
+        """Read the first `columns` columns of scores from a tile whose rows begin at units."""
+        if self.form.transposed:
+            tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
+        tile = cute.local_tile(tile, (ROWS, columns), (0, 0))
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
-        if tile.element_type.width == 32:
-            return rows_and_columns(words(self.form, columns, thread, tile))
-        copy, values = matrices(self.form, columns, thread)
-        cute.copy(copy, copy.partition_S(tile), copy.retile(values))
-        return rows_and_columns(values)
+        mma = sm90.make_mma(self.form.element.dtype, columns, "rows", "rows")
+        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), self.tiles.dtype)
+        if self.tiles.dtype.width == 32:
+            cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
+        else:
+            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(self.form.transposed, 4), self.tiles.dtype)
+            copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+            cute.copy(copy, copy.partition_S(tile), copy.retile(values))
+        return values
+
+    def add_elements(self, S: cute.Tensor, start: cute.Pointer) -> None:
+        """Add to the (2, columns) scores of a thread, one element after the other."""
+        place, pitch = self.place, self.tiles.pitch
+        row = place.row % ROWS
+        if self.form.transposed:
+            firsts = [start + (place.column + i) * pitch + self.plane.shift(place.column + i) + row for i in (0, 1)]
+            by_row, by_column = 8, pitch
+        else:
+            firsts = [start + row * pitch + self.plane.shift(row) + place.column + i for i in (0, 1)]
+            by_row, by_column = 8 * pitch, 1
+        for c in range(cute.size(S, mode=[1])):
+            for r in range(2):
+                one = firsts[c % 2] + (column_of(c) - c % 2) * by_column + r * by_row
+                bias = cute.make_tensor(one, cute.make_layout(1))[0]
+                S[r, c] = S[r, c] * self.scale + bias.to(Float32)
 
 
 @dataclass(frozen=True)
@@ -171,21 +189,16 @@ class Bringing(Stage):
     """What a producer warp loads for a tile, of one head."""
 
     of: BiasTiles
-    first: Int32  # of the tile's parts, 64 rows each
-    last_rows: Int32  # block of queries that the bias has
-    shared_tiles: cute.Tensor
-    global_tiles: cute.Tensor
+    first: Int32  # of the tile's parts, 64 rows of scores each
+    plane: Plane
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
         of = self.of
-        for w in cutlass.range_constexpr(of.form.warpgroups):
-            ring = of.ring_of(w)
-            rows, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
-            place = (cutlass.min(rows, self.last_rows), keys)
-            ring.acquire(count)
-            slot = self.shared_tiles[None, w * of.slots + ring.slot(count)]
-            cute.copy(of.tiles.atom, self.global_tiles[(None, *place)], slot, tma_bar_ptr=ring.arrival(count))
+        for w in cutlass.range(of.form.warpgroups, unroll_full=of.tiles.roomy):
+            queries, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
+            first = (queries * of.tiles.rows, keys * of.tiles.columns)
+            self.plane.load(of.atom, *first, of.slot_of(w), of.ring_of(w), count)
 
 
 @dataclass(frozen=True)
@@ -197,7 +210,7 @@ class SlabBias(Stage):
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
     matrices: sm80.Matrices | None = None  # of a slab
-    everywhere = True
+    everywhere = natural_units = True
 
     @classmethod
     def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabForm, of: Bias) -> SlabBias:
@@ -243,20 +256,3 @@ class SlabBringing(Stage):
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
         sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
-
-
-def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:
-    """What a thread holds of (64, columns) biases of fp32, in an accumulator's order."""
-    mine = sm90.make_mma(form.element.dtype, columns, "rows", "rows").get_slice(thread).partition_C(tile)
-    values = cute.make_rmem_tensor(mine.shape, Float32)
-    cute.autovec_copy(mine, values)
-    return values
-
-
-def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:
-    """How a thread reads (64, columns) of biases, and registers for them, in an accumulator's order."""
-    dtype = form.element.dtype
-    mma = sm90.make_mma(dtype, columns, "rows", "rows")
-    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), dtype)
-    values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
-    return cute.make_tiled_copy_C(atom, mma).get_slice(thread), values

@@ -26,9 +26,9 @@ PAIR = 2  # neighbouring columns of a thread
 class Read(Stage):
     """Of a call."""
 
-    bias: cute.Tensor  # (B, Hq, Sq, Sk), rows on units of 16 bytes
+    bias: cute.Tensor  # (B, Hq, Sq, Sk), rows of any stride at any address
     scale: Float32  # of the scores
-    everywhere = True
+    everywhere = natural_units = True
 
     def scales(self, scales: Scales) -> Scales:
         return natural(scales)
@@ -66,12 +66,15 @@ class Lines(Read):
     @cute.jit
     def read(self, block: Int32, values: cute.Tensor):
         keys, first = self.bias.shape[3], block * self.place.block + self.place.column
-        whole = (block + 1) * self.place.block <= keys
+        whole, pair_bytes = (block + 1) * self.place.block <= keys, PAIR * self.bias.element_type.width // 8
         for r in cutlass.range_constexpr(2):
             line = self.bias.iterator + self.starts[r]
+            in_pairs = whole
+            if cutlass.const_expr(self.bias.iterator.alignment < pair_bytes):
+                in_pairs = whole & (line.toint() & (pair_bytes - 1) == 0)  # a thread's first column is even
             for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), PAIR):
                 key = first + column_of(c)
-                if whole:
+                if in_pairs:
                     pair = cute.make_tensor(values[r, None].iterator + c, cute.make_layout(PAIR))
                     cute.autovec_copy(self.pair_at(line + key), pair)
                 else:
@@ -80,7 +83,6 @@ class Lines(Read):
                         values[r, c + i] = one[0]
 
     def pair_at(self, start: cute.Pointer) -> cute.Tensor:
-        """A thread's first column is even, as what lies before it is."""
         dtype = self.bias.element_type
         aligned = cute.make_ptr(dtype, start.toint(), cute.AddressSpace.gmem, assumed_align=PAIR * dtype.width // 8)
         return cute.make_tensor(aligned, cute.make_layout(PAIR))

@@ -109,6 +109,7 @@ class Stage:
 
     everywhere = False  # whole sections, too
     hides = True  # may set scores to -inf where it is asked
+    natural_units = False  # whether scores leave in natural units
     kept_share: Kept | None = None  # of P on its way to the next product
     sinks: cute.Tensor | None = None  # decode: (Hq,) what rows' sums have beside keys, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
@@ -274,6 +275,10 @@ class Chain:
         """dP: (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
             stage.derive(dP)
+
+    @property
+    def natural_units(self) -> bool:
+        return any(stage.natural_units for stage in self.stages)
 
     @property
     def everywhere(self) -> bool:

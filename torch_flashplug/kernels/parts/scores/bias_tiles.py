@@ -1,0 +1,202 @@
+"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, whatever element rows begin at.
+
+Both ways move units of 16 bytes. Where every row begins at a unit, one TMA box brings a tile. Elsewhere lanes copy units
+(cp.async). A row's first unit then holds up to seven elements before the row, and the consumer adds this shift to its
+addresses. Each row in shared memory has a unit more than the tile is wide, which holds the end of a shifted row, and
+lets eight rows lie in different banks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cutlass_dsl import dsl_user_op
+
+from ....spec import COPY_UNIT
+from .. import sm90
+from .chain import Form
+
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a warpgroup's tile, known when a kernel is traced."""
+
+    dtype: type[cutlass.Numeric]
+    rows: int  # queries
+    columns: int  # keys
+    roomy: bool  # whether the producer warp has registers for several copies at once
+
+    @classmethod
+    def of(cls, form: Form, dtype: type[cutlass.Numeric]) -> Tiles:
+        sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
+        return cls(dtype, *reversed(sizes), roomy=False) if form.transposed else cls(dtype, *sizes, roomy=True)
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.width // 8
+
+    @property
+    def unit(self) -> int:
+        """Elements of a unit."""
+        return COPY_UNIT // self.element_bytes
+
+    @property
+    def pitch(self) -> int:
+        """Elements from a row to the next."""
+        return self.columns + self.unit
+
+    @property
+    def pitch_bytes(self) -> int:
+        return self.pitch * self.element_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.pitch_bytes
+
+    def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
+        """Allocate (elements of a tile, warpgroup)."""
+        return smem.allocate_tensor(self.dtype, cute.make_layout((self.rows * self.pitch, warpgroups)), 128)
+
+    def tile(self, start: cute.Pointer) -> cute.Tensor:
+        """(queries, keys) where no row is shifted."""
+        return cute.make_tensor(start, cute.make_layout((self.rows, self.columns), stride=(self.pitch, 1)))
+
+    def tma(self, bias: cute.Tensor) -> cute.CopyAtom:
+        """bias: (B, Hq, Sq, Sk). A map must be valid for any bias, so whatever it has beside whole units is left out."""
+        start = cute.make_ptr(
+            self.dtype, bias.iterator.toint() & -COPY_UNIT, cute.AddressSpace.gmem, assumed_align=COPY_UNIT
+        )
+        by_batch, by_head, by_row = (
+            cute.assume(Int64(stride) // self.unit * self.unit, divby=self.unit) for stride in bias.stride[:3]
+        )
+        m = cute.make_tensor(start, cute.make_layout(bias.shape, stride=(by_batch, by_head, by_row, 1)))
+        box = cute.make_layout((self.rows, self.pitch), stride=(self.pitch, 1))
+        op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.pitch)
+        return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), box, size)[0]
+
+    def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
+        """Whether every row begins at a unit."""
+        low = Int32(bias.iterator.toint() & (COPY_UNIT - 1))
+        for stride in bias.stride[:3]:
+            low = low | Int32(stride & (self.unit - 1))
+        return cute.arch.make_warp_uniform(low) == 0
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The rows of one batch and head."""
+
+    tiles: Tiles
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
+    batch: Int32
+    head: Int32
+
+    @property
+    def stride(self) -> Int64:
+        """Elements from a row to the next."""
+        return Int64(self.bias.stride[2])
+
+    @property
+    def start(self) -> Int64:
+        """Address of the plane's first element."""
+        by_batch, by_head, _, _ = self.bias.stride
+        element = Int64(self.batch) * by_batch + Int64(self.head) * by_head
+        return self.bias.iterator.toint() + element * self.tiles.element_bytes
+
+    @property
+    def first_shift(self) -> Int32:
+        """Elements of its unit before the plane's first."""
+        return (Int32(self.start) & (COPY_UNIT - 1)) // self.tiles.element_bytes
+
+    def shift(self, row: Int32) -> Int32:
+        """Elements of its unit before a row's first."""
+        return (self.first_shift + row * Int32(self.stride)) & (self.tiles.unit - 1)
+
+    @cute.jit
+    def load(
+        self, atom: cute.CopyAtom, query: Int32, key: Int32, slot: cute.Pointer, ring: sm90.Ring, count: Int32
+    ):  # fmt: skip
+        """Producer warp: a tile from that query and key on."""
+        tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
+        query = cutlass.min(query, (queries - 1) // tiles.rows * tiles.rows)  # all queries may share the first tile
+        if tiles.in_units(self.bias):
+            ring.acquire(count)
+            with cute.arch.elect_one():
+                issue(atom, slot.toint(), (key, query, self.head, self.batch), ring.arrival(count))
+        else:
+            ring.wait_free(count)
+            # Inside of the bias every unit is there, also the one behind each row, and none is cut off.
+            inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
+            if cutlass.const_expr(not tiles.roomy):
+                self.copy_rows(query, key, slot, whole=False)
+            elif inside:
+                self.copy_rows(query, key, slot, whole=True)
+            else:
+                self.copy_rows(query, key, slot, whole=False)
+            ring.fill_behind_copies(count)
+
+    @cute.jit
+    def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
+        """All lanes: units of the tile's width, one each of neighbouring lanes; then the unit behind each row."""
+        units = self.tiles.columns // self.tiles.unit
+        lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
+        if lane % lanes < units:
+            self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, slot, whole)
+        self.copy(query, lane, sm90.WARP, Int32(units), key, slot, whole)
+
+    @cute.jit
+    def copy(
+        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
+        whole: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """One lane: a unit of every step-th row of the tile from its row `first` on."""
+        tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
+        row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
+        address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
+        left = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
+        there = queries - row
+        for turn in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
+            size = Int32(COPY_UNIT)
+            if cutlass.const_expr(not whole):
+                size = cutlass.min(cutlass.max(left + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
+                size = cutlass.select_(turn * step < there, size, 0)
+            copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
+            address += step * self.stride * tiles.element_bytes
+
+
+def opaque(value: Int32) -> Int32:
+    """Return the same value, hidden from LLVM, which would keep what follows from it across loops: the producer warp has
+    few registers.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def copy_unit(target: Int32, source: Int64, size: Int32) -> None:
+    """Start a lane's copy of so many bytes of a unit into shared memory; the others become 0."""
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, size])
+
+
+@dsl_user_op
+def descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
+    """Address of the tensor map."""
+    executed = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, executed, loc=loc, ip=ip)
+    return pointer.toint(loc=loc, ip=ip)
+
+
+def issue(atom: cute.CopyAtom, target: Int32, place: tuple[Int32, Int32, Int32, Int32], arrival: cute.Pointer) -> None:
+    """Start a box, from that key, query, head and batch on."""
+    name = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    text = name + " [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];"
+    given = [target, descriptor(atom), *place, arrival.toint()]
+    cute.arch.inline_ptx(text, read_only_args=given)
