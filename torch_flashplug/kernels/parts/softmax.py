@@ -11,8 +11,8 @@ half a rounding of the shift is a power of two to be noticed, even the maximum i
 inf: there scale_log2 loses its mantissa. Products with a power of two are exact, and neighbouring fp32 scores are then
 so far apart that every one below the maximum counts for little or nothing under either factor.
 
-Scores in natural units (scores/natural.py) may be far below zero by design, such as a bias of -1e4 that hides keys. Their
-exponent is (S - row_max) * scale_log2: one instruction more, and the maximum gives exactly 1 at every magnitude.
+Scores in natural units (scores/natural.py) may be far below zero by design, such as a bias of -1e4 that hides keys.
+Their exponent is (S - row_max) * scale_log2: one instruction more, and the maximum gives exactly 1 at every magnitude.
 """
 
 from __future__ import annotations

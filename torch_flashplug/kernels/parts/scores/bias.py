@@ -49,8 +49,7 @@ class Bias(Read):
         if not form.room:
             return self
         tiles = Tiles.of(form, self.bias.element_type)
-        kind = MovedBias if self.bias.element_type.width == 16 else MovedBias32
-        return kind(tiles.tma(self.bias), self.bias, self.scale)
+        return MovedBias(tiles.tma(self.bias), self.bias, self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
         """Where TMA brings nothing."""
@@ -69,10 +68,6 @@ class MovedBias(Stage):
         tiles = Tiles.of(form, self.bias.element_type)
         ring = sm90.Ring.create(smem, form.warpgroups, tiles.bytes)
         return BiasTiles(form, tiles, self.atom, ring, tiles.buffer(smem, form.warpgroups), self.bias, self.scale)
-
-
-class MovedBias32(MovedBias):
-    """The same of a bias of fp32, so that kernels of both have different arguments."""
 
 
 @dataclass(frozen=True)

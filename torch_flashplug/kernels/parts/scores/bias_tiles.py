@@ -1,9 +1,9 @@
-"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, whatever element rows begin at.
+"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
 
-Both ways move units of 16 bytes. Where every row begins at a unit, one TMA box brings a tile. Elsewhere lanes copy units
-(cp.async). A row's first unit then holds up to seven elements before the row, and the consumer adds this shift to its
-addresses. Each row in shared memory has a unit more than the tile is wide, which holds the end of a shifted row, and
-lets eight rows lie in different banks.
+Both ways move units of 16 bytes. Where every row begins at a unit, one TMA box brings a tile. Elsewhere lanes copy
+units (cp.async). A row's first unit then holds up to seven elements before the row, and the consumer adds this shift to
+its addresses. Each row in shared memory has a unit more than the tile is wide, which holds the end of a shifted row,
+and lets eight rows lie in different banks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cutlass.cutlass_dsl import dsl_user_op
 from ....spec import COPY_UNIT
 from .. import sm90
 from .chain import Form
-
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,11 @@ class Tiles:
         return cute.make_tensor(start, cute.make_layout((self.rows, self.columns), stride=(self.pitch, 1)))
 
     def tma(self, bias: cute.Tensor) -> cute.CopyAtom:
-        """bias: (B, Hq, Sq, Sk). A map must be valid for any bias, so whatever it has beside whole units is left out."""
+        """Make the atom that loads boxes of a bias (B, Hq, Sq, Sk).
+
+        A map must be valid for any bias, also where no box is loaded, so its address and strides are rounded down to
+        whole units.
+        """
         start = cute.make_ptr(
             self.dtype, bias.iterator.toint() & -COPY_UNIT, cute.AddressSpace.gmem, assumed_align=COPY_UNIT
         )
@@ -173,8 +176,9 @@ class Plane:
 
 
 def opaque(value: Int32) -> Int32:
-    """Return the same value, hidden from LLVM, which would keep what follows from it across loops: the producer warp has
-    few registers.
+    """Return the same value, hidden from LLVM, which would keep what follows from it across loops.
+
+    The producer warp has few registers.
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
