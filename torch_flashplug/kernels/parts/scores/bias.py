@@ -152,14 +152,10 @@ class BiasTiles(Stage):
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, columns), (0, 0))
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
-        mma = sm90.make_mma(self.form.element.dtype, columns, "rows", "rows")
-        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), self.tiles.dtype)
         if self.tiles.dtype.width == 32:
-            cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
-        else:
-            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(self.form.transposed, 4), self.tiles.dtype)
-            copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
-            cute.copy(copy, copy.partition_S(tile), copy.retile(values))
+            return words(self.form, columns, thread, tile)
+        copy, values = matrices(self.form, columns, thread)
+        cute.copy(copy, copy.partition_S(tile), copy.retile(values))
         return values
 
     def add_elements(self, S: cute.Tensor, start: cute.Pointer) -> None:
@@ -251,3 +247,20 @@ class SlabBringing(Stage):
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
         sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
+
+
+def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:
+    """Read what a thread holds of (64, columns) biases of fp32, in an accumulator's order."""
+    mine = sm90.make_mma(form.element.dtype, columns, "rows", "rows").get_slice(thread).partition_C(tile)
+    values = cute.make_rmem_tensor(mine.shape, Float32)
+    cute.autovec_copy(mine, values)
+    return values
+
+
+def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:
+    """Make the copy by which a thread reads (64, columns) of biases, and registers, in an accumulator's order."""
+    dtype = form.element.dtype
+    mma = sm90.make_mma(dtype, columns, "rows", "rows")
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), dtype)
+    values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
+    return cute.make_tiled_copy_C(atom, mma).get_slice(thread), values

@@ -1,0 +1,72 @@
+"""Float masks whose rows begin at any element, on a GPU or interpreted: numbers and gradients against fp64, with NaN
+around and between rows; what is copied.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_biases import HEADS, SEED, attend, check_few, check_gradients, drawn, dtype_of
+from torch import Tensor
+
+import torch_flashplug
+from torch_flashplug.elements import WHOLE
+from torch_flashplug.testing import assert_within_budget, make_inputs, new_case
+
+# Keys, elements from one row to the next, elements ahead of the first.
+ANY_ROWS = {
+    **{"pairs": (250, 250, 0), "odd": (251, 251, 0), "odd_address": (251, 251, 1), "windows": (49, 49, 0)},
+    **{"gaps": (65, 70, 5), "units": (64, 72, 0), "units_behind_one": (128, 128, 3), "one_key": (1, 1, 0)},
+}
+PLANES = {"both": (2, 4), "heads": (1, 4), "batches": (2, 1), "one": (1, 1)}
+
+
+def among_nans(planes: tuple[int, ...], Sq: int, rows: str, device: str, dtype: torch.dtype) -> Tensor:
+    """A bias whose rows lie as ANY_ROWS says, with NaN around and between them."""
+    keys, pitch, offset = ANY_ROWS[rows]
+    sizes, number = (*planes, Sq, keys), math.prod(planes) * Sq * pitch
+    memory = torch.full((offset + number,), math.nan, dtype=dtype, device=device)
+    bias = memory.as_strided(sizes, (planes[1] * Sq * pitch, Sq * pitch, pitch, 1), offset)
+    return bias.copy_(drawn(*sizes))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("rows", ANY_ROWS)
+def test_rows_at_any_address(kernels_on: str, rows: str, planes: str, wide: bool) -> None:
+    """Are read where they lie: forwards and backwards copy nothing, and use nothing of what lies around rows."""
+    d, Sq = (64, 128)[len(rows + planes) % 2], (70, 129)[len(planes) % 2]
+    case = new_case(f"{rows} {planes} {d}", HEADS, (Sq, ANY_ROWS[rows][0]), (d, d), dtype=WHOLE[len(rows) % 2])
+    bias = among_nans(PLANES[planes], Sq, rows, kernels_on, dtype_of(case, wide))
+    inputs = make_inputs(case, kernels_on, SEED)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with (
+        torch_flashplug.sdpa_backend("fa3"),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=bias, enable_gqa=True)
+        torch.autograd.grad(out, leaves, inputs.grad_out)
+    assert "aten::copy_" not in {event.key for event in profile.key_averages()}
+    assert_within_budget(case.name, *attend(case, bias, kernels_on), seed=SEED)
+    check_gradients(case, bias, kernels_on)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+@pytest.mark.parametrize("rows", ["pairs", "odd_address", "gaps"])
+def test_rows_at_any_address_of_wide_heads(kernels_on: str, rows: str, dims: tuple[int, int]) -> None:
+    case = new_case(f"{rows} {dims}", HEADS, (129, ANY_ROWS[rows][0]), dims)
+    bias = among_nans((1, 4), 129, rows, kernels_on, dtype_of(case, len(rows) % 2 == 0))
+    assert_within_budget(case.name, *attend(case, bias, kernels_on), seed=SEED)
+    check_gradients(case, bias, kernels_on)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("Sq", [1, 7, 32])
+@pytest.mark.parametrize("rows", ANY_ROWS)
+def test_few_rows_at_any_address(kernels_on: str, rows: str, Sq: int, wide: bool) -> None:
+    """By kernels of decode."""
+    case = new_case(f"{rows} {Sq}", HEADS, (Sq, ANY_ROWS[rows][0]), (64, 64), dtype=WHOLE[Sq % 2])
+    check_few(case, among_nans((2, 4), Sq, rows, kernels_on, dtype_of(case, wide)), kernels_on)
