@@ -187,7 +187,7 @@ void add_memory(Opcodes& to) {
   for (const auto* name : {"red.global.add.v2.f32", "red.global.add.v4.f32"}) to[name] = {"GV", reduce_vector};
   to["cp.async.cg.shared.global"] = {"SGIw", copy};
   to["cp.async.ca.shared.global"] = {"SGIw", copy};
-  // It adds an arrival for each lane, and makes that arrival when the lane's copies have landed: here they land at once.
+  // It adds an arrival for each lane, and makes that arrival when the lane's copies have landed: here at once.
   to["cp.async.mbarrier.arrive.shared.b64"] = {"S", wait_all_copies};
   to["cp.async.commit_group"] = {"", commit_group<&Warp::copies>};
   to["cp.async.wait_group"] = {"I", wait_group<&Warp::copies>};
