@@ -182,8 +182,8 @@ bool can_be_digested(AtenTensorHandle mask, const Problem& p);  // not more of t
 // To a kernel that takes one of them, whichever it is; undefined for others. It has to live until it is launched.
 Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
                 Arguments* arguments);
-// What a kernel writes a bias's gradient to: four dims, of one where the bias has one. As long as the bias's layout is
-// no more than rows on units, that is its own.
+// What a kernel writes a bias's gradient to: four dims, of size one where the bias has size one. It has the layout of
+// the bias where rows of the bias are contiguous.
 Owned new_bias_gradient(AtenTensorHandle bias);
 // The gradient of a bias as a kernel writes it: planes of (rows, keys) along batch and heads. Where the bias is
 // broadcast to many batches or heads and has few tiles, each CTA sums a range of them into a plane of its own. The

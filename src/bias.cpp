@@ -1,6 +1,7 @@
-// A float mask as kernels read it: four dims, stride 0 where it is broadcast, keys on end. Hopper's kernels read rows
-// wherever they begin, those of sm_80 on units of 16 bytes. Anything else is copied once, without what is broadcast:
-// heads that lie innermost (T5), one number for all keys. Of one that all queries share TMA wants the rows of a tile.
+// A float mask as kernels read it: four dims, stride 0 where it is broadcast, contiguous rows. Kernels for Hopper read
+// rows at any address, those for sm_80 rows that begin at multiples of 16 bytes. Any other mask is copied once, without
+// its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. One row that all queries
+// share is copied into the rows of a tile.
 #include <algorithm>
 
 #include "arguments.h"
@@ -30,7 +31,7 @@ Owned copy_in_units(AtenTensorHandle bias, const int64_t size[4], const int64_t 
   return copy;
 }
 
-Owned in_units(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
+Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
@@ -134,7 +135,7 @@ Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& qu
                 Arguments* arguments) {
   const bool wide = arguments->takes("bias32");
   if (!wide && !arguments->takes("bias")) return {};
-  Owned bias = in_units(call, p, query, row);
+  Owned bias = as_kernels_read(call, p, query, row);
   if (wide)
     arguments->tensor("bias32", bias.get());
   else

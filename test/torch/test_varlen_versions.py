@@ -34,7 +34,9 @@ def rule() -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    """On a GPU torch's own body runs for what is not ours here, and may call flash attention: that stays stock's."""
+    """Install the varlen_attn kernels alone. On a GPU torch's own varlen_attn runs for calls that these kernels do not
+    take, and calls stock's flash attention, which must not be replaced here.
+    """
     with on_cpu.installed_at(integrations.varlen, kernels_on):
         integrations.flash_door.uninstall()
         yield kernels_on
