@@ -1,6 +1,8 @@
-"""Times decoding from caches that grow by one key per token, as the plugin serves it in auto.
+"""Time decoding from caches that grow by one key per token, as the plugin serves it in auto.
 
-    python tools/growing.py    every head dim from 32 to 256 in steps of 8; a table, and exit status 1 beyond LIMIT_MS
+    python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; a table, and
+                                               exit status 1 beyond LIMIT_MS
+    python tools/growing.py --backend stock    what stock PyTorch takes for the same caches
 
 A backend that plans every new length takes 36 to 120 ms a token (cuDNN through stock PyTorch), whatever one call with a
 planned length takes. tools/programs.py runs this module in a process of its own: what cuDNN has planned stays there.
@@ -14,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,20 +30,29 @@ class Cache:
     """A cache of one sequence, before its first token is added."""
 
     d: int
+    dv: int
     heads: int
     kv_heads: int
     keys: int
 
 
-CACHES = [
-    Cache(d, *heads)
-    for d in range(32, 257, 8)
-    for heads in ((16, 16, 500), (32, 8, 2000), (32, 1, 1100), (16, 4, 8000))
-]
+SIZES = ((16, 16, 500), (32, 8, 2000), (32, 1, 1100), (16, 4, 8000))  # heads, KV heads, keys
+UNEQUAL = (  # D, Dv: one of each kind of kernel that serves them
+    (16, 64), (40, 32), (64, 48), (64, 128), (96, 64), (128, 64), (128, 192), (192, 128), (200, 64), (64, 224),
+    (256, 128), (128, 256), (256, 240),
+)  # fmt: skip
+CACHES = [Cache(*dims, *sizes) for dims in (*((d, d) for d in range(32, 257, 8)), *UNEQUAL) for sizes in SIZES]
 
 
-def median_ms(cache: Cache, device: str, tokens: int = TOKENS) -> float:
-    """Return the median time of F.sdpa of one token, host and device, in ms."""
+def median_ms(cache: Cache, device: str, tokens: int = TOKENS, backend: str | None = None) -> float:
+    """Return the median time of F.sdpa of one token, host and device, in ms.
+
+    Args:
+        cache: The cache before its first token.
+        device: "cuda", or "cpu" in tests.
+        tokens: How many tokens are timed.
+        backend: A mode of `sdpa_backend`; None keeps the one in force.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -49,10 +61,10 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS) -> float:
     assert torch_flashplug.native.enabled(), "stock's times say nothing of the plugin"
     room, dtype = cache.keys + WARMUP + tokens, torch.bfloat16
     q = torch.randn(1, cache.heads, 1, cache.d, device=device, dtype=dtype)
-    k, v = (torch.randn(1, cache.kv_heads, room, cache.d, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(1, cache.kv_heads, room, d, device=device, dtype=dtype) for d in (cache.d, cache.dv))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times = []
-    with torch.no_grad():
+    with torch.no_grad(), torch_flashplug.sdpa_backend(backend) if backend else nullcontext():
         for keys in range(cache.keys + 1, room + 1):
             wait()
             start = time.perf_counter()
@@ -62,9 +74,12 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS) -> float:
     return statistics.median(times[WARMUP:])
 
 
+CACHE_SAID = "D {d}, Dv {dv}, {heads} heads on {kv_heads}, {keys} keys"
+
+
 def violations(rows: list[dict]) -> list[str]:
     """Return a line for each cache whose tokens take too long."""
-    said = "growing cache D {d}, {heads} heads on {kv_heads}, {keys} keys: {ms:.3g} ms a token, the limit is {limit}"
+    said = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms a token, the limit is {{limit}}"
     return [said.format(**row, limit=LIMIT_MS) for row in rows if row["ms"] > LIMIT_MS]
 
 
@@ -80,20 +95,23 @@ def in_own_process() -> list[dict]:
     return rows
 
 
-def measured(device: str) -> Iterator[dict]:
-    for cache in CACHES:
-        yield {**asdict(cache), "ms": median_ms(cache, device)}
+def measured(device: str, caches: Sequence[Cache], backend: str | None) -> Iterator[dict]:
+    for cache in caches:
+        yield {**asdict(cache), "ms": median_ms(cache, device, backend=backend)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="a line of JSON for each cache")
+    parser.add_argument("--backend", help="a mode of sdpa_backend in place of auto")
+    parser.add_argument("--unequal", action="store_true", help="caches of D != Dv alone")
     parser.add_argument("--out", type=Path, help="all rows in one file")
     options = parser.parse_args()
     rows = []
-    for row in measured("cuda"):
+    caches = [cache for cache in CACHES if not options.unequal or cache.d != cache.dv]
+    for row in measured("cuda", caches, options.backend):
         rows.append(row)
-        print(json.dumps(row) if options.json else "{ms:8.3f} ms  D {d}, {heads}/{kv_heads}, {keys} keys".format(**row))
+        print(json.dumps(row) if options.json else f"{{ms:8.3f}} ms  {CACHE_SAID}".format(**row))
     if options.out:
         options.out.write_text(json.dumps(rows) + "\n")
     wrong = violations(rows)

@@ -149,7 +149,7 @@ def test_times_taken_again_leave_no_old_ones(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_cache_that_is_planned_at_every_length_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed on a CPU, where a slow call is one that sleeps."""
-    cache = growing.Cache(32, 4, 2, 10)
+    cache = growing.Cache(32, 16, 4, 2, 10)
     attend = torch.nn.functional.scaled_dot_product_attention
     seen = []
 
@@ -162,4 +162,5 @@ def test_a_cache_that_is_planned_at_every_length_is_a_violation(monkeypatch: pyt
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planned)
     ms = growing.median_ms(cache, "cpu", tokens=3)
     assert seen == list(range(11, 11 + growing.WARMUP + 3))
-    assert growing.violations([{**dataclasses.asdict(cache), "ms": ms}])[0].startswith("growing cache D 32, 4 heads")
+    said = growing.violations([{**dataclasses.asdict(cache), "ms": ms}])[0]
+    assert said.startswith("growing cache D 32, Dv 16, 4 heads")
