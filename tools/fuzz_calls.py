@@ -65,7 +65,7 @@ class Call:
     first_grad: Layout = Layout()
     mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32", "lower_right"
     mask_dims: str = ""  # of b, h, q and k those that are not 1
-    mask_offset: int = 0  # elements before it in its storage
+    mask_layout: Layout = Layout()
     dropout: float = 0.0
     deterministic: bool = False
     way: str = ""  # how a program makes it: one of WAYS of fuzz_ways.py
@@ -266,8 +266,19 @@ def _fault10(rng: Random, work: int) -> Drawn:
     }
 
 
-def _mask_offset(rng: Random) -> int:
-    return rng.choice((0, 0, 0, 1, 2, 4, 8))
+def _mask_layout(rng: Random) -> Layout:
+    """Half of the masks lie on end, at some address. Others are parts of larger ones, permuted or expanded."""
+    offset = rng.choice((0, 0, 0, 1, 2, 4, 8))
+    if rng.random() < 0.5:
+        return Layout(offset=offset)
+    traits = rng.choice((
+        {"pad": (rng.randint(0, 2), rng.randint(0, 3), rng.randint(1, 9))},
+        {"pad": (0, 0, 8 * rng.randint(1, 3))},
+        {"expand": rng.choice(("b", "h", "s", "bh"))},
+        {"step": 2},
+        {},
+    ))  # fmt: skip
+    return Layout(rng.choice(("bhsd", "bshd", "sbhd", "bhds", "bsdh")), offset, **traits)
 
 
 def _lower_right(rng: Random, work: int) -> Drawn:
@@ -283,16 +294,17 @@ def _mask(rng: Random, work: int) -> Drawn:
     mask, dims = rng.choice(("bool", "blind", "float", "inf", "float32")), ("qk", "bqk", "hqk", "bhqk", "bk", "k")
     learned = {"wants": _wants(rng) + "m"} if mask not in {"bool", "blind"} and rng.random() < 0.4 else {}
     masked = {"causal": False, "scale": None, "mask": mask, "mask_dims": rng.choice(dims)} | learned
-    masked |= {"mask_offset": _mask_offset(rng)}
+    masked |= {"mask_layout": _mask_layout(rng)}
     return _sizes(rng, work), masked | _some(rng, 0.3) | {"dropout": rng.choice((0.0, 0.0, 0.0, 0.1))}
 
 
 def _ways(rng: Random, work: int) -> Drawn:
     """Checkpoints, dispatch modes and transforms, half of them with a mask, some with dropout."""
-    way = rng.choice(("checkpoint", "reentrant", "selective", "flop_counter", "vjp"))
+    way = rng.choice(("checkpoint", "reentrant", "selective", "flop_counter", "vjp", "vmap"))
     sizes, more = _mask(rng, work) if rng.random() < 0.5 else (_sizes(rng, work), {})
     dropout = rng.choice((0.0, 0.1)) if way in {"checkpoint", "reentrant"} else 0.0
-    return sizes, more | {"way": way, "wants": "qkv" + "m" * ("m" in more.get("wants", "")), "dropout": dropout}
+    learned = "m" if way != "vmap" and "m" in more.get("wants", "") else ""
+    return sizes, more | {"way": way, "wants": f"qkv{learned}", "dropout": dropout}
 
 
 def _many(rng: Random, work: int) -> Drawn:
@@ -307,7 +319,7 @@ def _many(rng: Random, work: int) -> Drawn:
 def _wide(rng: Random, work: int) -> Drawn:
     """fp32 and fp64, at odd offsets and with masks, too."""
     masked = {"mask": "float", "mask_dims": rng.choice(("hqk", "qk", "bhqk")), "causal": False, "scale": None}
-    masked |= {"mask_offset": _mask_offset(rng)}
+    masked |= {"mask_layout": _mask_layout(rng)}
     more = masked if rng.random() < 0.3 else {}
     return _sizes(rng, work // 4), {"dtype": rng.choice(("fp32", "fp64")), **_some(rng), **more}
 

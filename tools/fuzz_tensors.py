@@ -52,13 +52,6 @@ def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return view, buffer
 
 
-def _behind(mask: Tensor | None, offset: int) -> Tensor | None:
-    """The same mask, with so many elements before it in its storage."""
-    if mask is None or not offset:
-        return mask
-    return mask.new_empty(offset + mask.numel())[offset:].view(mask.shape).copy_(mask)
-
-
 def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
     if not call.mask:
         return None
@@ -99,5 +92,7 @@ def pose(call: Call, device: str) -> Posed:
         k = made((call.B, call.Hkv, call.Sk, call.D), call.k, score * call.D**0.5)
         v = made((call.B, call.Hkv, call.Sk, call.Dv), call.v)
     grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
-    mask = _behind(_mask_of(call, randn), call.mask_offset)
+    mask = _mask_of(call, randn)
+    if mask is not None:
+        mask = lay_out(mask, call.mask_layout)[0]
     return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], mask, guards)

@@ -77,6 +77,27 @@ def by_vjp(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Betw
     return out, pull(grad_out)
 
 
+def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
+    """Differentiate every sequence of the batch for itself, by torch.func.vmap() of vjp(). A mask has no gradient."""
+    wants = [leaf is not None and leaf.requires_grad for leaf in leaves]
+    if not any(wants):
+        return plainly(attention, leaves, grad_out, between)
+
+    def of_one(grad: Tensor, *given: Tensor | None) -> Result:
+        def of_wanted(*values: Tensor) -> Tensor:
+            rest = iter(values)
+            return attention(*(next(rest) if wanted else x for wanted, x in zip(wants, given, strict=True)))
+
+        out, pull = torch.func.vjp(of_wanted, *(x for wanted, x in zip(wants, given, strict=True) if wanted))
+        return out, pull(grad)
+
+    in_batch = [leaf is not None and len(leaf) == len(grad_out) for leaf in leaves]
+    given = [x if x is None else x.detach() if own else x.detach()[0] for own, x in zip(in_batch, leaves, strict=True)]
+    result = torch.func.vmap(of_one, in_dims=(0, *(0 if own else None for own in in_batch)))(grad_out, *given)
+    between()
+    return result
+
+
 def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
     """Give torch.nn.attention.bias's lower-right mask in the place of a tensor."""
     from torch.nn.attention.bias import causal_lower_right  # imports all of torch._dynamo
@@ -93,5 +114,6 @@ WAYS = {
     "selective": checkpointed_selectively,
     "flop_counter": counted,
     "vjp": by_vjp,
+    "vmap": by_vmap,
     "lower_right": by_causal_bias,
 }
