@@ -65,6 +65,8 @@ Owned aligned_ones(Owned tensor);
 // Strides of torch.empty_like(x) and of the output of torch's attention ops for a query laid out as `like`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
+// A copy of a tensor that has this size and these strides, row-major, each row padded to a multiple of `unit` elements.
+Owned copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t unit);
 // `out` itself, or a copy of it in the layout that output_strides() says.
 Owned in_output_layout(Owned out, AtenTensorHandle query);
 // [B, n * H, S, D] -> [B, H, S, D], as the operand has them: heads that gradients were left for apart, added up (torch

@@ -22,15 +22,6 @@ bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64
          reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
 }
 
-// What is there of it, in rows that begin on units.
-Owned copy_in_units(AtenTensorHandle bias, const int64_t size[4], const int64_t stride[4], int64_t unit) {
-  const int64_t pitch = ceil_div(size[3], unit) * unit;
-  const int64_t rows[4] = {size[1] * size[2] * pitch, size[2] * pitch, pitch, 1};
-  Owned copy = new_like(bias, 4, size, rows, nullptr);
-  copy_into(copy.get(), view(bias, 4, size, stride).get());
-  return copy;
-}
-
 Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
@@ -45,7 +36,7 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
   const int64_t whole[4] = {p.B, p.Hq, shared ? row.group_rows : p.Sq, p.Sk};
   if (!shared && is_read_where_it_lies(bias, stride, unit, row)) return view(bias, 4, whole, stride);
   for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(shared && i == 2) ? 1 : whole[i];
-  const Owned copy = copy_in_units(bias, size, stride, unit);
+  const Owned copy = copy_of_padded_rows(bias, 4, size, stride, unit);
   int64_t repeated[4];
   for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
   return view(copy.get(), 4, whole, repeated);
@@ -100,6 +91,7 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
   return planes;
 }
 
+// Rows begin on units: the kernel stores vectors there.
 Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
   const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(planes.keys, unit) * unit;
   const int64_t padded[4] = {planes.batches, planes.heads, planes.rows, pitch};

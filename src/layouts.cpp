@@ -1,4 +1,5 @@
 // Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert on them.
+#include <algorithm>
 #include <cstring>
 
 #include "attention.h"
@@ -57,6 +58,16 @@ Owned packed_copy(AtenTensorHandle tensor) {
   int64_t stride[4];
   pack_strides(shape.size, stride);
   return new_like(tensor, 4, shape.size, stride, tensor);
+}
+
+Owned copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t unit) {
+  int64_t room[4] = {1, 1, 1, 1}, padded[4];
+  std::copy_n(size, dims, room);
+  room[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
+  pack_strides(room, padded);
+  Owned copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
+  copy_into(copy.get(), view(tensor, dims, size, stride).get());
+  return copy;
 }
 
 Owned dense_copy(AtenTensorHandle tensor) {

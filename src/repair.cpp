@@ -89,14 +89,11 @@ Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
 Owned copy_on_units(AtenTensorHandle bias, int dims) {
   constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
   const Shape shape = shape_of(bias);
-  const int last = dims - 1;
-  int64_t size[4] = {1, 1, 1, 1}, room[4] = {1, 1, 1, 1}, stride[4];
-  for (int i = 0; i < dims; ++i) size[i] = room[i] = i < last && shape.stride[i] == 0 ? 1 : shape.size[i];
-  room[last] = ceil_div(size[last], kPad) * kPad;
-  pack_strides(room, stride);
-  const Owned copy = new_like(bias, dims, room, stride, nullptr);
-  copy_into(view(copy.get(), dims, size, stride).get(), view(bias, dims, size, shape.stride).get());
-  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : stride[i];
+  int64_t size[4], stride[4];
+  for (int i = 0; i < dims; ++i) size[i] = i < dims - 1 && shape.stride[i] == 0 ? 1 : shape.size[i];
+  const Owned copy = copy_of_padded_rows(bias, dims, size, shape.stride, kPad);
+  const Shape made = shape_of(copy.get());
+  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made.stride[i];
   return view(copy.get(), dims, shape.size, stride);
 }
 

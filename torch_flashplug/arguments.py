@@ -54,7 +54,7 @@ _MASK = (
     _tensor("mask", 4, "bool", "(B or 1, Hq or 1, rows, Sk), stride 0 where broadcast; empty: digested", optional=True),
     _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
 )
-_WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, else of whole 16 bytes; the last one 1"
+_WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, the last one 1; sm_80: the others multiples of 16 bytes"
 _SUMMED = "(1 to B, 1 to Hq, Sq or 1, Sk or 1), allocated by the op, fewer where the bias is broadcast: summed there"
 _BIAS = (
     _tensor("bias", 4, "query", _WHERE, optional=True),
