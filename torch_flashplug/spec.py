@@ -48,6 +48,7 @@ SPLIT_OF_BIAS = (40, 232)  # of the gradient of a bias, whose producer has most 
 SPLIT_OF_TWO = (40, 216)  # of CTAs with one consumer warpgroup, of which an SM has two
 REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of it (kernels/parts/scores/bias_tiles.py)
+SWIZZLED_LINE = 128  # bytes that TMA swizzles
 BACKWARD_WARPGROUPS = 2
 DQ_WRITERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
 DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
@@ -373,6 +374,8 @@ class HopperSpec(KernelSpec):
             return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} has {' or '.join(map(str, tiles))}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
+        if not self.is_decode and self.tile_n * features.score_bytes(self.features) % SWIZZLED_LINE:
+            return f"tile_n={self.tile_n}; rows of a bias's tile are whole lines of {SWIZZLED_LINE} bytes"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
             return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):

@@ -17,7 +17,7 @@ import pytest
 
 from torch_flashplug import choices, configs, features, library
 from torch_flashplug.families import FAMILIES, TARGETS
-from torch_flashplug.spec import REGISTER_SPLIT, SMEM_BYTES, KernelSpec
+from torch_flashplug.spec import SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [spec for family in FAMILIES for spec in configs.specs(family.arch)]
@@ -273,6 +273,8 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
         ({"kind": "tilebwd", "mask": "bias", "tile_m": 64}, "a tilebwd has (64, 64)"),
         ({"kind": "tilebwd", "mask": "bias", "tile_m": 64, "tile_n": 64, "dv": 64}, "use one multiple of 32 for both"),
+        ({"mask": "bias", "d": 64, "dv": 64, "tile_n": 144}, "whole lines of 128 bytes"),
+        ({"mask": "bias32", "d": 64, "dv": 64, "tile_n": 80}, "whole lines of 128 bytes"),
         ({"kind": "dbias"}, "features full; a dbias of sm_90 has bias or bias32"),
         ({"kind": "dbias", "mask": "bias", "tile_m": 64}, "a dbias has (128, 64) or (128, 128)"),
         ({"kind": "dbias", "mask": "bias", "dv": 64}, "(128, 64), stages=2; a dbias has equal ones"),
@@ -318,6 +320,8 @@ def test_a_wrong_kernel_name_is_refused(name):
         KernelSpec.from_name(name)
 
 
-def test_register_split_fits_the_register_file():
-    for warpgroups, (producer, consumer) in REGISTER_SPLIT.items():
-        assert 128 * (producer + warpgroups * consumer) <= 65536
+def test_register_splits_fit_the_register_file():
+    for spec in SPECS:
+        if spec.arch == 90 and not spec.is_decode:
+            (producer, consumer), ctas = spec.register_split, 2 if spec.shares_sm or spec.of_one_tile else 1
+            assert 128 * ctas * (producer + spec.warpgroups * consumer) <= 65536, spec.name()

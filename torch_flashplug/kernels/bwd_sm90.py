@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import DQ_WRITERS, FP32_BYTES, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import BackwardCall, Gradients
 from .parts.arguments.operands import Scales
@@ -259,7 +259,7 @@ class BackwardSm90(BackwardCall):
         self.in_order = spec.in_order
         # K and V, and every product of a step, have registers of their own, so that all can be under way at once.
         self.kv_in_registers = spec.kv_in_registers
-        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.form = Form(self.element, WARPGROUPS, self.tile_m, transposed=True)
         self.prepare, self.finish = PrepareBackward(self.element, clears=spec.d), FinishBackward(self.element, spec.d)
 

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales
@@ -167,7 +167,7 @@ class KeyGradientsSm90:
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
-        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.form = Form(self.element, 1, TILE_M, transposed=True)  # the first warpgroup has the scores
 
     @property

@@ -16,7 +16,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, REGISTER_SPLIT, ROWS_PER_WARPGROUP, HopperSpec
+from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales
@@ -97,7 +97,7 @@ class QueryGradientSm90:
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
-        self.producer_registers, self.consumer_registers = REGISTER_SPLIT[WARPGROUPS]
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
         self.form = Form(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
 

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import SPLIT_OF_TWO, TILE_BACKWARD, HopperSpec
+from ..spec import TILE_BACKWARD, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.operands import Scales
 from .parts.arguments.tilebwd import TileBackwardCall, TileGradients
@@ -130,7 +130,7 @@ class TileBackwardSm90(TileBackwardCall):
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
         self.element, self.d, self.stages = self.seams.element, spec.d, spec.stages
-        self.producer_registers, self.consumer_registers = SPLIT_OF_TWO
+        self.producer_registers, self.consumer_registers = spec.register_split
         self.form = Form(self.element, 1, TILE_N)
 
     @property

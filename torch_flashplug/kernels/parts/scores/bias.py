@@ -2,8 +2,7 @@
 the operands are made of, or of fp32.
 
 On Hopper the producer warp brings a warpgroup's part of a block into a ring of its own (bias_tiles.py), wherever its
-rows begin. A consumer reads what it holds of the scores (fragments.py) by ldmatrix where all rows have 16 bits and
-begin at multiples of 16 bytes, and element by element otherwise.
+rows begin. A consumer reads what it holds of the scores (fragments.py) by ldmatrix, fp32 by vectors.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
@@ -28,7 +27,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
-from ..fragments import column_of, rows_and_columns
+from ..fragments import rows_and_columns
 from ..pieces import Tile
 from .bias_read import Read
 from .bias_tiles import Plane, Tiles
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from ..arguments.operands import Scales
 
 ROWS = sm90.ROWS_PER_WARPGROUP
+STRAIGHT = 12  # named barrier, + warpgroup: kernels have lower ones
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Bias(Read):
     def tma(self, form: Form) -> Stage:
         if not form.room:
             return self
-        tiles = Tiles.of(form, self.bias.element_type)
-        return MovedBias(tiles.tma(self.bias), self.bias, self.scale)
+        return MovedBias(*Tiles.of(form, self.bias.element_type).tma(self.bias), self.bias, self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
         """Where TMA brings nothing."""
@@ -58,16 +57,17 @@ class Bias(Read):
 
 @dataclass(frozen=True)
 class MovedBias(Stage):
-    """A bias and the TMA atom that loads boxes of it, as arguments of a kernel."""
+    """A bias, the TMA atom that loads tiles of it and its coordinates, as arguments of a kernel."""
 
     atom: cute.CopyAtom
+    m: cute.Tensor  # (Sq, Sk, Hq, B)
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
         tiles = Tiles.of(form, self.bias.element_type)
-        ring = sm90.Ring.create(smem, form.warpgroups, tiles.bytes)
-        return BiasTiles(form, tiles, self.atom, ring, tiles.buffer(smem, form.warpgroups), self.bias, self.scale)
+        ring, buffer = sm90.Ring.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
+        return BiasTiles(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class BiasTiles(Stage):
     form: Form
     tiles: Tiles
     atom: cute.CopyAtom
+    m: cute.Tensor  # (Sq, Sk, Hq, B)
     ring: sm90.Ring  # of all warpgroups
     buffer: cute.Tensor  # (elements of a slot, warpgroup)
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
@@ -126,16 +127,23 @@ class BiasTiles(Stage):
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         """S may be narrower than a block."""
-        ring, columns = self.ring_of(self.wg), cute.size(S) // 2 * 4
-        start = self.slot_of(self.wg)
+        ring, slot = self.ring_of(self.wg), self.slot_of(self.wg)
         ring.wait(count)
-        if self.tiles.in_units(self.bias):
-            values = self.read_units(self.tiles.tile(start), columns)
-            self.release(count)
-            add(S, self.scale, rows_and_columns(values))
+        if not self.tiles.in_units(self.bias):
+            self.straighten(slot)
+        values = self.read(self.tiles.tile(slot), cute.size(S) // 2 * 4)
+        self.release(count)
+        add(S, self.scale, rows_and_columns(values))
+
+    @cute.jit
+    def straighten(self, slot: cute.Pointer):
+        """A warpgroup: a warp moves 16 rows of the tile, and reads the same rows, or columns of all."""
+        warp_in_group = cute.arch.warp_idx() % (sm90.WARPGROUP // sm90.WARP)
+        self.plane.straighten(slot, warp_in_group * sm90.SLAB)
+        if cutlass.const_expr(self.form.transposed):
+            sm90.join_warpgroup(STRAIGHT, self.wg)
         else:
-            self.add_elements(S, start)
-            self.release(count)
+            cute.arch.sync_warp()
 
     @cute.jit
     def release(self, count: Int32):
@@ -146,33 +154,21 @@ class BiasTiles(Stage):
         cute.arch.sync_warp()
         self.ring_of(self.wg).release(count)
 
-    def read_units(self, tile: cute.Tensor, columns: int) -> cute.Tensor:
-        """Read the first `columns` columns of scores from a tile whose rows begin at units."""
+    def read(self, tile: cute.Tensor, columns: int) -> cute.Tensor:
+        """Read what a thread holds of the first `columns` columns of scores, in an accumulator's order."""
         if self.form.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, columns), (0, 0))
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        mma = sm90.make_mma(self.form.element.dtype, columns, "rows", "rows")
+        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), self.tiles.dtype)
         if self.tiles.dtype.width == 32:
-            return words(self.form, columns, thread, tile)
-        copy, values = matrices(self.form, columns, thread)
-        cute.copy(copy, copy.partition_S(tile), copy.retile(values))
-        return values
-
-    def add_elements(self, S: cute.Tensor, start: cute.Pointer) -> None:
-        """Add to the (2, columns) scores of a thread, one element after the other."""
-        place, pitch = self.place, self.tiles.pitch
-        row = place.row % ROWS
-        if self.form.transposed:
-            firsts = [start + (place.column + i) * pitch + self.plane.shift(place.column + i) + row for i in (0, 1)]
-            by_row, by_column = 8, pitch
+            cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
         else:
-            firsts = [start + row * pitch + self.plane.shift(row) + place.column + i for i in (0, 1)]
-            by_row, by_column = 8 * pitch, 1
-        for c in range(cute.size(S, mode=[1])):
-            for r in range(2):
-                one = firsts[c % 2] + (column_of(c) - c % 2) * by_column + r * by_row
-                bias = cute.make_tensor(one, cute.make_layout(1))[0]
-                S[r, c] = S[r, c] * self.scale + bias.to(Float32)
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(self.form.transposed, 4), self.tiles.dtype)
+            copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+            cute.copy(copy, copy.partition_S(tile), copy.retile(values))
+        return values
 
 
 @dataclass(frozen=True)
@@ -188,8 +184,7 @@ class Bringing(Stage):
         of = self.of
         for w in cutlass.range(of.form.warpgroups, unroll_full=of.tiles.roomy):
             queries, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
-            first = (queries * of.tiles.rows, keys * of.tiles.columns)
-            self.plane.load(of.atom, *first, of.slot_of(w), of.ring_of(w), count)
+            self.plane.load(queries, keys, (of.atom, of.m), of.slot_of(w), of.ring_of(w), count)
 
 
 @dataclass(frozen=True)
@@ -247,20 +242,3 @@ class SlabBringing(Stage):
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
         sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
-
-
-def words(form: Form, columns: int, thread: Int32, tile: cute.Tensor) -> cute.Tensor:
-    """Read what a thread holds of (64, columns) biases of fp32, in an accumulator's order."""
-    mine = sm90.make_mma(form.element.dtype, columns, "rows", "rows").get_slice(thread).partition_C(tile)
-    values = cute.make_rmem_tensor(mine.shape, Float32)
-    cute.autovec_copy(mine, values)
-    return values
-
-
-def matrices(form: Form, columns: int, thread: Int32 | int) -> tuple[cute.TiledCopy, cute.Tensor]:
-    """Make the copy by which a thread reads (64, columns) of biases, and registers, in an accumulator's order."""
-    dtype = form.element.dtype
-    mma = sm90.make_mma(dtype, columns, "rows", "rows")
-    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), dtype)
-    values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, columns)), dtype)
-    return cute.make_tiled_copy_C(atom, mma).get_slice(thread), values

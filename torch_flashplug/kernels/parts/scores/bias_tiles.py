@@ -1,9 +1,13 @@
-"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
+"""Tiles of a bias (scores/bias.py) in shared memory, and how they are filled, wherever rows begin.
 
-Both ways move units of 16 bytes. Where every row begins at a unit, one TMA box brings a tile. Elsewhere lanes copy
-units (cp.async). A row's first unit then holds up to seven elements before the row, and the consumer adds this shift to
-its addresses. Each row in shared memory has a unit more than the tile is wide, which holds the end of a shifted row,
-and lets eight rows lie in different banks.
+Where every row begins at a multiple of 16 bytes (a unit), one TMA box brings a tile, swizzled as operands are.
+
+Elsewhere the producer warp's lanes copy units (cp.async) to the same places. A row's first unit then holds up to seven
+elements before the row, and a unit behind the tile holds the end of each row. Consumers straighten such a tile: they
+move every row by its shift, in place, and read it as if TMA had brought it.
+
+A consumer that read either kind in a branch of its own, and added it there, made ptxas wait for all products ahead of
+the softmax: forwards took up to 15 % longer (D 256), for aligned biases, too.
 """
 
 from __future__ import annotations
@@ -13,15 +17,18 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32, Int64
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.tensor_utils import LayoutEnum
 
-from ....spec import COPY_UNIT
+from ....spec import COPY_UNIT, SWIZZLED_LINE
 from .. import sm90
 from .chain import Form
+
+SWIZZLE_ALIGNMENT = 1024  # bytes
+UNITS_OF_LINE = SWIZZLED_LINE // COPY_UNIT
+WORD, UNIT_WORDS = 4, COPY_UNIT // 4  # bytes; words
 
 
 @dataclass(frozen=True)
@@ -48,28 +55,52 @@ class Tiles:
         return COPY_UNIT // self.element_bytes
 
     @property
-    def pitch(self) -> int:
-        """Elements from a row to the next."""
-        return self.columns + self.unit
+    def units(self) -> int:
+        """Units of a row."""
+        return self.columns // self.unit
 
     @property
-    def pitch_bytes(self) -> int:
-        return self.pitch * self.element_bytes
+    def box_bytes(self) -> int:
+        return self.rows * self.columns * self.element_bytes
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.pitch_bytes
+        """Bytes of a slot: a tile, and a unit behind each row."""
+        return self.box_bytes + self.rows * COPY_UNIT
+
+    @property
+    def swizzled(self) -> cute.ComposedLayout:
+        """Layout (rows, columns) of a tile that TMA brings."""
+        sizes = (sm90.ROWS_PER_WARPGROUP, self.rows, self.columns)
+        layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, sizes, self.dtype, 1)
+        return cute.slice_(layout, (None, None, 0))
+
+    def unit_at(self, row: Int32, unit: Int32) -> Int32:
+        """Byte of a slot where a unit of a row begins: `swizzled`, in numbers."""
+        line = unit // UNITS_OF_LINE * self.rows + row
+        return line * (UNITS_OF_LINE * COPY_UNIT) + ((unit ^ row) & (UNITS_OF_LINE - 1)) * COPY_UNIT
+
+    def rows_on(self, address: Int32, rows: Int32) -> Int32:
+        """Return where the same unit lies so many rows on, which bits of the row that is left must not overlap."""
+        return (address ^ (rows & (UNITS_OF_LINE - 1)) * COPY_UNIT) + rows * SWIZZLED_LINE
+
+    def behind(self, row: Int32) -> Int32:
+        """Byte of a slot where the unit behind a row begins."""
+        return self.box_bytes + row * COPY_UNIT
 
     def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
-        """Allocate (elements of a tile, warpgroup)."""
-        return smem.allocate_tensor(self.dtype, cute.make_layout((self.rows * self.pitch, warpgroups)), 128)
+        """Allocate (elements of a slot, warpgroup)."""
+        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
+        layout = cute.make_layout((self.bytes // self.element_bytes, warpgroups))
+        return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
-    def tile(self, start: cute.Pointer) -> cute.Tensor:
-        """(queries, keys) where no row is shifted."""
-        return cute.make_tensor(start, cute.make_layout((self.rows, self.columns), stride=(self.pitch, 1)))
+    def tile(self, slot: cute.Pointer) -> cute.Tensor:
+        """(rows, columns) as TMA brings them."""
+        layout = self.swizzled
+        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
 
-    def tma(self, bias: cute.Tensor) -> cute.CopyAtom:
-        """Make the atom that loads boxes of a bias (B, Hq, Sq, Sk).
+    def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """Make the atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
 
         A map must be valid for any bias, also where no box is loaded, so its address and strides are rounded down to
         whole units.
@@ -81,9 +112,8 @@ class Tiles:
             cute.assume(Int64(stride) // self.unit * self.unit, divby=self.unit) for stride in bias.stride[:3]
         )
         m = cute.make_tensor(start, cute.make_layout(bias.shape, stride=(by_batch, by_head, by_row, 1)))
-        box = cute.make_layout((self.rows, self.pitch), stride=(self.pitch, 1))
-        op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.pitch)
-        return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), box, size)[0]
+        op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.columns)
+        return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), self.swizzled, size)
 
     def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
         """Whether every row begins at a unit."""
@@ -119,25 +149,25 @@ class Plane:
         """Elements of its unit before the plane's first."""
         return (Int32(self.start) & (COPY_UNIT - 1)) // self.tiles.element_bytes
 
-    def shift(self, row: Int32) -> Int32:
-        """Elements of its unit before a row's first."""
-        return (self.first_shift + row * Int32(self.stride)) & (self.tiles.unit - 1)
-
     @cute.jit
     def load(
-        self, atom: cute.CopyAtom, query: Int32, key: Int32, slot: cute.Pointer, ring: sm90.Ring, count: Int32
+        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer, ring: sm90.Ring,
+        count: Int32,
     ):  # fmt: skip
-        """Producer warp: a tile from that query and key on."""
+        """Producer warp: the tile in that row and column of tiles."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        query = cutlass.min(query, (queries - 1) // tiles.rows * tiles.rows)  # all queries may share the first tile
+        row = cutlass.min(row, (queries - 1) // tiles.rows)  # all queries may share the first tile
         if tiles.in_units(self.bias):
+            atom, m = tma
             ring.acquire(count)
-            with cute.arch.elect_one():
-                issue(atom, slot.toint(), (key, query, self.head, self.batch), ring.arrival(count))
+            operand = sm90.Operand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
+            to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
+            cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
         else:
             ring.wait_free(count)
+            query, key = row * tiles.rows, column * tiles.columns
             # Inside of the bias every unit is there, also the one behind each row, and none is cut off.
-            inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
+            inside = (query + tiles.rows <= queries) & (key + tiles.columns + tiles.unit <= keys)
             if cutlass.const_expr(not tiles.roomy):
                 self.copy_rows(query, key, slot, whole=False)
             elif inside:
@@ -149,36 +179,86 @@ class Plane:
     @cute.jit
     def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
         """All lanes: units of the tile's width, one each of neighbouring lanes; then the unit behind each row."""
-        units = self.tiles.columns // self.tiles.unit
-        lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
+        units, lane = self.tiles.units, opaque(cute.arch.lane_idx())
+        lanes = 1 << (units - 1).bit_length()
         if lane % lanes < units:
             self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, slot, whole)
-        self.copy(query, lane, sm90.WARP, Int32(units), key, slot, whole)
+        self.copy(query, lane, sm90.WARP, units, key, slot, whole)
 
     @cute.jit
     def copy(
-        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
-        whole: cutlass.Constexpr[bool],
+        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32 | cutlass.Constexpr[int],
+        key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """One lane: a unit of every step-th row of the tile from its row `first` on."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
-        address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
+        address = self.start + (Int64(query + first) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
         left = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
-        there = queries - row
+        behind = cutlass.const_expr(isinstance(unit, int))
+        target = slot.toint() + (tiles.behind(first) if behind else tiles.unit_at(first, unit))
         for turn in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
-            size = Int32(COPY_UNIT)
+            rows, size = turn * step, Int32(COPY_UNIT)
             if cutlass.const_expr(not whole):
                 size = cutlass.min(cutlass.max(left + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
-                size = cutlass.select_(turn * step < there, size, 0)
-            copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
+                size = cutlass.select_(query + first + rows < queries, size, 0)
+            at = target + rows * COPY_UNIT if behind else tiles.rows_on(target, rows)
+            copy_unit(at, address & -COPY_UNIT, size)
             address += step * self.stride * tiles.element_bytes
+
+    @cute.jit
+    def straighten(self, slot: cute.Pointer, first: Int32):
+        """Consumer warp: move the elements of 16 rows, from the tile's row `first` on, by each row's shift.
+
+        A lane reads from a unit and the next one, and writes the unit when all lanes have read. It works on several
+        units at once, as far as it has registers: reading takes long.
+        """
+        turns = sm90.SLAB * self.tiles.units // sm90.WARP
+        together = 2 if self.tiles.roomy else 1
+        for turn in cutlass.range(turns // together, unroll=1):
+            moves = [self.move(slot.toint(), opaque(first), turn * together + i) for i in range(together)]
+            cute.arch.sync_warp()
+            for unit, moved in moves:
+                cute.autovec_copy(moved, unit)
+
+    def move(self, slot: Int32, first: Int32, turn: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return a lane's unit of some row, and what it is to hold."""
+        tiles, unit = self.tiles, turn * sm90.WARP + opaque(cute.arch.lane_idx())
+        row, unit = first + unit // tiles.units, unit % tiles.units
+        shift = (self.first_shift + row * Int32(self.stride)) & (tiles.unit - 1)
+        own, behind = slot + tiles.unit_at(row, unit), slot + tiles.unit_at(row, unit + 1)
+        behind = cutlass.select_(unit == tiles.units - 1, slot + tiles.behind(row), behind)
+        return words_at(own, UNIT_WORDS), moved_unit(own, behind, shift * tiles.element_bytes)
+
+
+def words_at(address: Int32, count: int) -> cute.Tensor:
+    start = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=count * WORD)
+    return cute.make_tensor(start, cute.make_layout(count))
+
+
+def moved_unit(own: Int32, behind: Int32, shift: Int32) -> cute.Tensor:
+    """Read a unit's worth of words from that byte of a unit on; behind: where the next unit begins."""
+    pair, half = 2 * WORD, shift & 2 * WORD
+    pairs = (own + half, cutlass.select_(half != 0, behind, own + pair), behind + half)
+    words = cute.make_rmem_tensor((2, len(pairs)), Int32)
+    for i, address in enumerate(pairs):
+        cute.autovec_copy(words_at(address, 2), words[None, i])
+    odd, moved = (shift & WORD) != 0, cute.make_rmem_tensor(UNIT_WORDS, Int32)
+    five = [cutlass.select_(odd, words[i + 1], words[i]) for i in range(UNIT_WORDS + 1)]
+    for i in range(UNIT_WORDS):
+        moved[i] = funnel(five[i], five[i + 1], shift % WORD * 8)
+    return moved
+
+
+def funnel(low: Int32, high: Int32, bits: Int32) -> Int32:
+    """Return 32 of 64 bits, from that one on."""
+    text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high, bits])
 
 
 def opaque(value: Int32) -> Int32:
     """Return the same value, hidden from LLVM, which would keep what follows from it across loops.
 
-    The producer warp has few registers.
+    The producer warp has few registers, and consumers of a backward have none left.
     """
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
@@ -187,20 +267,3 @@ def copy_unit(target: Int32, source: Int64, size: Int32) -> None:
     """Start a lane's copy of so many bytes of a unit into shared memory; the others become 0."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, source, size])
-
-
-@dsl_user_op
-def descriptor(atom: cute.CopyAtom, *, loc=None, ip=None) -> Int64:
-    """Address of the tensor map."""
-    executed = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
-    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
-    pointer = cute_nvgpu.get_tma_desc_addr(kind, executed, loc=loc, ip=ip)
-    return pointer.toint(loc=loc, ip=ip)
-
-
-def issue(atom: cute.CopyAtom, target: Int32, place: tuple[Int32, Int32, Int32, Int32], arrival: cute.Pointer) -> None:
-    """Start a box, from that key, query, head and batch on."""
-    name = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-    text = name + " [{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];"
-    given = [target, descriptor(atom), *place, arrival.toint()]
-    cute.arch.inline_ptx(text, read_only_args=given)
