@@ -1,13 +1,10 @@
-"""Tiles of a bias (scores/bias.py) in shared memory, and how they are filled, wherever rows begin.
+"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
 
 Where every row begins at a multiple of 16 bytes (a unit), one TMA box brings a tile, swizzled as operands are.
 
-Elsewhere the producer warp's lanes copy units (cp.async) to the same places. A row's first unit then holds up to seven
-elements before the row, and a unit behind the tile holds the end of each row. Consumers straighten such a tile: they
-move every row by its shift, in place, and read it as if TMA had brought it.
-
-A consumer that read either kind in a branch of its own, and added it there, made ptxas wait for all products ahead of
-the softmax: forwards took up to 15 % longer (D 256), for aligned biases, too.
+Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
+consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
+the end of a shifted row, and eight rows lie in different banks.
 """
 
 from __future__ import annotations
@@ -20,15 +17,13 @@ import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import LayoutEnum
 
-from ....spec import COPY_UNIT, SWIZZLED_LINE
+from ....spec import COPY_UNIT
 from .. import sm90
 from .chain import Form
 
 SWIZZLE_ALIGNMENT = 1024  # bytes
-UNITS_OF_LINE = SWIZZLED_LINE // COPY_UNIT
-WORD, UNIT_WORDS = 4, COPY_UNIT // 4  # bytes; words
 
 
 @dataclass(frozen=True)
@@ -55,18 +50,17 @@ class Tiles:
         return COPY_UNIT // self.element_bytes
 
     @property
-    def units(self) -> int:
-        """Units of a row."""
-        return self.columns // self.unit
+    def pitch(self) -> int:
+        """Elements from a row to the next."""
+        return self.columns + self.unit
 
     @property
-    def box_bytes(self) -> int:
-        return self.rows * self.columns * self.element_bytes
+    def pitch_bytes(self) -> int:
+        return self.pitch * self.element_bytes
 
     @property
     def bytes(self) -> int:
-        """Bytes of a slot: a tile, and a unit behind each row."""
-        return self.box_bytes + self.rows * COPY_UNIT
+        return self.rows * self.pitch_bytes
 
     @property
     def swizzled(self) -> cute.ComposedLayout:
@@ -75,23 +69,14 @@ class Tiles:
         layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, sizes, self.dtype, 1)
         return cute.slice_(layout, (None, None, 0))
 
-    def unit_at(self, row: Int32, unit: Int32) -> Int32:
-        """Byte of a slot where a unit of a row begins: `swizzled`, in numbers."""
-        line = unit // UNITS_OF_LINE * self.rows + row
-        return line * (UNITS_OF_LINE * COPY_UNIT) + ((unit ^ row) & (UNITS_OF_LINE - 1)) * COPY_UNIT
-
-    def rows_on(self, address: Int32, rows: Int32) -> Int32:
-        """Return where the same unit lies so many rows on, which bits of the row that is left must not overlap."""
-        return (address ^ (rows & (UNITS_OF_LINE - 1)) * COPY_UNIT) + rows * SWIZZLED_LINE
-
-    def behind(self, row: Int32) -> Int32:
-        """Byte of a slot where the unit behind a row begins."""
-        return self.box_bytes + row * COPY_UNIT
+    @property
+    def box_bytes(self) -> int:
+        return self.rows * self.columns * self.element_bytes
 
     def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
-        """Allocate (elements of a slot, warpgroup)."""
+        """Allocate (elements of a slot, warpgroup), a slot for either layout."""
         assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
-        layout = cute.make_layout((self.bytes // self.element_bytes, warpgroups))
+        layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
     def tile(self, slot: cute.Pointer) -> cute.Tensor:
@@ -149,6 +134,10 @@ class Plane:
         """Elements of its unit before the plane's first."""
         return (Int32(self.start) & (COPY_UNIT - 1)) // self.tiles.element_bytes
 
+    def shift(self, row: Int32) -> Int32:
+        """Elements of its unit before a row's first."""
+        return (self.first_shift + row * Int32(self.stride)) & (self.tiles.unit - 1)
+
     @cute.jit
     def load(
         self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer, ring: sm90.Ring,
@@ -167,7 +156,7 @@ class Plane:
             ring.wait_free(count)
             query, key = row * tiles.rows, column * tiles.columns
             # Inside of the bias every unit is there, also the one behind each row, and none is cut off.
-            inside = (query + tiles.rows <= queries) & (key + tiles.columns + tiles.unit <= keys)
+            inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
             if cutlass.const_expr(not tiles.roomy):
                 self.copy_rows(query, key, slot, whole=False)
             elif inside:
@@ -179,80 +168,30 @@ class Plane:
     @cute.jit
     def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
         """All lanes: units of the tile's width, one each of neighbouring lanes; then the unit behind each row."""
-        units, lane = self.tiles.units, opaque(cute.arch.lane_idx())
-        lanes = 1 << (units - 1).bit_length()
+        units = self.tiles.columns // self.tiles.unit
+        lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
         if lane % lanes < units:
             self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, slot, whole)
-        self.copy(query, lane, sm90.WARP, units, key, slot, whole)
+        self.copy(query, lane, sm90.WARP, Int32(units), key, slot, whole)
 
     @cute.jit
     def copy(
-        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32 | cutlass.Constexpr[int],
-        key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool],
+        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
+        whole: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """One lane: a unit of every step-th row of the tile from its row `first` on."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        address = self.start + (Int64(query + first) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
+        row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
+        address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
         left = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
-        behind = cutlass.const_expr(isinstance(unit, int))
-        target = slot.toint() + (tiles.behind(first) if behind else tiles.unit_at(first, unit))
+        there = queries - row
         for turn in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
-            rows, size = turn * step, Int32(COPY_UNIT)
+            size = Int32(COPY_UNIT)
             if cutlass.const_expr(not whole):
                 size = cutlass.min(cutlass.max(left + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
-                size = cutlass.select_(query + first + rows < queries, size, 0)
-            at = target + rows * COPY_UNIT if behind else tiles.rows_on(target, rows)
-            copy_unit(at, address & -COPY_UNIT, size)
+                size = cutlass.select_(turn * step < there, size, 0)
+            copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
             address += step * self.stride * tiles.element_bytes
-
-    @cute.jit
-    def straighten(self, slot: cute.Pointer, first: Int32):
-        """Consumer warp: move the elements of 16 rows, from the tile's row `first` on, by each row's shift.
-
-        A lane reads from a unit and the next one, and writes the unit when all lanes have read. It works on several
-        units at once, as far as it has registers: reading takes long.
-        """
-        turns = sm90.SLAB * self.tiles.units // sm90.WARP
-        together = 2 if self.tiles.roomy else 1
-        for turn in cutlass.range(turns // together, unroll=1):
-            moves = [self.move(slot.toint(), opaque(first), turn * together + i) for i in range(together)]
-            cute.arch.sync_warp()
-            for unit, moved in moves:
-                cute.autovec_copy(moved, unit)
-
-    def move(self, slot: Int32, first: Int32, turn: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return a lane's unit of some row, and what it is to hold."""
-        tiles, unit = self.tiles, turn * sm90.WARP + opaque(cute.arch.lane_idx())
-        row, unit = first + unit // tiles.units, unit % tiles.units
-        shift = (self.first_shift + row * Int32(self.stride)) & (tiles.unit - 1)
-        own, behind = slot + tiles.unit_at(row, unit), slot + tiles.unit_at(row, unit + 1)
-        behind = cutlass.select_(unit == tiles.units - 1, slot + tiles.behind(row), behind)
-        return words_at(own, UNIT_WORDS), moved_unit(own, behind, shift * tiles.element_bytes)
-
-
-def words_at(address: Int32, count: int) -> cute.Tensor:
-    start = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=count * WORD)
-    return cute.make_tensor(start, cute.make_layout(count))
-
-
-def moved_unit(own: Int32, behind: Int32, shift: Int32) -> cute.Tensor:
-    """Read a unit's worth of words from that byte of a unit on; behind: where the next unit begins."""
-    pair, half = 2 * WORD, shift & 2 * WORD
-    pairs = (own + half, cutlass.select_(half != 0, behind, own + pair), behind + half)
-    words = cute.make_rmem_tensor((2, len(pairs)), Int32)
-    for i, address in enumerate(pairs):
-        cute.autovec_copy(words_at(address, 2), words[None, i])
-    odd, moved = (shift & WORD) != 0, cute.make_rmem_tensor(UNIT_WORDS, Int32)
-    five = [cutlass.select_(odd, words[i + 1], words[i]) for i in range(UNIT_WORDS + 1)]
-    for i in range(UNIT_WORDS):
-        moved[i] = funnel(five[i], five[i + 1], shift % WORD * 8)
-    return moved
-
-
-def funnel(low: Int32, high: Int32, bits: Int32) -> Int32:
-    """Return 32 of 64 bits, from that one on."""
-    text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high, bits])
 
 
 def opaque(value: Int32) -> Int32:
