@@ -89,13 +89,12 @@ def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
             return attention(*(next(rest) if wanted else x for wanted, x in zip(wants, given, strict=True)))
 
         out, pull = torch.func.vjp(of_wanted, *(x for wanted, x in zip(wants, given, strict=True) if wanted))
+        between()
         return out, pull(grad)
 
     in_batch = [leaf is not None and len(leaf) == len(grad_out) for leaf in leaves]
     given = [x if x is None else x.detach() if own else x.detach()[0] for own, x in zip(in_batch, leaves, strict=True)]
-    result = torch.func.vmap(of_one, in_dims=(0, *(0 if own else None for own in in_batch)))(grad_out, *given)
-    between()
-    return result
+    return torch.func.vmap(of_one, in_dims=(0, *(0 if own else None for own in in_batch)))(grad_out, *given)
 
 
 def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:

@@ -1,4 +1,4 @@
-"""Time decoding from caches that grow by one key per token, as the plugin serves it in auto.
+"""Time decoding from caches that grow by one key per token, as the plugin serves it in auto or another mode.
 
     python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; a table, and
                                                exit status 1 beyond LIMIT_MS
@@ -37,7 +37,7 @@ class Cache:
 
 
 SIZES = ((16, 16, 500), (32, 8, 2000), (32, 1, 1100), (16, 4, 8000))  # heads, KV heads, keys
-UNEQUAL = (  # D, Dv: one of each kind of kernel that serves them
+UNEQUAL = (  # D, Dv: every kernel that serves them is among these
     (16, 64), (40, 32), (64, 48), (64, 128), (96, 64), (128, 64), (128, 192), (192, 128), (200, 64), (64, 224),
     (256, 128), (128, 256), (256, 240),
 )  # fmt: skip
@@ -58,7 +58,7 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS, backend: str | No
 
     import torch_flashplug
 
-    assert torch_flashplug.native.enabled(), "stock's times say nothing of the plugin"
+    assert torch_flashplug.native.enabled(), "the plugin is disabled"
     room, dtype = cache.keys + WARMUP + tokens, torch.bfloat16
     q = torch.randn(1, cache.heads, 1, cache.d, device=device, dtype=dtype)
     k, v = (torch.randn(1, cache.kv_heads, room, d, device=device, dtype=dtype) for d in (cache.d, cache.dv))

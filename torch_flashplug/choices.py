@@ -191,7 +191,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 655, _GROWING, min_packed=17),
-    # D != Dv: (64, 128), (128, 64), (192, 128); growing caches of 13 pairs (tools/growing.py --unequal).
+    # D != Dv: (64, 128), (128, 64), (192, 128); 2026-11-28 growing caches of 13 pairs (tools/growing.py
+    # --unequal), 38 to 66 ms.
     ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 707, _GROWING),

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
 
-STEPS, LAYERS, BATCH = 16, 2, 2  # from step 17 on differences of roundings grow tenfold, in any direction
+STEPS, LAYERS, BATCH = 16, 2, 2  # from step 17 on differences of roundings grow fivefold, in any direction
 LENGTH, HIDDEN = {"cpu": 64, "cuda": 512}, {"cpu": 256, "cuda": 512}
 LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding changes a curve beyond comparing
 SPREAD_FACTOR = 3  # as for gradients; ours are 0.3 to 1.3 spreads away, with a scale that is 2 % off 7 to 12

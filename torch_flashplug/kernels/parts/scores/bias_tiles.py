@@ -1,6 +1,6 @@
 """Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
 
-Where every row begins at a multiple of 16 bytes (a unit), one TMA box brings a tile, swizzled as operands are.
+Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are.
 
 Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
 consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
