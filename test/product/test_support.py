@@ -43,9 +43,10 @@ CLAIMS: dict[str, Iterator[tuple[str, str]]] = {
         (served(few(rows, 8192, d, group)), "fa3")
         for rows, group in ((1, 32), (64, 1), (16, 4), (17, 1)) for d in (64, 96, 112, 128, 192, 256)
     ),
-    "D below 33, and 33 to 56, 120 or 193 to 248 with more than 1024 keys: `fa2`": (
-        (served(few(1, keys, d, 4, 4)), "fa2" if d < 33 or keys > 1024 else "fa3")
+    "D = Dv below 33, and 33 to 56, 120 or 193 to 248 with more than 1024 keys, up to 16 packed rows: `fa2`": (
+        (served(few(1, keys, d, group, 4)), "fa2" if group < 32 and (d < 33 or keys > 1024) else "fa3")
         for d in EIGHTS if d < 57 or d == 120 or 192 < d < 256 for keys in (512, 1024, 1032, 8192)
+        for group in (4, 16, 32)
     ),
     "Stock: `is_causal` where tiles are few and keys more than one block": (
         (served(few(4, 4096, 128, 4, causal=1)), "stock"),
