@@ -288,8 +288,9 @@ def show_call(seed: int, index: int, mode: str, device: str) -> int:
     call = fuzz_calls.draw(seed, index, WORK[device])
     print(call)
     posed = fuzz_tensors.pose(call, DEVICES[device])
-    for name in ("q", "k", "v", "grad_out"):
-        tensor = getattr(posed, name)
+    for name in ("q", "k", "v", "grad_out", "mask"):
+        if (tensor := getattr(posed, name)) is None:
+            continue
         print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")
     with hooked(device, mode) as off:
         if mode != "stock":
