@@ -251,23 +251,27 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
     copies = [matrices(form, thread) for thread in range(WARPGROUP)]
     values = cute.make_rmem_tensor(chunk_mma(form).partition_shape_C((ROWS_PER_WARPGROUP, CHUNK)), form.element.dtype)
     target, scores = copies[0].retile(values).layout, rows_and_columns(values).layout
-    read = [[[], []] for _ in range(WARPGROUP)]
-    for chunk in range(columns // CHUNK):
-        whole = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
-        tile = cute.local_tile(whole, (ROWS_PER_WARPGROUP, CHUNK), (0, chunk))
-        lines = [copy.partition_S(tile) for copy in copies]  # ((elements of a line, instruction), 1, 1)
-        for thread in range(WARPGROUP):
-            lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
-            for nth in range(CHUNK // 16):  # instructions: four matrices of 8 x 8 each
-                for i in range(8):
-                    matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
-                    if transposed:
-                        line, place = place, line
-                    source = lines[warp + matrix * 8 + line]  # lane 8 m + l says where line l of matrix m begins
-                    registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
-            for r in range(2):
-                read[thread][r] += [registers[cute.crd2idx((r, c), scores)] for c in range(CHUNK // 4)]
-    return read
+    tile = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
+
+    def lines_of(chunk: int) -> list[cute.Tensor]:
+        """((elements of a line, instruction), 1, 1) of each thread."""
+        part = cute.local_tile(tile, (ROWS_PER_WARPGROUP, CHUNK), (0, chunk))
+        return [copy.partition_S(part) for copy in copies]
+
+    def read_by(thread: int, lines: list[cute.Tensor]) -> list[list[tuple[int, int]]]:
+        lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
+        for nth in range(CHUNK // 16):  # instructions: four matrices of 8 x 8 each
+            for i in range(8):
+                matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
+                if transposed:
+                    line, place = place, line
+                source = lines[warp + matrix * 8 + line]  # lane 8 m + l says where line l of matrix m begins
+                registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
+        return [[registers[cute.crd2idx((r, c), scores)] for c in range(CHUNK // 4)] for r in range(2)]
+
+    chunks = [lines_of(chunk) for chunk in range(columns // CHUNK)]
+    parts = [[read_by(thread, lines) for lines in chunks] for thread in range(WARPGROUP)]
+    return [[sum(rows, []) for rows in zip(*of_thread, strict=True)] for of_thread in parts]
 
 
 def wrong_biases(transposed: bool, columns: int) -> int:

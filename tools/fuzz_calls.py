@@ -267,7 +267,7 @@ def _fault10(rng: Random, work: int) -> Drawn:
 
 
 def _mask_layout(rng: Random) -> Layout:
-    """Half of the masks lie on end, at some address. Others are parts of larger ones, permuted or expanded."""
+    """Draw a contiguous mask at some address for half of the calls, else a slice, a permuted or an expanded mask."""
     offset = rng.choice((0, 0, 0, 1, 2, 4, 8))
     if rng.random() < 0.5:
         return Layout(offset=offset)

@@ -3,6 +3,7 @@
     python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; a table, and
                                                exit status 1 beyond LIMIT_MS
     python tools/growing.py --backend stock    what stock PyTorch takes for the same caches
+    python tools/growing.py --unequal          D != Dv alone
 
 A backend that plans every new length takes 36 to 120 ms a token (cuDNN through stock PyTorch), whatever one call with a
 planned length takes. tools/programs.py runs this module in a process of its own: what cuDNN has planned stays there.

@@ -375,7 +375,7 @@ class HopperSpec(KernelSpec):
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if not self.is_decode and self.tile_n * features.score_bytes(self.features) % SWIZZLED_LINE:
-            return f"tile_n={self.tile_n}; rows of a bias's tile are whole lines of {SWIZZLED_LINE} bytes"
+            return f"tile_n={self.tile_n}; use a multiple of 64 (a bias has whole lines of {SWIZZLED_LINE} bytes)"
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
             return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):

@@ -273,8 +273,8 @@ def test_auto_needs_no_pack_beside_the_first_of_a_target():
         ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
         ({"kind": "tilebwd", "mask": "bias", "tile_m": 64}, "a tilebwd has (64, 64)"),
         ({"kind": "tilebwd", "mask": "bias", "tile_m": 64, "tile_n": 64, "dv": 64}, "use one multiple of 32 for both"),
-        ({"mask": "bias", "d": 64, "dv": 64, "tile_n": 144}, "whole lines of 128 bytes"),
-        ({"mask": "bias32", "d": 64, "dv": 64, "tile_n": 80}, "whole lines of 128 bytes"),
+        ({"mask": "bias", "d": 64, "dv": 64, "tile_n": 144}, "tile_n=144; use a multiple of 64"),
+        ({"mask": "bias32", "d": 64, "dv": 64, "tile_n": 80}, "tile_n=80; use a multiple of 64"),
         ({"kind": "dbias"}, "features full; a dbias of sm_90 has bias or bias32"),
         ({"kind": "dbias", "mask": "bias", "tile_m": 64}, "a dbias has (128, 64) or (128, 128)"),
         ({"kind": "dbias", "mask": "bias", "dv": 64}, "(128, 64), stages=2; a dbias has equal ones"),
@@ -323,5 +323,5 @@ def test_a_wrong_kernel_name_is_refused(name):
 def test_register_splits_fit_the_register_file():
     for spec in SPECS:
         if spec.arch == 90 and not spec.is_decode:
-            (producer, consumer), ctas = spec.register_split, 2 if spec.shares_sm or spec.of_one_tile else 1
-            assert 128 * ctas * (producer + spec.warpgroups * consumer) <= 65536, spec.name()
+            producer, consumer = spec.register_split
+            assert 128 * spec.ctas_per_sm * (producer + spec.warpgroups * consumer) <= 65536, spec.name()

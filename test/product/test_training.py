@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug.demo.text import as_tokens, read_text, repeated
 
-STEPS, LAYERS, BATCH = 16, 2, 2  # from step 17 on differences of roundings grow fivefold, in any direction
+STEPS, LAYERS, BATCH = 16, 2, 2  # from step 17 on differences between backends grow fivefold
 LENGTH, HIDDEN = {"cpu": 64, "cuda": 512}, {"cpu": 256, "cuda": 512}
 LEARNING_RATE = 3e-4  # three times as much, and losses jump: then any rounding changes a curve beyond comparing
-SPREAD_FACTOR = 3  # as for gradients; ours are 0.3 to 1.3 spreads away, with a scale that is 2 % off 7 to 12
+SPREAD_FACTOR = 3  # as for gradients; our losses are 0.3 to 1.3 spreads away, with a scale that is wrong by 2 % 7 to 12
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 

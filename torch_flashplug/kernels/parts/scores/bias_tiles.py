@@ -17,7 +17,7 @@ import cutlass.memory
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from ....spec import COPY_UNIT
 from .. import sm90
