@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint16
 from cutlass.cute.nvgpu import warp
 
 from .. import sm80, sm90
@@ -129,17 +129,20 @@ class BiasTiles(Stage):
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         """S may be narrower than a block.
 
-        Both kinds of tiles are read into the same registers, and added outside of the branch. With an addition in each
+        Both kinds of tiles are read into the same words, and added outside of the branch. With an addition in each
         branch ptxas waits for all products ahead of the softmax (forward D 256: 13 % longer, on an H100).
         """
-        ring, slot = self.ring_of(self.wg), self.slot_of(self.wg)
+        ring, slot, dtype = self.ring_of(self.wg), self.slot_of(self.wg), self.tiles.dtype
         ring.wait(count)
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
-            values = cute.make_rmem_tensor((CHUNK // 2,), self.tiles.dtype)
+            words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
             if self.tiles.in_units(self.bias):
-                self.read_units(values, self.tiles.tile(slot), first * 4 // CHUNK)
+                self.read_units(words, self.tiles.tile(slot), first * 4 // CHUNK)
             else:
-                self.read_elements(rows_and_columns(values), slot, first)
+                self.read_elements(words, self.slot_of(opaque(self.wg)), first)
+            values = cute.make_rmem_tensor((CHUNK // 2,), dtype)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                as_words(values)[i] = opaque(words[i])  # Else LLVM unpacks elements in the branch.
             scores = cute.make_tensor(S.iterator + 2 * first, cute.make_layout(CHUNK // 2))
             add(rows_and_columns(scores), self.scale, rows_and_columns(values))
         self.release(count)
@@ -153,33 +156,44 @@ class BiasTiles(Stage):
         cute.arch.sync_warp()
         self.ring_of(self.wg).release(count)
 
-    def read_units(self, values: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
+    def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
         """Read a chunk of columns of scores, in an accumulator's order, from a tile that TMA brought."""
         if self.form.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, CHUNK), (0, chunk))
-        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        thread, dtype = cute.arch.thread_idx()[0] % sm90.WARPGROUP, self.tiles.dtype
         mma = chunk_mma(self.form)
-        to = cute.make_tensor(values.iterator, cute.make_layout(mma.partition_shape_C((ROWS, CHUNK))))
-        if self.tiles.dtype.width == 32:
-            cute.autovec_copy(mma.get_slice(thread).partition_C(tile), to)
+        values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, CHUNK)), dtype)
+        if dtype.width == 32:
+            cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
         else:
             copy = matrices(self.form, thread)
-            cute.copy(copy, copy.partition_S(tile), copy.retile(to))
+            cute.copy(copy, copy.partition_S(tile), copy.retile(values))
+        for i in range(cute.size(words)):
+            words[i] = as_words(values)[i]
 
-    def read_elements(self, values: cute.Tensor, slot: cute.Pointer, first: int) -> None:
-        """Read biases of a thread's columns one after the other, from its column `first` on: rows are shifted."""
+    def read_elements(self, words: cute.Tensor, slot: cute.Pointer, first: int) -> None:
+        """Read the same one element after the other, from a thread's column `first` on: rows are shifted.
+
+        What addresses are made of is hidden from LLVM: computed ahead of the loop it would take registers, of which
+        the backward of D 128 has none left.
+        """
         row, column, pitch = opaque(self.place.row % ROWS), opaque(self.place.column), self.tiles.pitch
         if self.form.transposed:
-            starts = [slot + (column + i) * pitch + self.plane.shift(column + i) + row for i in (0, 1)]
+            starts = [(column + i) * pitch + self.plane.shift(column + i) + row for i in (0, 1)]
             by_row, by_column = 8, pitch
         else:
-            starts = [slot + row * pitch + self.plane.shift(row) + column + i for i in (0, 1)]
+            starts = [row * pitch + self.plane.shift(row) + column + i for i in (0, 1)]
             by_row, by_column = 8 * pitch, 1
-        for c in range(cute.size(values, mode=[1])):
-            for r in range(2):
-                one = starts[c % 2] + (column_of(first + c) - c % 2) * by_column + r * by_row
-                values[r, c] = cute.make_tensor(one, cute.make_layout(1))[0]
+        wide = self.tiles.dtype.width == 32
+        memory = cute.recast_ptr(slot, dtype=Int32 if wide else Uint16)
+        for pair in range(CHUNK // 4):
+            ahead = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row
+            low, high = (cute.make_tensor(memory + start + ahead, cute.make_layout(1))[0] for start in starts)
+            if wide:
+                words[2 * pair], words[2 * pair + 1] = low, high
+            else:
+                words[pair] = low.to(Int32) & 0xFFFF | high.to(Int32) << 16  # The DSL extends signs.
 
 
 @dataclass(frozen=True)
@@ -264,3 +278,9 @@ def matrices(form: Form, thread: Int32 | int) -> cute.TiledCopy:
     """Make the copy by which a thread reads (64, CHUNK) biases of 16 bits in an accumulator's order."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), form.element.dtype)
     return cute.make_tiled_copy_C(atom, chunk_mma(form)).get_slice(thread)
+
+
+def as_words(values: cute.Tensor) -> cute.Tensor:
+    """The registers that elements are packed in."""
+    count = cute.size(values) * values.element_type.width // 32
+    return cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Int32), cute.make_layout(count))
