@@ -45,6 +45,7 @@ GRACE = 25.0  # seconds that are kept to ask again what was found
 AT_ONCE = 3  # questions
 ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
 MODES = ("auto", "fa3", "fa2")  # and, if asked for, recipes of 8 bits (recipes.py)
+CACHED = 1 << 30  # bytes that a worker may keep from one call to the next: its neighbours need the GPU's memory, too
 SHORT = 200  # characters of what is said of a fault that is known
 
 
@@ -71,6 +72,9 @@ def work(conn: Connection, device: str, seed: int, number: int) -> None:
                     conn.send((index, mode, verdict))
                     if verdict.status == "raised":
                         os._exit(1)
+                del posed, answers
+                if device == "cuda" and torch.cuda.memory_reserved() > CACHED:
+                    torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)
