@@ -61,7 +61,9 @@ class Call:
     packed: bool = False  # q, k and v are heads of one tensor, laid out as q says
     wants: str = ""  # gradients: of these operands, m is the mask
     grad_out: Layout = Layout()
-    first: str = ""  # before it: "same", the call itself with first_grad; "stock", that with the plugin disabled
+    # Before it: "same", the call itself with first_grad; "stock", that with the plugin disabled; "memory", the call
+    # itself, of which the GPU may have too little memory.
+    first: str = ""
     first_grad: Layout = Layout()
     mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32", "lower_right"
     mask_dims: str = ""  # of b, h, q and k those that are not 1
@@ -307,6 +309,12 @@ def _ways(rng: Random, work: int) -> Drawn:
     return sizes, more | {"way": way, "wants": f"qkv{learned}", "dropout": dropout}
 
 
+def _memory(rng: Random, work: int) -> Drawn:
+    """The same call first runs where the GPU's memory may end in its forward or backward."""
+    sizes, more = _mask(rng, work) if rng.random() < 0.5 else (_sizes(rng, work), _some(rng, 0.3))
+    return sizes, more | {"first": "memory", "wants": "qkvm" if "m" in more.get("wants", "") else "qkv"}
+
+
 def _many(rng: Random, work: int) -> Drawn:
     """More batches or heads than the second dim of a grid has room for, where that is not too much work."""
     D, rows = rng.choice((16, 32, 40, 64)), rng.choice((3, 8, 16))
@@ -366,6 +374,7 @@ KINDS = (
     Kind("deterministic", 4, _deterministic),
     Kind("wide", 2, _wide),
     Kind("ways", 8, _ways),
+    Kind("memory", 2, _memory),
     Kind("many", 1, _many),
     Kind("allowed", 4, _allowed),
     Kind("empty", 1, _empty),

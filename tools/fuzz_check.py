@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from fuzz_calls import DTYPES, Call
 from fuzz_tensors import Posed
-from fuzz_ways import WAYS
+from fuzz_ways import WAYS, little_memory
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -332,6 +332,10 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
             if call.first == "stock":
                 with off():
                     attend(posed, posed.first_grad)
+                native.counters(reset=True)
+            if call.first == "memory" and posed.q.is_cuda:
+                with little_memory(posed):
+                    attend(posed, posed.grad_out)
                 native.counters(reset=True)
             grads = [posed.first_grad] * (call.first == "same") + [posed.grad_out] * (1 + call.deterministic)
             runs = [attend(posed, grad) for grad in grads]

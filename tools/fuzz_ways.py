@@ -1,13 +1,16 @@
 """Ways in which a program makes a call of attention: plainly, inside torch.utils.checkpoint, under a TorchDispatchMode,
 through torch.func, or with a mask of torch.nn.attention.bias. Each returns the output and the gradients of the leaves
-that want one.
+that want one. Also the little memory in which a call may run before it is judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from fuzz_tensors import Posed
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,6 +98,24 @@ def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
     in_batch = [leaf is not None and len(leaf) == len(grad_out) for leaf in leaves]
     given = [x if x is None else x.detach() if own else x.detach()[0] for own, x in zip(in_batch, leaves, strict=True)]
     return torch.func.vmap(of_one, in_dims=(0, *(0 if own else None for own in in_batch)))(grad_out, *given)
+
+
+@contextlib.contextmanager
+def little_memory(posed: Posed) -> Iterator[None]:
+    """Let this process take only some of the GPU memory that a call needs: at most twice its operands' bytes, by its
+    seed. No limit holds back what the allocator has left of blocks in use, so some calls are served.
+    """
+    needed = 2 * sum(tensor.nbytes for tensor in (posed.q, posed.k, posed.v, posed.grad_out))
+    torch.cuda.empty_cache()
+    everything = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    limit = torch.cuda.memory_reserved() + random.Random(posed.call.seed).randint(0, needed)
+    torch.cuda.set_per_process_memory_fraction(limit / everything)
+    try:
+        yield
+    except torch.OutOfMemoryError:  # what it must be; a finding is what it leaves behind
+        pass
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
