@@ -8,13 +8,13 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "flashplug.h"
 #include "torch_symbols.h"
 
 namespace flashplug {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
 constexpr uint32_t kRing = 1 << 16;  // a device runs at most 128 kernels at once, a stream holds some thousand back
 constexpr uint32_t kBlock = 16384;   // counters per allocation: 64 KiB
 constexpr int64_t kCounterBytes = sizeof(int32_t);

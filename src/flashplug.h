@@ -32,6 +32,8 @@
 
 namespace flashplug {
 
+constexpr int kMaxDevices = 64;  // whose facts and counters a process keeps
+
 // ---- vocabulary (mirrors torch_flashplug/families.py; test_facts.py holds the two together) ----
 
 // Those of our kernels follow, one for each family of the tables, in their order.
@@ -298,6 +300,10 @@ Splits splits_of_size(const Problem& p);                   // where the call fix
 int64_t partial_floats(const Problem& p, int64_t splits);  // fp32 results of splits before they are combined
 // text.cpp
 std::string call_text(const Problem& p, const Tables& tables);
+// A compute capability as NVIDIA writes it: 90 is 9.0.
+std::string capability(int64_t cc);
+// A text in JSON, without control characters.
+std::string quoted(const std::string& text);
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables);
 std::string plan_json(const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string forced_error(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);

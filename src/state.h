@@ -10,7 +10,6 @@
 
 namespace flashplug {
 
-constexpr int kMaxDevices = 64;
 constexpr size_t kMostTold = 4096;  // log lines that are not said again
 // Levels are those of Python's logging.
 constexpr int kLogDebug = 10;

@@ -1,14 +1,16 @@
 """Compile the kernel table into packs (configs.PACKS). Needs no GPU and no nvcc, only the DSL's wheel and a C compiler.
 
     python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and .json: what was measured of it
+    python tools/aot.py --pack sm90a --pack sm80 --out DIR      both, whose kernels are compiled side by side
     python tools/aot.py --pack sm90a --sample --out DIR         the kernels of it that are tested where no GPU is
     python tools/aot.py --arch sm_90a --out DIR                 every pack of that target
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
 A pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
-build. What is compiled are the kernels beside this file, whatever is installed. Objects are kept in DIR/objects, by
-kernel and by the sources that it comes from: only kernels whose sources changed are compiled again. Beside each lie its
-cubin, which tools/sass.py compares, its PTX, which tools/interpreted.py runs, and its row of the report.
+build. With --counts the report has the instructions of Hopper's kernels, too, which takes half a second a kernel. What
+is compiled are the kernels beside this file, whatever is installed. Objects are kept in DIR/objects, by kernel and by
+the sources that it comes from: only kernels whose sources changed are compiled again. Beside each lie its cubin, which
+tools/sass.py compares, its PTX, which tools/interpreted.py runs, and its row of the report.
 """
 
 from __future__ import annotations
@@ -93,13 +95,21 @@ class Store:
 
     folder: Path
     target: str
+    counts: bool = True  # whether instructions are counted where wgmma and register splits show in them
 
     def path(self, name: str, suffix: str = ".json") -> Path:
         """Where a kernel's files lie."""
         return self.folder / (key(KernelSpec.from_name(name), self.target) + suffix)
 
     def has(self, name: str) -> bool:
-        return all(self.path(name, suffix).exists() for suffix in SUFFIXES)
+        if not all(self.path(name, suffix).exists() for suffix in SUFFIXES):
+            return False
+        return not self.counts_of(name) or "hgmma" in self.row(name)
+
+    def counts_of(self, name: str) -> bool:
+        """Whether the row of this kernel is to have counts of instructions."""
+        tools = sass.tool("nvidia-cuda-cuobjdump", "cuobjdump") and sass.tool("nvidia-cuda-nvdisasm", "nvdisasm")
+        return bool(self.counts and tools and BY_ARCH[KernelSpec.from_name(name).arch].wgmma)
 
     def row(self, name: str) -> dict:
         return json.loads(self.path(name).read_text())
@@ -125,8 +135,7 @@ def compile_one(name: str, store: Store) -> str:
     store.path(name, ".ptx").write_text(compiled.ptx)
     row = {"name": name, "seconds": round(compiled.seconds, 2), "object_bytes": path.stat().st_size}
     row["smem_bytes"] = compiled.spec.smem_bytes()
-    # Instructions are counted where wgmma and register splits show in them; a third of a second each.
-    measure = sass.resources if BY_ARCH[compiled.spec.arch].wgmma else sass.usage
+    measure = sass.resources if store.counts_of(name) else sass.usage
     row |= measure(compiled.cubin) or {}
     store.path(name).write_text(json.dumps(row))
     return name
@@ -177,10 +186,16 @@ def link(objects: list[Path], pack: Path, *more: str | Path) -> None:
     subprocess.run(list(map(str, command)), check=True)
 
 
-def build(file: Path, names: list[str], store: Store, jobs: int) -> None:
-    """One pack, and its report beside it."""
+def build(packs: dict[Path, list[str]], store: Store, jobs: int) -> None:
+    """Packs of one target, by the names of their kernels, and the report of each beside it."""
+    compile_all([name for names in packs.values() for name in names], store, jobs)
+    for file, names in packs.items():
+        write(file, names, store)
+
+
+def write(file: Path, names: list[str], store: Store) -> None:
+    """Link a pack of kernels that are in the store, and write its report."""
     start = time.perf_counter()
-    compile_all(names, store, jobs)
     rows = [store.row(name) for name in names]
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
@@ -195,28 +210,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     packs = {pack.name: pack for pack in configs.PACKS}
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--pack", choices=packs, help="the pack to build")
+    what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
     what.add_argument("--arch", choices=TARGETS, help="all packs of that target; with --spec: what to compile for")
     parser.add_argument("--sample", action="store_true", help="of packs, the kernels of configs.SAMPLES alone")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
     parser.add_argument("--objects", type=Path, help="folder in which objects are kept; OUT/objects")
+    parser.add_argument("--counts", action="store_true", help="count instructions of Hopper's kernels for the report")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     if args.spec and not args.arch:
         parser.error("--spec needs --arch: what to compile for")
 
     args.out.mkdir(parents=True, exist_ok=True)
-    store = Store(args.objects or args.out / "objects", args.arch or packs[args.pack].target)
+    objects = args.objects or args.out / "objects"
     if args.spec:
-        build(args.out / f"flashplug_{store.target.replace('_', '')}.so", args.spec, store, args.jobs)
+        file = args.out / f"flashplug_{args.arch.replace('_', '')}.so"
+        build({file: args.spec}, Store(objects, args.arch, args.counts), args.jobs)
         return
-    for pack in configs.PACKS:
-        if pack.name == args.pack or pack.target == args.arch:
-            specs = pack.sample() if args.sample else pack.specs()
-            build(args.out / pack.file, [spec.name() for spec in specs], store, args.jobs)
-    whole_table = [spec.name() for arch in TARGETS[store.target] for spec in configs.specs(arch)]
-    store.drop_others(whole_table)
+    wanted = [pack for pack in configs.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
+    for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for one alone
+        store = Store(objects, target, args.counts)
+        specs = {pack: pack.sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
+        build({args.out / pack.file: [spec.name() for spec in of] for pack, of in specs.items()}, store, args.jobs)
+        store.drop_others([spec.name() for arch in TARGETS[target] for spec in configs.specs(arch)])
 
 
 if __name__ == "__main__":

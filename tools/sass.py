@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 COUNTED = ("HGMMA", "USETMAXREG", "STL", "LDL", "UTMALDG", "UTMASTG", "WARPGROUP")
 
 
+@functools.cache
 def tool(package: str, name: str) -> str | None:
     """Path of a disassembler that pip installed; None where it is absent."""
     try:

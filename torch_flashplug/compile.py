@@ -104,7 +104,8 @@ def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
     options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin --keep-ptx" if keep else "")
     if level := _ptxas_level(spec, target):
         options += f" --ptxas-options='{level}'"
-    function = cute.compile(kernel, *kernel.fake_arguments(), options=options)
+    # Without the engine that would run the kernel in this process: objects are the same, and take a tenth less time.
+    function = cute.compile(kernel, *kernel.fake_arguments(), options=options, no_jit_engine=True)
     cubin, ptx = (bytes(function.__cubin__), function.__ptx__) if keep else (None, None)
     return Compiled(spec, function, time.perf_counter() - start, cubin, ptx)
 

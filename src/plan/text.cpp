@@ -10,19 +10,7 @@
 
 namespace flashplug {
 
-namespace {
-
-const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
-
-std::string number(int64_t value) { return std::to_string(value); }
-
-std::string capability(int64_t cc) { return number(cc / 10) + "." + number(cc % 10); }
-
-std::string fixed(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f", value);
-  return text;
-}
+std::string capability(int64_t cc) { return std::to_string(cc / 10) + "." + std::to_string(cc % 10); }
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
@@ -31,6 +19,18 @@ std::string quoted(const std::string& text) {
     if (static_cast<unsigned char>(c) >= 0x20) out += c;
   }
   return out + "\"";
+}
+
+namespace {
+
+const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+std::string fixed(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f", value);
+  return text;
 }
 
 // What kernels of a family are made of.

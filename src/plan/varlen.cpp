@@ -49,14 +49,6 @@ bool kernels_take(const VarlenCall& call) {
          fits(call.D) && fits(call.Dv);
 }
 
-std::string capability(int cc) { return std::to_string(cc / 10) + "." + std::to_string(cc % 10); }
-
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) out += c == '"' || c == '\\' ? std::string("\\") + c : std::string(1, c);
-  return out + "\"";
-}
-
 std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
   const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
   switch (verdict.exit) {

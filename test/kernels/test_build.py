@@ -5,6 +5,7 @@ and corruption. No GPU.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,57 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     monkeypatch.setitem(compiler.OF_KIND, "detbwd", compiler.OF_KIND["detbwd"][1:])
     others = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
     assert others == {"detbwd"}
+
+
+ONCE_MORE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import aot, cutlass.cute as cute
+from pathlib import Path
+plain = cute.compile
+if sys.argv[2] == "engine":
+    cute.compile = lambda *given, no_jit_engine, **more: plain(*given, **more)
+aot.compile_one(sys.argv[3], aot.Store(Path(sys.argv[4]), "sm_90a", counts=sys.argv[2] == "engine"))
+"""
+
+
+def test_an_engine_changes_no_byte(tmp_path):
+    """Kernels are compiled without the engine that would run them in the compiling process; counts are kept apart."""
+    pytest.importorskip("cutlass")
+    name = "decode_sm80_bf16_d64_full_m64n128s2"
+    files, rows = {}, {}
+    for how in ("engine", "none"):
+        command = [sys.executable, "-c", ONCE_MORE, ROOT / "tools", how, name, tmp_path / how]
+        (tmp_path / how).mkdir()
+        subprocess.run(command, check=True, timeout=300, env=os.environ | {"CUTE_DSL_ARCH": "sm_90a"})
+        files[how] = {path.suffix: path.read_bytes() for path in (tmp_path / how).iterdir() if path.suffix != ".json"}
+        rows[how] = json.loads(next((tmp_path / how).glob("*.json")).read_text())
+    assert set(files["none"]) == {".o", ".cubin", ".ptx"} and files["none"] == files["engine"]
+    assert rows["none"]["registers"] == rows["engine"]["registers"] > 0
+
+
+KEPT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import aot
+from pathlib import Path
+found = []
+for name in ("fwd_sm90_bf16_d64_full_m128n128s2", "decode_sm80_bf16_d64_full_m64n128s2"):
+    for row in ({"registers": 168}, {"registers": 168, "hgmma": 24}):
+        stores = [aot.Store(Path(sys.argv[2]), "sm_90a", counts) for counts in (False, True)]
+        for suffix in aot.SUFFIXES:
+            stores[0].path(name, suffix).write_text(json.dumps(row))
+        found.append([store.has(name) for store in stores])
+print(found)
+"""
+
+
+def test_kernels_without_counts_are_measured_again_where_counts_are_asked_for(tmp_path):
+    """A developer's build beside a user's; only Hopper's kernels have counts."""
+    pytest.importorskip("cutlass")
+    command = [sys.executable, "-c", KEPT, ROOT / "tools", tmp_path]
+    found = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    assert json.loads(found.lower()) == [[True, False], [True, True], [True, True], [True, True]]
 
 
 # Each kernel's modules in a process of its own, which has the DSL from the first one.
