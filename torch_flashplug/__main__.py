@@ -1,5 +1,6 @@
-"""`python -m torch_flashplug`: demo, explain, info. Options only; each verb lives in a module named after what it
-owns.
+"""The command line, `python -m torch_flashplug`: the verbs demo, explain and info, and --version.
+
+This module declares options alone. Each verb lives in a module that is named after what it owns.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import json
 import sys
 
+from . import __version__
 from .elements import WIDE
 
 
@@ -47,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_flashplug", description="Hopper attention behind F.scaled_dot_product_attention."
     )
+    parser.add_argument("--version", action="version", version=f"torch_flashplug {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True)
     demo = verbs.add_parser("demo", help="run a byte-level GPT on a text file, ours beside stock")
     demo.add_argument("file", nargs="?", help="a text file (default: README.md, or the package's own source)")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+import torch_flashplug
 from torch_flashplug import env
 from torch_flashplug.__main__ import main
 from torch_flashplug.api import DEVICES
@@ -250,6 +251,13 @@ def test_explain_words_its_errors(wrong, capsys):
         main([*DECODE, *wrong])
     assert ended.value.code != 0
     assert wrong[1] in str(ended.value.code) + capsys.readouterr().err
+
+
+def test_version_needs_no_verb(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"torch_flashplug {torch_flashplug.__version__}\n"
 
 
 def test_info_is_whole(output):
