@@ -1,4 +1,4 @@
-"""The command line, `python -m torch_flashplug`: the verbs demo, explain and info, and --version.
+"""The command line, `python -m torch_flashplug`: the verbs demo, explain, info and check, and --version.
 
 This module declares options alone. Each verb lives in a module that is named after what it owns.
 """
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true")
     info = verbs.add_parser("info", help="versions, devices, hook, kernel packs, cache, environment flags")
     info.add_argument("--json", action="store_true")
+    verbs.add_parser("check", help="test this installation: PASS or FAIL lines with remedies, a text for a bug report")
     return parser
 
 
@@ -100,6 +101,12 @@ def _info(options: argparse.Namespace) -> None:
 
     facts = inventory.collect()
     print(json.dumps(facts, indent=1)) if options.json else inventory.show(facts)
+
+
+def _check(options: argparse.Namespace) -> None:
+    from . import check
+
+    sys.exit(check.run())
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -126,7 +133,7 @@ def _demo(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
-        {"demo": _demo, "explain": _explain, "info": _info}[options.verb](options)
+        {"demo": _demo, "explain": _explain, "info": _info, "check": _check}[options.verb](options)
     except ValueError as error:
         sys.exit(f"{options.verb}: {error}")
 

@@ -1,5 +1,6 @@
-"""What is installed and in force on this machine: the `info` verb. Reads, never changes; versions come from metadata,
-no compiler is imported.
+"""What is installed and in force on this machine: the `info` verb, and facts for `check`.
+
+This module reads and never changes anything. Versions come from metadata; no compiler is imported.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ def _devices() -> list[dict[str, object]]:
     return [{"name": torch.cuda.get_device_name(i), **native.device_facts(i)} for i in range(torch.cuda.device_count())]
 
 
-def _packs() -> list[dict[str, object]]:
+def packs() -> list[dict[str, object]]:
     """Each kernel pack in force, with the kernels whose symbols it holds."""
-    packs = []
+    found = []
     names = {path.name for place in library.built_files() for path in place.glob("flashplug_sm*.so")}
     for path in filter(None, map(library.find_built, sorted(names))):
         kernels = sorted({match.decode() for match in _KERNEL_SYMBOL.findall(path.read_bytes())})
-        packs.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
-    return packs
+        found.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
+    return found
 
 
 def _cache() -> dict[str, object]:
@@ -83,7 +84,8 @@ def _cache() -> dict[str, object]:
     return {"directory": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
 
 
-def _hook() -> dict[str, object]:
+def hook() -> dict[str, object]:
+    """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
     if env.disabled() and not native.enabled():  # enable() may have been called since
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from . import composite
@@ -105,7 +107,7 @@ def _hook() -> dict[str, object]:
     }
 
 
-def _kept_by_others() -> dict[str, str]:
+def kept_by_others() -> dict[str, str]:
     """Ops of torch's that ours would stand at, and where another library has registered the kernels that they run."""
     from . import integrations, repair
 
@@ -124,9 +126,9 @@ def collect() -> dict[str, object]:
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         "packages": {package: _version(package) for package in PACKAGES},
         "devices": _devices(),
-        "hook": _hook(),
-        "kept_by_others": _kept_by_others(),
-        "packs": _packs(),
+        "hook": hook(),
+        "kept_by_others": kept_by_others(),
+        "packs": packs(),
         "cache": _cache(),
         "environment": {
             flag.name: {"value": flag.get(), "default": flag.default, "help": flag.help} for flag in env.FLAGS

@@ -26,9 +26,9 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # A module may import those to the right of it, never back. A package name stands for its modules, which may import
 # each other.
 ORDER = (
-    *("__main__", "demo", "what_if", "inventory", "_autoload", "__init__", "explained_varlen", "explained", "api"),
-    *("_start", "composite", "repair", "integrations", "flash_attn", "attention", "listed", "plans", "sequences"),
-    *("operands", "causal_bias", "problem", "tracing", "paged", "windowed", "block_sparse"),
+    *("__main__", "demo", "what_if", "check", "inventory", "_autoload", "__init__", "explained_varlen", "explained"),
+    *("api", "_start", "composite", "repair", "integrations", "flash_attn", "attention", "listed", "plans"),
+    *("sequences", "operands", "causal_bias", "problem", "tracing", "paged", "windowed", "block_sparse"),
     *("ops", "cached", "up_calls", "overrides", "recomputation"),
     *("doors", "native", "library", "rows", "compile", "kernels", "reference"),
     *("cache", "block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),

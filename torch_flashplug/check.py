@@ -1,0 +1,192 @@
+"""A self-test of an installation: the `check` verb. It prints one line for each check, then a text for a bug report.
+
+The checks of a GPU compare a forward and a backward with fp64, and time one call beside stock torch. They are skipped
+on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import env, inventory, library, native
+from .api import sdpa_backend
+from .families import FAMILIES
+from .testing import Masking, assert_within_budget, attention_math, grads_math
+from .testing.budget import GRAD_FACTOR, OUT_FACTOR
+
+PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
+OLDEST_CC = min(family.arch for family in FAMILIES)
+CALL = (2, 4, 300, 64)  # batch, heads, length and head dim of the call that is compared with fp64
+TIMED = (4, 16, 2048, 64)  # of the call that is timed
+ROUNDS, REPEATS = 7, 10
+SLOWEST = 0.9  # stock time / our time below which the timed call fails; one call on a busy GPU may lose 5 %
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The outcome of one check.
+
+    Attributes:
+        status: PASS, FAIL or SKIP.
+        name: what was checked.
+        text: what was found.
+        remedy: what a user can do; empty where the check did not fail.
+    """
+
+    status: str
+    name: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"\n     {'remedy':<10}{self.remedy}" if self.remedy else ""
+        return f"{self.status} {self.name:<10}{self.text}{remedy}"
+
+
+def torch_build() -> Line:
+    """Report the version of torch and the CUDA toolkit that it was built with."""
+    return Line(PASS, "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none: a CPU build'}")
+
+
+def extension() -> Line:
+    """Check that _C is loaded."""
+    try:
+        library.lib()
+    except (ImportError, OSError) as error:
+        return Line(FAIL, "_C", str(error), "reinstall torch_flashplug in this environment")
+    return Line(PASS, "_C", str(library.find_built("_C.so") or "loaded"))
+
+
+def hook() -> Line:
+    """Check that calls of F.scaled_dot_product_attention reach the dispatcher."""
+    facts = inventory.hook()
+    if not facts["enabled"]:
+        why = facts["why"] or "torch_flashplug.disable() was called"
+        return Line(FAIL, "hook", f"off: {why}", f"unset {env.ENABLED.name}, or call torch_flashplug.enable()")
+    if facts["installed"] or facts["plan_b"]:
+        others = ", ".join(inventory.kept_by_others())
+        return Line(
+            PASS, "hook", f"in place, mode {facts['mode']}" + (f"; other libraries serve {others}" if others else "")
+        )
+    if torch.version.cuda is None:
+        return Line(SKIP, "hook", facts["why"])
+    return Line(FAIL, "hook", facts["why"], f"try {env.HOOK.name}=composite, and report this line")
+
+
+def kernels() -> Line:
+    """Check that kernels are there, or a compiler that makes them at first use."""
+    packs = inventory.packs()
+    if packs:
+        count = sum(pack["symbols"] for pack in packs)
+        return Line(PASS, "kernels", f"{count} in {len(packs)} packs")
+    if not env.JIT.is_on():
+        return Line(FAIL, "kernels", f"no pack, and {env.JIT.name} forbids to compile", f"unset {env.JIT.name}")
+    if importlib.util.find_spec("cutlass") is None:
+        return Line(FAIL, "kernels", "no pack and no compiler", "pip install 'torch_flashplug[jit]'")
+    return Line(PASS, "kernels", "compiled at first use")
+
+
+def gpu() -> Line:
+    """Check that the first GPU is one that kernels are for."""
+    if torch.version.cuda is None:
+        return Line(SKIP, "GPU", "a CPU build of torch")
+    if not torch.cuda.is_available():
+        return Line(SKIP, "GPU", "no GPU, or no driver that fits this torch; see `nvidia-smi`")
+    major, minor = torch.cuda.get_device_capability()
+    found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    if 10 * major + minor < OLDEST_CC:
+        needed = f"{OLDEST_CC // 10}.{OLDEST_CC % 10}"
+        return Line(FAIL, "GPU", found, f"kernels need compute capability {needed}; all calls stay with stock torch")
+    return Line(PASS, "GPU", found)
+
+
+def numbers() -> Line:
+    """Compare the output and the gradients of one causal call with fp64.
+
+    The budget is that of the tests (testing/budget.py). The call fails if stock serves it.
+    """
+    if gpu().status != PASS:
+        return Line(SKIP, "numbers", "needs a GPU that kernels are for")
+    torch.manual_seed(0)
+    q, k, v, grad_out = (torch.randn(CALL, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    native.counters(reset=True)
+    try:
+        with sdpa_backend(_family()):
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        found = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+        counts = native.counters(reset=True)
+        exact, plain = (
+            (attention_math(q, k, v, mask=Masking(1), dtype=dtype).out,
+             *grads_math(q, k, v, grad_out, mask=Masking(1), dtype=dtype))
+            for dtype in (torch.float64, torch.bfloat16)
+        )  # fmt: skip
+        for name, *three in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
+            assert_within_budget(name, *three, factor=OUT_FACTOR if name == "out" else GRAD_FACTOR, seed=0)
+    except (RuntimeError, AssertionError) as error:
+        return Line(FAIL, "numbers", " ".join(str(error).split())[:300], "report this text")
+    if not (counts["ours_fwd"] and counts["ours_bwd"]):
+        return Line(FAIL, "numbers", "stock torch served the call", "`python -m torch_flashplug explain` says why")
+    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    return Line(PASS, "numbers", f"forward and backward of {CALL}: {worst:.2%} off fp64 at most (relative L2 norm)")
+
+
+def speed() -> Line:
+    """Time one causal forward in auto mode and by stock torch, interleaved."""
+    if gpu().status != PASS:
+        return Line(SKIP, "speed", "needs a GPU that kernels are for")
+    q, k, v = (torch.randn(TIMED, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    times: dict[str, list[float]] = {"auto": [], "stock": []}
+    for turn in range(ROUNDS + 1):
+        for mode, kept in times.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with sdpa_backend(mode):
+                start.record()
+                for _ in range(REPEATS):
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                end.record()
+            end.synchronize()
+            if turn:  # the first round compiles, plans and warms up
+                kept.append(start.elapsed_time(end) / REPEATS)
+    ours, stock = (statistics.median(times[mode]) for mode in ("auto", "stock"))
+    text = f"causal forward of {TIMED}: {ours * 1e3:.0f} us, stock torch {stock * 1e3:.0f} us: {stock / ours:.2f} x"
+    if stock / ours < SLOWEST:
+        return Line(FAIL, "speed", text, "repeat on an idle GPU; if it stays, report this line")
+    return Line(PASS, "speed", text)
+
+
+CHECKS: tuple[Callable[[], Line], ...] = (torch_build, extension, hook, kernels, gpu, numbers, speed)
+
+
+def _family() -> str:
+    """The first family whose kernels run on this GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return next(family.backend for family in FAMILIES if family.runs_on(10 * major + minor))
+
+
+def lines() -> Iterator[Line]:
+    """Run all checks, one after the other."""
+    for one in CHECKS:
+        yield one()
+
+
+def run() -> int:
+    """Print all checks and a text for a bug report.
+
+    Returns:
+        The exit status: 1 if a check failed, else 0.
+    """
+    failed = 0
+    for line in lines():
+        print(line, flush=True)
+        failed += line.status == FAIL
+    print("\nFor a bug report, copy everything above and this:")
+    inventory.show(inventory.collect())
+    print(f"\n{'FAIL' if failed else 'PASS'}: {failed} of {len(CHECKS)} checks failed")
+    return int(failed > 0)
