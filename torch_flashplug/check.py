@@ -6,9 +6,9 @@ on a machine without a GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,13 @@ from .api import sdpa_backend
 from .families import FAMILIES
 from .testing import Masking, assert_within_budget, attention_math, grads_math
 from .testing.budget import GRAD_FACTOR, OUT_FACTOR
+from .testing.timing import Candidate, paired_ratio, time_interleaved
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 OLDEST_CC = min(family.arch for family in FAMILIES)
 CALL = (2, 4, 300, 64)  # batch, heads, length and head dim of the call that is compared with fp64
 TIMED = (4, 16, 2048, 64)  # of the call that is timed
-ROUNDS, REPEATS = 7, 10
+ROUNDS = 7
 SLOWEST = 0.9  # stock time / our time below which the timed call fails; one call on a busy GPU may lose 5 %
 
 
@@ -70,10 +71,10 @@ def hook() -> Line:
         why = facts["why"] or "torch_flashplug.disable() was called"
         return Line(FAIL, "hook", f"off: {why}", f"unset {env.ENABLED.name}, or call torch_flashplug.enable()")
     if facts["installed"] or facts["plan_b"]:
-        others = ", ".join(inventory.kept_by_others())
-        return Line(
-            PASS, "hook", f"in place, mode {facts['mode']}" + (f"; other libraries serve {others}" if others else "")
-        )
+        text = f"in place, mode {facts['mode']}"
+        if others := inventory.kept_by_others():
+            text += f"; other libraries serve {', '.join(others)}"
+        return Line(PASS, "hook", text)
     if torch.version.cuda is None:
         return Line(SKIP, "hook", facts["why"])
     return Line(FAIL, "hook", facts["why"], f"try {env.HOOK.name}=composite, and report this line")
@@ -142,21 +143,12 @@ def speed() -> Line:
     if gpu().status != PASS:
         return Line(SKIP, "speed", "needs a GPU that kernels are for")
     q, k, v = (torch.randn(TIMED, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    times: dict[str, list[float]] = {"auto": [], "stock": []}
-    for turn in range(ROUNDS + 1):
-        for mode, kept in times.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with sdpa_backend(mode):
-                start.record()
-                for _ in range(REPEATS):
-                    F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                end.record()
-            end.synchronize()
-            if turn:  # the first round compiles, plans and warms up
-                kept.append(start.elapsed_time(end) / REPEATS)
-    ours, stock = (statistics.median(times[mode]) for mode in ("auto", "stock"))
-    text = f"causal forward of {TIMED}: {ours * 1e3:.0f} us, stock torch {stock * 1e3:.0f} us: {stock / ours:.2f} x"
-    if stock / ours < SLOWEST:
+    call = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    candidates = {mode: Candidate(call, functools.partial(sdpa_backend, mode)) for mode in ("auto", "stock")}
+    times = time_interleaved(candidates, rounds=ROUNDS)
+    ours, stock, ratio = times["auto"].ms, times["stock"].ms, paired_ratio(times["stock"], times["auto"])
+    text = f"causal forward of {TIMED}: {ours * 1e3:.0f} us, stock torch {stock * 1e3:.0f} us: {ratio:.2f} x"
+    if ratio < SLOWEST:
         return Line(FAIL, "speed", text, "repeat on an idle GPU; if it stays, report this line")
     return Line(PASS, "speed", text)
 
@@ -170,12 +162,6 @@ def _family() -> str:
     return next(family.backend for family in FAMILIES if family.runs_on(10 * major + minor))
 
 
-def lines() -> Iterator[Line]:
-    """Run all checks, one after the other."""
-    for one in CHECKS:
-        yield one()
-
-
 def run() -> int:
     """Print all checks and a text for a bug report.
 
@@ -183,7 +169,8 @@ def run() -> int:
         The exit status: 1 if a check failed, else 0.
     """
     failed = 0
-    for line in lines():
+    for one in CHECKS:
+        line = one()
         print(line, flush=True)
         failed += line.status == FAIL
     print("\nFor a bug report, copy everything above and this:")
