@@ -1,7 +1,7 @@
 // A float mask as kernels read it: four dims, stride 0 where it is broadcast, contiguous rows. Kernels for Hopper read
 // rows at any address, those for sm_80 rows that begin at multiples of 16 bytes. Any other mask is copied once, without
 // its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. One row that all queries
-// share is copied into the rows of a tile.
+// share begins at a multiple of 16 bytes for every kernel; those for sm_80 get it copied into the rows of a tile.
 #include <algorithm>
 
 #include "arguments.h"
@@ -14,8 +14,8 @@ namespace {
 // A plane sums so many batches or heads at least: planes take little memory beside what every score would take.
 constexpr int64_t kLeastSummed = 8;
 
-bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, const KernelRow& row) {
-  if (tables().families[row.family].arch >= 90) return stride[3] == 1;
+bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
+  if (anywhere) return stride[3] == 1;
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
   return stride[3] == 1 && stride[0] % unit == 0 && stride[1] % unit == 0 && stride[2] % unit == 0 &&
@@ -32,10 +32,12 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
   if (!spread(bias, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
   if (p.Sk == 1) stride[3] = 1;
+  const bool hopper = tables().families[row.family].arch >= 90;
   const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // a row, by all queries
-  const int64_t whole[4] = {p.B, p.Hq, shared ? row.group_rows : p.Sq, p.Sk};
-  if (!shared && is_read_where_it_lies(bias, stride, unit, row)) return view(bias, 4, whole, stride);
-  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(shared && i == 2) ? 1 : whole[i];
+  const bool repeats = shared && !hopper;
+  const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
+  if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
+  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : whole[i];
   const Owned copy = copy_of_padded_rows(bias, 4, size, stride, unit);
   int64_t repeated[4];
   for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];

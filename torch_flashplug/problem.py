@@ -290,12 +290,13 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
     strides = [0 if have == 1 else stride for have, stride in given]
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
     shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
+    repeats, anywhere = shared and not hopper, hopper and not shared
     said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
-    if (aligned or hopper) and not shared and (strides[3] == 1 or sizes[3] == 1):
+    if (aligned or anywhere) and not repeats and (strides[3] == 1 or sizes[3] == 1):
         return f"{said}read where it lies"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
-    copied = rows * (ROWS_PER_WARPGROUP if shared else 1) * -(-sizes[3] // unit) * 16
-    why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it" if shared else f"strides {list(mask.stride())}"
+    copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
+    why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it" if repeats else f"strides {list(mask.stride())}"
     return f"{said}{why}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
 
 

@@ -54,6 +54,34 @@ def test_rows_at_any_address(kernels_on: str, rows: str, planes: str, wide: bool
     check_gradients(case, bias, kernels_on)
 
 
+ONE_ROW = {  # keys, elements from one row to the next; whether they are read where they lie
+    "units": (120, 120, True), "cut_off": (250, 256, True), "few": (5, 8, True), "odd": (77, 77, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("row", ONE_ROW)
+def test_one_row_that_all_queries_share(kernels_on: str, row: str, heads: int, wide: bool) -> None:
+    """Padding: a row of each batch or head is read where it lies if rows begin at multiples of 16 bytes."""
+    keys, pitch, in_place = ONE_ROW[row]
+    d, Sq, number = (64, 128)[heads % 2], (70, 129)[keys % 2], list(ONE_ROW).index(row)
+    case = new_case(f"{row} {heads} {d}", HEADS, (Sq, keys), (d, d), dtype=WHOLE[(number + wide) % 2])
+    memory = torch.full((2, heads, 1, pitch), math.nan, dtype=dtype_of(case, wide), device=kernels_on)
+    bias = memory[..., :keys].copy_(drawn(2, heads, 1, keys))
+    inputs = make_inputs(case, kernels_on, SEED)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with (
+        torch_flashplug.sdpa_backend("fa3"),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=bias, enable_gqa=True)
+        torch.autograd.grad(out, leaves, inputs.grad_out)
+    assert ("aten::copy_" in {event.key for event in profile.key_averages()}) != in_place
+    assert_within_budget(case.name, *attend(case, bias, kernels_on), seed=SEED)
+    check_gradients(case, bias, kernels_on)
+
+
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 @pytest.mark.parametrize("rows", ["pairs", "odd_address", "gaps"])
 def test_rows_at_any_address_of_wide_heads(kernels_on: str, rows: str, dims: tuple[int, int]) -> None:

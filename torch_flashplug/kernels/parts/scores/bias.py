@@ -9,8 +9,7 @@ Scores leave in natural units, so that any scale is right, and the softmax goes 
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
 
 Of a bias (B, Hq, Sq, Sk) the last stride is 1; the others are arbitrary, and 0 where the bias is broadcast. Kernels of
-sm_80 need rows that begin at multiples of 16 bytes (cp.async). One row that all queries share comes as 64 rows, which
-are read for each block of queries: 64 times the same row from L2 takes TMA twice as long.
+sm_80 need rows that begin at multiples of 16 bytes (cp.async), and get one row that all queries share as many rows.
 
 A warpgroup has one slot. The slot is free as soon as its values are in registers, a whole step before the next block is
 asked for, and a second slot would take the room of Q.
@@ -137,7 +136,7 @@ class BiasTiles(Stage):
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
             words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
             if self.tiles.in_units(self.bias):
-                self.read_units(words, self.tiles.tile(slot), first * 4 // CHUNK)
+                self.read_units(words, self.tiles.tile(slot, self.bias), first * 4 // CHUNK)
             else:
                 self.read_elements(words, self.slot_of(opaque(self.wg)), first)
             values = cute.make_rmem_tensor((CHUNK // 2,), dtype)

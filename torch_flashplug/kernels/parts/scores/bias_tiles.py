@@ -1,6 +1,8 @@
 """Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
 
-Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are.
+Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are. Of one row
+that all queries share, lanes copy the units of the first row of such a tile, and the consumer reads this row for all:
+TMA would fetch the same row 64 times, which takes it twice as long as 64 rows.
 
 Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
 consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
@@ -9,7 +11,7 @@ the end of a shifted row, and eight rows lie in different banks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -79,10 +81,26 @@ class Tiles:
         layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
-    def tile(self, slot: cute.Pointer) -> cute.Tensor:
-        """(rows, columns) as TMA brings them."""
+    def tile(self, slot: cute.Pointer, bias: cute.Tensor | None = None) -> cute.Tensor:
+        """(rows, columns) as TMA brings them. With a bias (B, Hq, Sq, Sk) whose queries share a row, all rows are the
+        first.
+        """
         layout = self.swizzled
-        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
+        outer = layout.outer
+        if bias is not None:
+            width = outer.stride[0][0]  # groups of eight rows are eight times as far apart
+            step = cute.assume(Int32(cutlass.select_(self.is_one_row(bias), Int32(0), Int32(width))), divby=width)
+            outer = cute.make_layout((self.rows, outer.shape[1]), stride=(step, outer.stride[1]))
+        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), outer)
+
+    def is_one_row(self, bias: cute.Tensor) -> cutlass.Boolean:
+        """Whether all queries share a row.
+
+        The stride is hidden from LLVM: what follows from it would take a register, of which the backward of masks of
+        fp32 has none left.
+        """
+        by_row = Int64(bias.stride[2])
+        return opaque(Int32(by_row) | Int32(by_row >> 32)) == 0
 
     def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Make the atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
@@ -145,13 +163,17 @@ class Plane:
     ):  # fmt: skip
         """Producer warp: the tile in that row and column of tiles."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        row = cutlass.min(row, (queries - 1) // tiles.rows)  # all queries may share the first tile
         if tiles.in_units(self.bias):
-            atom, m = tma
-            ring.acquire(count)
-            operand = sm90.Operand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
-            to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
-            cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
+            if tiles.is_one_row(self.bias):
+                ring.wait_free(count)
+                self.copy_row(column, tiles.tile(slot))
+                ring.fill_behind_copies(count)
+            else:
+                atom, m = tma
+                ring.acquire(count)
+                operand = sm90.Operand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
+                to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
+                cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
         else:
             ring.wait_free(count)
             query, key = row * tiles.rows, column * tiles.columns
@@ -164,6 +186,20 @@ class Plane:
             else:
                 self.copy_rows(query, key, slot, whole=False)
             ring.fill_behind_copies(count)
+
+    @cute.jit
+    def copy_row(self, column: Int32, tile: cute.Tensor):
+        """All lanes: units of the row that all queries share, into the first row of a tile, which no swizzle moves."""
+        tiles, keys = self.tiles, self.bias.shape[3]
+        units = tiles.columns // tiles.unit
+        for turn in cutlass.range_constexpr(0, units, sm90.WARP):
+            unit = turn + opaque(cute.arch.lane_idx())
+            if unit < units:
+                key = opaque(column) * tiles.columns + unit * tiles.unit
+                here = replace(self, batch=opaque(self.batch), head=opaque(self.head))
+                target = tile.iterator.toint() + cute.crd2idx((0, unit * tiles.unit), tile.layout) * tiles.element_bytes
+                size = cutlass.min(cutlass.max((keys - key) * tiles.element_bytes, 0), COPY_UNIT)
+                copy_unit(target, here.start + key * tiles.element_bytes, size)
 
     @cute.jit
     def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
