@@ -136,7 +136,7 @@ class BiasTiles(Stage):
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
             words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
             if self.tiles.in_units(self.bias):
-                self.read_units(words, self.tiles.tile(slot, self.bias), first * 4 // CHUNK)
+                self.read_units(words, self.tiles.tile(slot), first * 4 // CHUNK)
             else:
                 self.read_elements(words, self.slot_of(opaque(self.wg)), first)
             values = cute.make_rmem_tensor((CHUNK // 2,), dtype)
@@ -160,10 +160,10 @@ class BiasTiles(Stage):
         if self.form.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, CHUNK), (0, chunk))
-        thread, dtype = cute.arch.thread_idx()[0] % sm90.WARPGROUP, self.tiles.dtype
-        mma = chunk_mma(self.form)
+        thread = self.tiles.reader(cute.arch.thread_idx()[0] % sm90.WARPGROUP, self.bias)
+        dtype, mma = self.tiles.dtype, chunk_mma(self.form)
         values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, CHUNK)), dtype)
-        if dtype.width == 32:
+        if self.tiles.wide:
             cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
         else:
             copy = matrices(self.form, thread)
@@ -184,7 +184,7 @@ class BiasTiles(Stage):
         else:
             starts = [row * pitch + self.plane.shift(row) + column + i for i in (0, 1)]
             by_row, by_column = 8 * pitch, 1
-        wide = self.tiles.dtype.width == 32
+        wide = self.tiles.wide
         memory = cute.recast_ptr(slot, dtype=Int32 if wide else Uint16)
         for pair in range(CHUNK // 4):
             ahead = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row

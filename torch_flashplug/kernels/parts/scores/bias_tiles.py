@@ -1,8 +1,10 @@
 """Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
 
-Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are. Of one row
-that all queries share, lanes copy the units of the first row of such a tile, and the consumer reads this row for all:
-TMA would fetch the same row 64 times, which takes it twice as long as 64 rows.
+Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are.
+
+If all queries share such a row, lanes copy its units into the few rows of a tile that threads of the first query read,
+and every thread reads what the thread of the first query with the same keys reads. TMA would fetch the same row 64
+times, which takes twice as long as 64 different rows.
 
 Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
 consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
@@ -35,12 +37,21 @@ class Tiles:
     dtype: type[cutlass.Numeric]
     rows: int  # queries
     columns: int  # keys
-    roomy: bool  # whether the producer warp has registers for several copies at once
+    transposed: bool  # a backward's: its scores are (keys, queries)
 
     @classmethod
     def of(cls, form: Form, dtype: type[cutlass.Numeric]) -> Tiles:
         sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
-        return cls(dtype, *reversed(sizes), roomy=False) if form.transposed else cls(dtype, *sizes, roomy=True)
+        return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the producer warp has registers for several copies at once."""
+        return not self.transposed
+
+    @property
+    def wide(self) -> bool:
+        return self.dtype.width == 32
 
     @property
     def element_bytes(self) -> int:
@@ -81,26 +92,40 @@ class Tiles:
         layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
-    def tile(self, slot: cute.Pointer, bias: cute.Tensor | None = None) -> cute.Tensor:
-        """(rows, columns) as TMA brings them. With a bias (B, Hq, Sq, Sk) whose queries share a row, all rows are the
-        first.
-        """
+    def tile(self, slot: cute.Pointer) -> cute.Tensor:
+        """Make the tensor (rows, columns) of a tile as TMA brings it."""
         layout = self.swizzled
-        outer = layout.outer
-        if bias is not None:
-            width = outer.stride[0][0]  # groups of eight rows are eight times as far apart
-            step = cute.assume(Int32(cutlass.select_(self.is_one_row(bias), Int32(0), Int32(width))), divby=width)
-            outer = cute.make_layout((self.rows, outer.shape[1]), stride=(step, outer.stride[1]))
-        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), outer)
+        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
+
+    @property
+    def rows_read(self) -> tuple[int, ...]:
+        """Rows of a tile that the threads of `reader` read."""
+        if self.transposed:
+            pairs = range(0, self.rows, 8)
+            return tuple(r + i for r in pairs for i in (0, 1)) if self.wide else tuple(pairs[::2])
+        return (0, 8) if self.wide else (0,)
+
+    def reader(self, thread: Int32, bias: cute.Tensor) -> Int32:
+        """Return the thread of a warpgroup whose part of a tile a thread reads.
+
+        If all queries share a row, that is the thread of the same keys and of the first query. The bits of a thread
+        that choose keys are those of ldmatrix for 16 bits, and those of an accumulator for fp32.
+        """
+        if self.transposed:
+            keys = 0b1111100 if self.wide else 0b1101000
+        else:
+            keys = 0b0000011 if self.wide else 0b0010000
+        return thread & cutlass.select_(self.is_one_row(bias), Int32(keys), Int32(sm90.WARPGROUP - 1))
 
     def is_one_row(self, bias: cute.Tensor) -> cutlass.Boolean:
-        """Whether all queries share a row.
+        """Tell whether all queries share a row.
 
-        The stride is hidden from LLVM: what follows from it would take a register, of which the backward of masks of
-        fp32 has none left.
+        The stride is hidden from LLVM. A value derived from the stride would take a register across the loop, and the
+        backward with masks of fp32 has none left.
         """
         by_row = Int64(bias.stride[2])
-        return opaque(Int32(by_row) | Int32(by_row >> 32)) == 0
+        by_row = Int32(by_row) | Int32(by_row >> 32)
+        return (by_row if self.roomy else opaque(by_row)) == 0
 
     def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Make the atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
@@ -189,7 +214,7 @@ class Plane:
 
     @cute.jit
     def copy_row(self, column: Int32, tile: cute.Tensor):
-        """All lanes: units of the row that all queries share, into the first row of a tile, which no swizzle moves."""
+        """Copy the row that all queries share into the rows of a tile that are read (all lanes)."""
         tiles, keys = self.tiles, self.bias.shape[3]
         units = tiles.columns // tiles.unit
         for turn in cutlass.range_constexpr(0, units, sm90.WARP):
@@ -197,9 +222,10 @@ class Plane:
             if unit < units:
                 key = opaque(column) * tiles.columns + unit * tiles.unit
                 here = replace(self, batch=opaque(self.batch), head=opaque(self.head))
-                target = tile.iterator.toint() + cute.crd2idx((0, unit * tiles.unit), tile.layout) * tiles.element_bytes
+                source = here.start + key * tiles.element_bytes
                 size = cutlass.min(cutlass.max((keys - key) * tiles.element_bytes, 0), COPY_UNIT)
-                copy_unit(target, here.start + key * tiles.element_bytes, size)
+                for row in cutlass.range_constexpr(len(tiles.rows_read)):
+                    copy_unit(unit_address(tile, tiles.rows_read[row], unit), source, size)
 
     @cute.jit
     def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
@@ -228,6 +254,13 @@ class Plane:
                 size = cutlass.select_(turn * step < there, size, 0)
             copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
             address += step * self.stride * tiles.element_bytes
+
+
+def unit_address(tile: cute.Tensor, row: int, unit: Int32) -> Int32:
+    """Return the shared-memory address of a unit of a row of a swizzled tile (128 bytes, eight rows)."""
+    element_bytes = tile.element_type.width // 8
+    offset = cute.crd2idx((row, unit * (COPY_UNIT // element_bytes)), tile.layout) * element_bytes
+    return (tile.iterator.toint() + offset) ^ (row % 8 * COPY_UNIT)
 
 
 def opaque(value: Int32) -> Int32:
