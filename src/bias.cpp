@@ -1,7 +1,7 @@
 // A float mask as kernels read it: four dims, stride 0 where it is broadcast, contiguous rows. Kernels for Hopper read
 // rows at any address, those for sm_80 rows that begin at multiples of 16 bytes. Any other mask is copied once, without
-// its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. One row that all queries
-// share begins at a multiple of 16 bytes for every kernel; those for sm_80 get it copied into the rows of a tile.
+// its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. Where more than a
+// tile's rows of queries share one row, the row begins at a multiple of 16 bytes. Kernels for sm_80 get 64 copies.
 #include <algorithm>
 
 #include "arguments.h"

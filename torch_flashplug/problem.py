@@ -296,7 +296,12 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
         return f"{said}read where it lies"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
     copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
-    why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it" if repeats else f"strides {list(mask.stride())}"
+    if repeats:
+        why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it"
+    elif _address(mask) % 16:
+        why = f"strides {list(mask.stride())}, an address that is no multiple of 16 bytes"
+    else:
+        why = f"strides {list(mask.stride())}"
     return f"{said}{why}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
 
 

@@ -2,8 +2,8 @@
 the operands are made of, or of fp32.
 
 On Hopper the producer warp brings a warpgroup's part of a block into a ring of its own (bias_tiles.py), wherever its
-rows begin. A consumer reads what it holds of the scores (fragments.py): by ldmatrix where TMA brought a tile of 16
-bits, by ordinary loads where it brought one of fp32, and element by element elsewhere.
+rows begin. A consumer reads what it holds of the scores (fragments.py): by ldmatrix from a swizzled tile of 16 bits, by
+ordinary loads from a swizzled tile of fp32, and element by element from other tiles.
 
 Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
 a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
@@ -156,7 +156,7 @@ class BiasTiles(Stage):
         self.ring_of(self.wg).release(count)
 
     def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
-        """Read a chunk of columns of scores, in an accumulator's order, from a tile that TMA brought."""
+        """Read a chunk of columns of scores, in an accumulator's order, from a swizzled tile."""
         if self.form.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, CHUNK), (0, chunk))

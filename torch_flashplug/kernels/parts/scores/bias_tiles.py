@@ -257,7 +257,10 @@ class Plane:
 
 
 def unit_address(tile: cute.Tensor, row: int, unit: Int32) -> Int32:
-    """Return the shared-memory address of a unit of a row of a swizzled tile (128 bytes, eight rows)."""
+    """Return the shared-memory address of a unit of a row of a swizzled tile.
+
+    Tiles whose rows r with r % 8 = 1 are filled have the swizzle of 128 bytes. Rows 8 * j are moved by no swizzle.
+    """
     element_bytes = tile.element_type.width // 8
     offset = cute.crd2idx((row, unit * (COPY_UNIT // element_bytes)), tile.layout) * element_bytes
     return (tile.iterator.toint() + offset) ^ (row % 8 * COPY_UNIT)
