@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.elements import WHOLE
-from torch_flashplug.testing import assert_within_budget, make_inputs, new_case
+from torch_flashplug.testing import Case, assert_within_budget, make_inputs, new_case
 
 # Keys, elements from one row to the next, elements ahead of the first.
 ANY_ROWS = {
@@ -33,6 +33,19 @@ def among_nans(planes: tuple[int, ...], Sq: int, rows: str, device: str, dtype: 
     return bias.copy_(drawn(*sizes))
 
 
+def copies(case: Case, bias: Tensor, device: str) -> bool:
+    """Tell whether a forward and a backward beside the bias copy a tensor."""
+    inputs = make_inputs(case, device, SEED)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with (
+        torch_flashplug.sdpa_backend("fa3"),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        out = F.scaled_dot_product_attention(*leaves, attn_mask=bias, enable_gqa=True)
+        torch.autograd.grad(out, leaves, inputs.grad_out)
+    return "aten::copy_" in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("planes", PLANES)
 @pytest.mark.parametrize("rows", ANY_ROWS)
@@ -41,15 +54,7 @@ def test_rows_at_any_address(kernels_on: str, rows: str, planes: str, wide: bool
     d, Sq = (64, 128)[len(rows + planes) % 2], (70, 129)[len(planes) % 2]
     case = new_case(f"{rows} {planes} {d}", HEADS, (Sq, ANY_ROWS[rows][0]), (d, d), dtype=WHOLE[len(rows) % 2])
     bias = among_nans(PLANES[planes], Sq, rows, kernels_on, dtype_of(case, wide))
-    inputs = make_inputs(case, kernels_on, SEED)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    with (
-        torch_flashplug.sdpa_backend("fa3"),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-    ):
-        out = F.scaled_dot_product_attention(*leaves, attn_mask=bias, enable_gqa=True)
-        torch.autograd.grad(out, leaves, inputs.grad_out)
-    assert "aten::copy_" not in {event.key for event in profile.key_averages()}
+    assert not copies(case, bias, kernels_on)
     assert_within_budget(case.name, *attend(case, bias, kernels_on), seed=SEED)
     check_gradients(case, bias, kernels_on)
 
@@ -69,15 +74,7 @@ def test_one_row_that_all_queries_share(kernels_on: str, row: str, heads: int, w
     case = new_case(f"{row} {heads} {d}", HEADS, (Sq, keys), (d, d), dtype=WHOLE[(number + wide) % 2])
     memory = torch.full((2, heads, 1, pitch), math.nan, dtype=dtype_of(case, wide), device=kernels_on)
     bias = memory[..., :keys].copy_(drawn(2, heads, 1, keys))
-    inputs = make_inputs(case, kernels_on, SEED)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    with (
-        torch_flashplug.sdpa_backend("fa3"),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-    ):
-        out = F.scaled_dot_product_attention(*leaves, attn_mask=bias, enable_gqa=True)
-        torch.autograd.grad(out, leaves, inputs.grad_out)
-    assert ("aten::copy_" in {event.key for event in profile.key_averages()}) != in_place
+    assert copies(case, bias, kernels_on) != in_place
     assert_within_budget(case.name, *attend(case, bias, kernels_on), seed=SEED)
     check_gradients(case, bias, kernels_on)
 
