@@ -328,7 +328,12 @@ bool kernel_missing(int row, const DeviceFacts& device);
 int64_t missing_changes();  // goes up with every change of its answers
 void forget_kernels();
 void expect_kernels(size_t rows);  // so many rows of the table may be looked up; before calls run
-using CompileCallback = int (*)(const char* name, int cc, void** handle, char* error, int error_bytes);
+// Asked for a kernel that no pack holds. capturing: the call is recorded in a CUDA graph. required: stock must
+// not serve the call. Fills `function`, the address of the kernel's host function, or `self`, a TVM-FFI function
+// object; or else `why`. Returns one of Provided.
+enum class Provided : int { kKernel, kNone, kNotYet };
+using CompileCallback = int (*)(const char* name, int cc, int capturing, int required, void** function, void** self,
+                                char* why, int why_bytes);
 void set_compile_callback(CompileCallback callback);
 
 // ---- 5. launch.cpp (arguments.h), counters.cpp ----

@@ -1,5 +1,5 @@
-// Where kernels come from: kernel packs (one shared object per target, a symbol per kernel), else one up-call into
-// Python (compile.py).
+// The source of kernels: kernel packs (shared objects with a symbol for each kernel), else one up-call into Python,
+// which has a cache of compiled kernels and a compiler (torch_flashplug/codegen/jit.py).
 //
 // A kernel is looked up at its first use and kept by table row and generation of the device: no strings, maps or locks
 // after that.
@@ -36,6 +36,7 @@ struct Pack {
 struct Entry {
   Kernel kernel;
   std::atomic<bool> missing{false};
+  std::atomic<bool> warned{false};
 };
 
 struct Registry {
@@ -51,7 +52,7 @@ Registry& registry() {
   return *instance;
 }
 
-// Head of a TVM-FFI function object; the callable behind a handle that compile.py returns.
+// Head of a TVM-FFI function object; the callable behind a handle that the compiler returns.
 struct FunctionObject {
   uint64_t reference_counts;
   int32_t type_index;
@@ -85,33 +86,25 @@ KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std
   return nullptr;
 }
 
-KernelCall compile(const std::string& name, const DeviceFacts& device, void** self, std::string* why) {
+// Asks Python. `later`: the answer may be another one at a later call.
+KernelCall compile(const std::string& name, const DeviceFacts& device, bool capturing, bool required, void** self,
+                   std::string* why, bool* later) {
   CompileCallback callback = registry().compile.load(std::memory_order_acquire);
   if (callback == nullptr) {
     *why += "; no compiler is installed";
     return nullptr;
   }
-  char error[1024] = "";
-  if (callback(name.c_str(), device.cc, self, error, sizeof error) != 0 || *self == nullptr) {
-    *why += std::string("; not compiled: ") + error;
+  void* function = nullptr;
+  char reason[1024] = "";
+  const auto answer = static_cast<Provided>(
+      callback(name.c_str(), device.cc, capturing, required, &function, self, reason, sizeof reason));
+  *later = answer == Provided::kNotYet;
+  if (answer != Provided::kKernel || (function == nullptr && *self == nullptr)) {
+    *why += std::string("; ") + reason;
     return nullptr;
   }
-  return reinterpret_cast<FunctionObject*>(*self)->safe_call;
-}
-
-std::string target_of(const DeviceFacts& device) {
-  Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mutex);
-  for (const Pack& pack : r.packs) {
-    if (pack.generation == generation(device.cc)) return pack.target;
-  }
-  return "TARGET";
-}
-
-std::string way_out(const std::string& name, const std::string& why, const DeviceFacts& device) {
-  return "torch_flashplug: kernel " + name + " is not available (" + why +
-         "). Build it ahead of time with `python tools/aot.py --arch " + target_of(device) +
-         " --out DIR`, or install torch_flashplug[jit] and call once outside capture";
+  return function != nullptr ? reinterpret_cast<KernelCall>(function)
+                             : reinterpret_cast<FunctionObject*>(*self)->safe_call;
 }
 
 Kernel* search(Entry& entry, const std::string& name, int device_index, bool required) {
@@ -121,17 +114,14 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, bool req
   KernelCall call = find_in_packs(name, device, &why);
   if (call == nullptr) {
     const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
-    if (capturing) {
-      why += "; and a stream capture is under way, during which nothing is compiled";
-    } else {
-      call = compile(name, device, &self, &why);
-    }
+    bool later = false;
+    call = compile(name, device, capturing, required, &self, &why, &later);
     if (call == nullptr) {
-      if (required) throw std::runtime_error(way_out(name, why, device));
-      if (!entry.missing.exchange(!capturing)) {
-        registry().changes.fetch_add(1, std::memory_order_relaxed);
-        log_warning(way_out(name, why, device) + "; stock attention serves these calls");
-      }
+      const std::string text = "torch_flashplug: kernel " + name + " is not available (" + why + ")";
+      if (required) throw std::runtime_error(text);
+      if (!later && !entry.missing.exchange(true)) registry().changes.fetch_add(1, std::memory_order_relaxed);
+      if ((!later || capturing) && !entry.warned.exchange(true))
+        log_warning(text + "; stock attention serves " + (later ? "this call" : "these calls"));
       return nullptr;
     }
   }
@@ -177,6 +167,7 @@ void forget_kernels() {
     entry.kernel.call.store(nullptr, std::memory_order_release);
     entry.kernel.devices.store(0, std::memory_order_release);
     entry.missing.store(false, std::memory_order_release);
+    entry.warned.store(false, std::memory_order_release);
   }
 }
 

@@ -19,6 +19,7 @@ import torch
 import torch_flashplug
 from torch_flashplug import _start, configs, library, native, up_calls
 from torch_flashplug.api import DEVICES
+from torch_flashplug.codegen.provided import Circumstances
 from torch_flashplug.configs import Pack
 from torch_flashplug.testing import Case, load_pack
 
@@ -110,7 +111,7 @@ def kernels(order: int = 0) -> Iterator[None]:
 lacked: list[str] = []  # kernels of not_built() that were looked for; whoever runs a test empties it
 
 
-def _not_here(name: str, cc: int) -> str:
+def _not_here(name: str, cc: int, given: Circumstances) -> str:
     if name in not_built():
         lacked.append(name)
     return "interpreted kernels are the build's"

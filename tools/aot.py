@@ -20,10 +20,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import types
@@ -58,7 +55,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 import sass  # noqa: E402
 
 from torch_flashplug import configs  # noqa: E402
-from torch_flashplug.compile import compile_spec, key, source_fingerprint  # noqa: E402
+from torch_flashplug.codegen import host_cpu  # noqa: E402
+from torch_flashplug.codegen.compiler import compile_spec, key  # noqa: E402
+from torch_flashplug.codegen.fingerprint import source_fingerprint  # noqa: E402
+from torch_flashplug.codegen.linker import link  # noqa: E402
 from torch_flashplug.families import BY_ARCH, TARGETS  # noqa: E402
 from torch_flashplug.spec import KernelSpec  # noqa: E402
 
@@ -166,26 +166,6 @@ def say(text: str) -> None:
     print(f"[aot] {text}", flush=True)
 
 
-def link(objects: list[Path], pack: Path, *more: str | Path) -> None:
-    """One shared library; CUDA's and TVM-FFI's symbols come from the libraries the process has loaded, if not from
-    `more`: files and options.
-    """
-    import nvidia_cutlass_dsl
-    import tvm_ffi.libinfo
-
-    archives = sorted(
-        p for base in nvidia_cutlass_dsl.__path__ for p in Path(base).glob("cu13/lib/libcuda_dialect_runtime_static.a")
-    )
-    if not archives:
-        raise SystemExit("libcuda_dialect_runtime_static.a not found: pip install 'nvidia-cutlass-dsl[cu13]'")
-    compiler = os.environ.get("CC") or (sysconfig.get_config_var("CC") or "cc").split()[0]
-    compiler = compiler if shutil.which(compiler) else "cc"
-    ffi = Path(tvm_ffi.libinfo.find_libtvm_ffi())
-    command = [compiler, "-shared", "-fPIC", "-O2", "-fvisibility=hidden", "-Wl,--exclude-libs,ALL", "-o", pack]
-    command += [ROOT / "src" / "pack_error.c", *objects, *more, archives[-1], ffi, "-ldl"]
-    subprocess.run(list(map(str, command)), check=True)
-
-
 def build(packs: dict[Path, list[str]], store: Store, jobs: int) -> None:
     """Packs of one target, by the names of their kernels, and the report of each beside it."""
     compile_all([name for names in packs.values() for name in names], store, jobs)
@@ -201,7 +181,12 @@ def write(file: Path, names: list[str], store: Store) -> None:
     if spilled:
         raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in configs.py")
     link([store.path(name, ".o") for name in names], file)
-    report = {"arch": store.target, "sources": source_fingerprint(), "kernels": rows}
+    report = {
+        "arch": store.target,
+        "sources": source_fingerprint(),
+        "cpu": sorted(host_cpu.features()),
+        "kernels": rows,
+    }
     file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     say(f"{file}: {len(rows)} kernels, {file.stat().st_size / 1e6:.1f} MB, {time.perf_counter() - start:.0f} s")
 

@@ -78,7 +78,7 @@ def pack(kernels: Iterable[Path], file: Path) -> Path:
             shutil.copy(f"{kernel}.ptx", folder / name_of(Path(f"{kernel}.cubin").read_bytes()))
         # Its CUDA is its own, whatever the process has loaded.
         objects = [Path(f"{kernel}.o") for kernel in kernels]
-        aot.link(objects, file, *parts, "-Wl,-Bsymbolic", "-lstdc++", "-lm")
+        aot.link(objects, file, [*parts, "-Wl,-Bsymbolic", "-lstdc++", "-lm"])
         stamp.write_text(made_of)
     return file
 

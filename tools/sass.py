@@ -100,7 +100,7 @@ def cubins(folder: Path) -> dict[str, Path]:
     found = {}
     for path in sorted(folder.glob("*.cubin"), key=lambda path: path.stat().st_mtime):
         name, _, rest = path.stem.partition("-")
-        found[f"{name} (sm{rest.rsplit('-sm', 1)[-1]})"] = path
+        found[f"{name} ({re.search(r'sm_[^-]+', rest)[0]})"] = path
     return found
 
 

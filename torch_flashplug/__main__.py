@@ -1,4 +1,4 @@
-"""The command line, `python -m torch_flashplug`: the verbs demo, explain, info and check, and --version.
+"""The command line, `python -m torch_flashplug`: the verbs demo, explain, warmup, info and check.
 
 This module declares options alone. Each verb lives in a module that is named after what it owns.
 """
@@ -9,8 +9,9 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
-from . import __version__
+from . import __version__, env
 from .elements import WIDE
 
 
@@ -67,33 +68,112 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--picture", default="train_losses.png", help="--train, --gpus: where losses go (PNG)")
     explain = verbs.add_parser("explain", help="which backend takes a call, and why; needs no GPU")
-    explain.add_argument(
-        "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
-    )
     explain.add_argument("--q", type=_shape, required=True, help="batch,heads,length,head_dim of the query")
-    explain.add_argument("--k", type=_shape, required=True, help="likewise of the key")
-    explain.add_argument("--v", type=_shape, help="likewise of the value (default: as the key)")
-    explain.add_argument("--dtype", choices=WIDE, default="bf16")
-    explain.add_argument("--causal", action="store_true", help="is_causal=True")
-    explain.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
-    explain.add_argument("--mask-dtype", choices=("bool", *WIDE), default="bool")
-    explain.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
-    explain.add_argument("--grad", action="store_true", help="gradients are wanted")
+    explain.add_argument("--k", type=_shape, required=True, help="batch,heads,length,head_dim of the key")
+    explain.add_argument("--v", type=_shape, help="batch,heads,length,head_dim of the value (default: as the key)")
+    _add_options_of_calls(explain)
     explain.add_argument("--backend", default="auto", help="as in sdpa_backend(...): auto, fa3, fa2, math or stock")
     explain.add_argument("--json", action="store_true")
+    _add_options_of_warmup(
+        verbs.add_parser("warmup", help="compile the kernels of a model ahead of its first call; needs no GPU")
+    )
     info = verbs.add_parser("info", help="versions, devices, hook, kernel packs, cache, environment flags")
     info.add_argument("--json", action="store_true")
     verbs.add_parser("check", help="test this installation: PASS or FAIL lines with remedies, a text for a bug report")
     return parser
 
 
+def _add_options_of_warmup(parser: argparse.ArgumentParser) -> None:
+    for_many = {"action": "append", "default": []}
+    parser.add_argument(
+        "--model-config",
+        **for_many,
+        type=Path,
+        metavar="FILE",
+        help="config.json of a model, or its folder; nothing is downloaded (repeatable)",
+    )
+    parser.add_argument(
+        "--shapes",
+        **for_many,
+        type=_shape,
+        nargs="+",
+        metavar="SHAPE",
+        help="of a call: shapes of query, key and perhaps value, as --q, --k and --v of explain (repeatable)",
+    )
+    parser.add_argument(
+        "--from-log",
+        **for_many,
+        type=Path,
+        metavar="FILE",
+        help='a log that names kernels, such as with TORCH_LOGS="+torch_flashplug" (repeatable)',
+    )
+    _add_options_of_calls(parser)
+    parser.add_argument("--deterministic", action="store_true", help="gradients are deterministic")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"a folder instead of the user's cache, for containers and clusters: set {env.CACHE_DIR.name} to it there",
+    )
+    parser.add_argument("--jobs", type=_count, default=0, help="kernels compiled at once (default: CPUs, at most 8)")
+    parser.add_argument("--list", action="store_true", help="only print the names of the kernels")
+    parser.add_argument("--prune", action="store_true", help="delete kernels of other versions from the cache")
+
+
+def _add_options_of_calls(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe calls of F.scaled_dot_product_attention and the GPU that they run on."""
+    parser.add_argument(
+        "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
+    )
+    parser.add_argument("--dtype", choices=WIDE, help="of the tensors (default: bf16, or what --model-config says)")
+    parser.add_argument("--causal", action="store_true", help="is_causal=True")
+    parser.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
+    parser.add_argument("--mask-dtype", choices=("bool", *WIDE), default="bool")
+    parser.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
+    parser.add_argument("--grad", action="store_true", help="gradients are wanted")
+
+
 def _explain(options: argparse.Namespace) -> None:
     from . import what_if
 
     shapes = what_if.Shapes(options.q, options.k, options.v or options.k, options.mask)
-    names = ("dtype", "mask_dtype", "dropout", "causal", "grad", "device", "backend")
-    plan = what_if.plan(shapes, **{name: getattr(options, name) for name in names})
+    plan = what_if.plan(shapes, **_facts_of_calls(options), backend=options.backend)
     print(json.dumps(dataclasses.asdict(plan), indent=1) if options.json else plan)
+
+
+def _facts_of_calls(options: argparse.Namespace) -> dict[str, object]:
+    names = ("mask_dtype", "dropout", "causal", "grad", "device")
+    return {name: getattr(options, name) for name in names} | {"dtype": options.dtype or "bf16"}
+
+
+def _warmup(options: argparse.Namespace) -> None:
+    from . import warmup
+
+    if options.out is not None:
+        warmup.use_folder(options.out)
+    if options.prune:
+        print(f"{warmup.prune()} kernels of other versions deleted")
+    facts = warmup.facts_of(options.device)
+    names = warmup.kernels_of_models(
+        options.model_config,
+        facts,
+        dtype=options.dtype or "",
+        training=options.grad,
+        deterministic=options.deterministic,
+    )
+    names += warmup.kernels_of_shapes(options.shapes, options.mask, **_facts_of_calls(options))
+    names += warmup.kernels_of_logs(options.from_log)
+    names = list(dict.fromkeys(names))
+    if not (options.model_config or options.shapes or options.from_log):
+        sys.exit(None if options.prune else "warmup: give --model-config, --shapes or --from-log")
+    if not names:
+        sys.exit("warmup: no kernel of ours serves these calls; `python -m torch_flashplug explain` says why")
+    if options.list:
+        print(*names, sep="\n")
+        return
+    outcome = warmup.compile_all(names, facts["cc"], options.jobs, packs=options.out is None)
+    print(warmup.report(outcome))
+    sys.exit(bool(outcome.failed))
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -133,7 +213,7 @@ def _demo(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
-        {"demo": _demo, "explain": _explain, "info": _info, "check": _check}[options.verb](options)
+        {"demo": _demo, "explain": _explain, "warmup": _warmup, "info": _info, "check": _check}[options.verb](options)
     except ValueError as error:
         sys.exit(f"{options.verb}: {error}")
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from . import (
     choices,
     configs,
     env,
     integrations,
+    kernel_sets,
     library,
     native,
     problem,
@@ -22,7 +26,9 @@ from . import (
     tracing,
     up_calls,
 )
+from .codegen.provided import Circumstances, Provided
 from .families import BACKENDS
+from .spec import KernelSpec
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -42,13 +48,26 @@ def _process_precision() -> int:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
-def provide(name: str, cc: int) -> int | str:
-    """Compiles one kernel at its first use. The compiler is imported here because no other call needs it."""
-    if env.JIT.is_on() is False:
-        return f"{env.JIT.name}={env.JIT.get()} forbids compiling"
-    from . import compile as compiler
+def provide(name: str, cc: int, given: Circumstances) -> Provided:
+    """Return a kernel that no pack holds: from the disk cache, or compiled now.
 
-    return compiler.provide(name, compiler.target_of(cc))
+    Modules of the compiler are imported here, because calls whose kernels lie in packs need none of them.
+
+    Args:
+        name: of a KernelSpec.
+        cc: the compute capability of the GPU; 90 is 9.0.
+        given: what the call allows.
+    """
+    from .codegen import compiler, jit
+
+    spec = KernelSpec.from_name(name)
+    # Stock's result of these calls is another one: other dropout masks, another order of sums, a backward whose
+    # forward was ours.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
+    training = torch.is_grad_enabled() or spec.is_backward
+    following = functools.partial(kernel_sets.following, spec, native.device_facts(), training, deterministic)
+    return jit.provide(name, compiler.target_of(cc), given, following)
 
 
 def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:

@@ -7,7 +7,6 @@ on a machine without a GPU.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from . import env, inventory, library, native
 from .api import sdpa_backend
+from .codegen import dsl, kernel_cache, linker
 from .families import FAMILIES
 from .testing import Masking, assert_within_budget, attention_math, grads_math
 from .testing.budget import GRAD_FACTOR, OUT_FACTOR
@@ -81,16 +81,20 @@ def hook() -> Line:
 
 
 def kernels() -> Line:
-    """Check that kernels are there, or a compiler that makes them at first use."""
+    """Check that kernels are there, or a compiler that makes them at first use and a folder to keep them in."""
     packs = inventory.packs()
     if packs:
         count = sum(pack["symbols"] for pack in packs)
         return Line(PASS, "kernels", f"{count} in {len(packs)} packs")
-    if not env.JIT.is_on():
+    if env.jit_mode() == env.NEVER:
         return Line(FAIL, "kernels", f"no pack, and {env.JIT.name} forbids to compile", f"unset {env.JIT.name}")
-    if importlib.util.find_spec("cutlass") is None:
-        return Line(FAIL, "kernels", "no pack and no compiler", "pip install 'torch_flashplug[jit]'")
-    return Line(PASS, "kernels", "compiled at first use")
+    if dsl.version() is None:
+        return Line(FAIL, "kernels", "no pack and no compiler", dsl.INSTALL)
+    reasons = [kernel_cache.prepare(folder) for folder in kernel_cache.folders()]
+    if all(reasons):
+        return Line(FAIL, "kernels", f"no cache: {'; '.join(reasons)}", f"set {env.CACHE_DIR.name}")
+    linked = "" if linker.c_compiler() else "; no C compiler is installed, so that they load in 0.6 s instead of 1 ms"
+    return Line(PASS, "kernels", f"compiled at first use by CuTe DSL {dsl.version()}{linked}")
 
 
 def gpu() -> Line:

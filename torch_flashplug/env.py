@@ -69,7 +69,12 @@ CACHE_DIR = Flag(
     "where kernels compiled at run time are kept; empty: the user's cache directory",
     traced=False,
 )
-JIT = Flag("TORCH_FLASHPLUG_JIT", "1", "0: never compile at run time", traced=False)
+JIT = Flag(
+    "TORCH_FLASHPLUG_JIT",
+    "wait",
+    "wait: calls wait for kernels; background: stock serves meanwhile; 0: never compile",
+    traced=False,
+)
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
@@ -91,8 +96,9 @@ FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 
 def check() -> None:
     """Raise ValueError for a flag with an unknown value. Importing the package calls this."""
-    for switch in (ENABLED, JIT, REPAIR):
+    for switch in (ENABLED, REPAIR):
         switch.is_on()
+    jit_mode()
     HOOK.get()
     RING_MARGIN.count()
 
@@ -119,6 +125,66 @@ def torch_is_loading_backends() -> bool:
 def torch_logs_us() -> bool:
     """TORCH_LOGS names us. torch sets the loggers' levels after it has imported what the variable names."""
     return "torch_flashplug" in os.environ.get("TORCH_LOGS", "")
+
+
+WAIT, BACKGROUND, NEVER = "wait", "background", "never"
+
+
+def jit_mode() -> str:
+    """Return WAIT, BACKGROUND or NEVER. Words for switches are allowed, too: on waits, off is never.
+
+    Raises:
+        ValueError: the flag has another value.
+    """
+    value = JIT.get()
+    words = dict.fromkeys(("", WAIT, *ON), WAIT) | dict.fromkeys(OFF, NEVER) | {BACKGROUND: BACKGROUND}
+    if (mode := words.get(value.strip().lower())) is None:
+        raise ValueError(f"{JIT.name}={value!r}; use one of wait, background, {', '.join(OFF + ON)}")
+    return mode
+
+
+def set_cache_dir(folder: str) -> None:
+    """Make a folder the cache of this process and of those that it starts."""
+    os.environ[CACHE_DIR.name] = folder
+
+
+def c_compiler() -> list[str]:
+    """Return the command that the variable CC names; empty if it names none."""
+    return os.environ.get("CC", "").split()
+
+
+_WORKER_PATH = "FLASHPLUG_WORKER_PATH"
+
+
+def for_workers(target: str) -> dict[str, str]:
+    """Return the environment of a process that compiles kernels: no GPU, one target, and our packages' folders.
+
+    Variables of the compiler (CUTE_DSL_...) are left out, because they can change the code of kernels.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUTE_DSL_", "PYTHONINSPECT"))}
+    places = [place for place in sys.path if place]
+    return kept | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "CUTE_DSL_ARCH": target,
+        _WORKER_PATH: os.pathsep.join(places),
+    }
+
+
+def extend_path_of_worker() -> None:
+    """Let a process that compiles kernels import what the process that started it can import, behind its own."""
+    sys.path += [place for place in os.environ.get(_WORKER_PATH, "").split(os.pathsep) if place not in sys.path]
+
+
+def compile_workers(most: int, per_host: bool = False) -> int:
+    """Return how many kernels this process, or this host, compiles at once: at most so many, and at least one.
+
+    A process takes its part of the CPUs that it may use; ranks of one host (LOCAL_WORLD_SIZE) share them.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = int(ranks) if ranks.isascii() and ranks.isdigit() else 1
+    return max(1, min(most, cpus if per_host else cpus // max(1, ranks)))
 
 
 def local_rank() -> int:

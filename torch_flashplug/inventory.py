@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from pathlib import Path
 
 import torch
 
-from . import __version__, cache, env, library, native
+from . import __version__, env, library, native
+from .codegen import dsl, kernel_cache, linker
 
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "cuda-bindings")
+PACKAGES = ("apache-tvm-ffi", "cuda-python", "cuda-bindings")
 _KERNEL_SYMBOL = re.compile(rb"__tvm_ffi_([a-z]+_sm\d+_\w+)\x00")
 
 
@@ -79,9 +79,10 @@ def packs() -> list[dict[str, object]]:
 
 
 def _cache() -> dict[str, object]:
-    folder = cache.directory()
-    files = [path for path in Path(folder).rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {"directory": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    folder = kernel_cache.chosen_folder()
+    suffixes = {kernel_cache.SHARED, kernel_cache.OBJECT}
+    files = [path for path in folder.iterdir() if path.suffix in suffixes] if folder.is_dir() else []
+    return {"directory": str(folder), "kernels": len(files), "bytes": sum(path.stat().st_size for path in files)}
 
 
 def hook() -> dict[str, object]:
@@ -124,7 +125,8 @@ def collect() -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
-        "packages": {package: _version(package) for package in PACKAGES},
+        "packages": {"CuTe DSL": dsl.version()} | {package: _version(package) for package in PACKAGES},
+        "c_compiler": linker.c_compiler(),
         "devices": _devices(),
         "hook": hook(),
         "kept_by_others": kept_by_others(),
@@ -139,6 +141,7 @@ def collect() -> dict[str, object]:
 def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     lines = [(name, str(facts[name] or "-")) for name in ("torch_flashplug", "torch", "cuda", "cudnn")]
     lines += [(name, version or "not installed") for name, version in facts["packages"].items()]
+    lines.append(("C compiler", facts["c_compiler"] or "not installed"))
     for device in facts["devices"] or ["none"]:
         lines.append(
             (
@@ -151,9 +154,9 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     for pack in facts["packs"]:
         lines.append(("kernel pack", f"{pack['path']}: {pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"))
     if not facts["packs"]:
-        lines.append(("kernel pack", "none: kernels are compiled at first use"))
+        lines.append(("kernel pack", "none: kernels come from the cache, or are compiled at first use"))
     kept = facts["cache"]
-    lines.append(("cache", f"{kept['directory']}: {kept['files']} files, {kept['bytes'] / 1e6:.1f} MB"))
+    lines.append(("cache", f"{kept['directory']}: {kept['kernels']} kernels, {kept['bytes'] / 1e6:.1f} MB"))
     return lines
 
 

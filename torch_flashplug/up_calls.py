@@ -9,12 +9,14 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
+from .codegen.provided import Circumstances, Provided
 from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
-    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int),
-    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
+_KERNEL, _NONE, _NOT_YET = range(3)  # enum class Provided of src/flashplug.h
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
@@ -24,27 +26,34 @@ _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 _keep: dict[str, object] = {}  # callbacks that C holds
 
 
-def set_compile(provide: Callable[[str, int], int | str] | None) -> None:
-    """The up-call for kernels outside the packs.
+def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | None) -> None:
+    """Set the up-call for kernels outside the packs.
 
-    provide(name, cc) returns a tvm_ffi function handle that runs on GPUs of that compute capability (90 is 9.0), or a
-    text that says why not; what it raises becomes such a text.
+    Args:
+        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and what the call allows.
+            Returns the kernel, or why there is none, for good if it is a text alone. What provide raises counts as such
+            a text. None takes the up-call away.
     """
     if provide is None:
         lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
         return
 
-    def up_call(name: bytes, cc: int, handle: ctypes._Pointer, error: ctypes._Pointer, error_bytes: int) -> int:
+    def up_call(  # noqa: PLR0913, PLR0917  C's signature
+        name: bytes, cc: int, capturing: int, required: int,
+        function: ctypes._Pointer, handle: ctypes._Pointer, why: ctypes._Pointer, why_bytes: int,
+    ) -> int:  # fmt: skip
         try:
-            answer = provide(name.decode(), cc)
+            answer = provide(name.decode(), cc, Circumstances(bool(capturing), must_wait=bool(required)))
         except BaseException as problem:
             answer = f"{type(problem).__name__}: {problem}"
-        if isinstance(answer, int):
-            handle[0] = answer
-            return 0
-        text = str(answer).encode()[: error_bytes - 1] + b"\0"
-        ctypes.memmove(error, text, len(text))
-        return 1
+        if isinstance(answer, str):
+            answer = Provided(why=answer)
+        if answer.is_there:
+            function[0], handle[0] = answer.function or None, answer.handle or None
+            return _KERNEL
+        text = answer.why.encode()[: why_bytes - 1] + b"\0"
+        ctypes.memmove(why, text, len(text))
+        return _NOT_YET if answer.later else _NONE
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])

@@ -1,11 +1,10 @@
-"""The tool that builds packs takes the sources beside it and compiles what has changed; the kernel cache survives races
-and corruption. No GPU.
-"""
+"""The tool that builds packs takes the sources beside it and compiles what has changed. No GPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import cache, configs
+from torch_flashplug import configs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = configs.specs(90) + configs.specs(80)
@@ -62,7 +61,7 @@ def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
 def test_a_checkout_compiles_its_own_kernels(checkout):
     """The table is read in the first process, kernels are imported by workers: both say where they are from."""
     pytest.importorskip("cutlass")
-    from torch_flashplug.compile import source_fingerprint
+    from torch_flashplug.codegen.fingerprint import source_fingerprint
 
     package = checkout / "torch_flashplug"
     for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py"):
@@ -93,11 +92,11 @@ def test_another_checkouts_sources_are_refused(checkout):
 
 def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
-    from torch_flashplug import compile as compiler
+    from torch_flashplug.codegen import compiler, fingerprint
 
     package = tmp_path / "torch_flashplug"
     shutil.copytree(ROOT / "torch_flashplug", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    monkeypatch.setattr(compiler, "_PACKAGE", package)
+    monkeypatch.setattr(fingerprint, "_PACKAGE", package)
     before = {spec: compiler.key(spec, "sm_90a") for spec in SPECS}
     for changed, hits in (
         ("kernels/bwd_sm80.py", lambda spec: spec.arch == 80 and spec.is_backward),
@@ -119,13 +118,58 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("arguments.py", lambda spec: False),  # likewise
     ):
         original = (package / changed).read_text()
-        (package / changed).write_text(original + "\n# changed\n")
+        (package / changed).write_text(original + "\nCHANGED = 1\n")
         others = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
         assert others == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
-    monkeypatch.setitem(compiler.OF_KIND, "detbwd", compiler.OF_KIND["detbwd"][1:])
+    monkeypatch.setitem(fingerprint.OF_KIND, "detbwd", fingerprint.OF_KIND["detbwd"][1:])
     others = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
     assert others == {"detbwd"}
+
+
+CHANGES = {
+    "comment": ("x = 1\n", "# why\nx = 1  # how\n", False),
+    "blank_lines": ("x = 1\ny = 2\n", "x = 1\n\n\n\ny = (\n    2\n)\n", False),
+    "docstring": ('"""Old."""\ndef f():\n    """Old."""\n    return 1\n', "def f():\n    return 1\n", False),
+    "constant": ("x = 1\n", "x = 2\n", True),
+    "name": ("x = 1\n", "y = 1\n", True),
+    "string": ('x = 1\n"text"\n', 'x = 1\n"another"\n', True),
+    "path_of_import": ("from .a import b\n", "from ..c.a import b\n", False),
+    "imported_name": ("from .a import b as x\n", "from .a import c as x\n", True),
+    "foreign_import": ("from a import b\n", "from c import b\n", True),
+    "default": ("def f(x=1): pass\n", "def f(x=2): pass\n", True),
+    "decorator": ("@a\ndef f(): pass\n", "@b\ndef f(): pass\n", True),
+    "operator": ("x = a + b\n", "x = a - b\n", True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_counts_as_a_change_of_a_source(tmp_path, what):
+    from torch_flashplug.codegen import fingerprint
+
+    old, new, counts = CHANGES[what]
+    paths = [tmp_path / "old.py", tmp_path / "new.py"]
+    for path, text in zip(paths, (old, new), strict=True):
+        path.write_text(text)
+    assert (fingerprint._read(paths[0], 0)[0] != fingerprint._read(paths[1], 0)[0]) is counts
+
+
+def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
+    """Which is why they do not count."""
+    pytest.importorskip("cutlass")
+    name = "decode_sm80_bf16_d64_full_m64n128s2"
+    shutil.copytree(ROOT / "torch_flashplug", tmp_path / "torch_flashplug", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("results"))
+    for path in [*(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"), tmp_path / "torch_flashplug" / "spec.py"]:
+        first, future, rest = path.read_text().partition("from __future__ import annotations\n")
+        path.write_text(f"{first}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
+    objects = {}
+    for tree in (ROOT, tmp_path):
+        command = [sys.executable, tree / "tools" / "aot.py", "--arch", "sm_90a", "--spec", name, "--jobs", "1"]
+        out = tmp_path / "out" / tree.name
+        subprocess.run([*command, "--out", out], check=True, timeout=300, capture_output=True)
+        objects[tree] = {path.name: path.read_bytes() for path in (out / "objects").iterdir() if path.suffix != ".json"}
+    assert objects[ROOT] == objects[tmp_path] and len(objects[ROOT]) == 3
 
 
 ONCE_MORE = """
@@ -200,7 +244,7 @@ for name in sys.argv[2:]:
 def test_sources_of_a_kernel_are_what_it_imports():
     """Read from the files, held against what Python loads."""
     pytest.importorskip("cutlass")
-    from torch_flashplug import compile as compiler
+    from torch_flashplug.codegen import fingerprint
 
     specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
     command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
@@ -209,7 +253,7 @@ def test_sources_of_a_kernel_are_what_it_imports():
     tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in read_before}
     for spec, line in zip(specs, run.stdout.splitlines(), strict=True):
         loaded = {Path(file) for file in line.split() if Path(file).name != "__init__.py"}
-        assert loaded | tables == set(compiler.sources_of(spec)), spec.name()
+        assert loaded | tables == set(fingerprint.sources_of(spec)), spec.name()
 
 
 def test_builds_are_compared_by_their_instructions(tmp_path):
@@ -217,7 +261,9 @@ def test_builds_are_compared_by_their_instructions(tmp_path):
     pytest.importorskip("cutlass")
     objects = ROOT / "build" / "objects"
     names = ("fwd_sm90_bf16_d64_full_m64n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2")
-    one, other = (max(objects.glob(f"{name}-*sm_90a.cubin"), key=lambda path: path.stat().st_mtime) for name in names)
+    one, other = (
+        max(objects.glob(f"{name}-*-sm_90a-*.cubin"), key=lambda path: path.stat().st_mtime) for name in names
+    )
     for folder, source in (("old", one), ("same", one), ("new", other)):
         (tmp_path / folder).mkdir()
         shutil.copy(source, tmp_path / folder / one.name)
@@ -230,67 +276,12 @@ def test_builds_are_compared_by_their_instructions(tmp_path):
     assert changed.returncode == 1 and "1 kernels compared, 1 differ" in changed.stdout
 
 
-# --- the cache
-
-
-def read_checked(path: Path) -> bytes:
-    """A loader that refuses a truncated object."""
-    data = path.read_bytes()
-    if not data.endswith(b"end"):
-        raise OSError(f"{path.name} is truncated")
-    return data
-
-
-def test_cache_builds_once_and_rebuilds_what_is_broken(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-    builds = []
-
-    def build(path: Path) -> None:
-        builds.append(path)
-        path.write_bytes(b"object end")
-
-    assert cache.load_or_build("key", build, read_checked) == b"object end"
-    assert cache.load_or_build("key", build, read_checked) == b"object end"
-    assert len(builds) == 1
-    (tmp_path / "key.o").write_bytes(b"obj")
-    assert cache.load_or_build("key", build, read_checked) == b"object end"
-    assert len(builds) == 2
-
-
-def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-
-    def build(path: Path) -> None:
-        path.write_bytes(b"half")
-        raise RuntimeError("compiler died")
-
-    with pytest.raises(RuntimeError, match="compiler died"):
-        cache.load_or_build("key", build, read_checked)
-    assert not list(tmp_path.glob("*.o"))
-
-
-RACER = """
-import sys, time
-from pathlib import Path
-from torch_flashplug import cache
-def build(path):
-    with open(sys.argv[1], "a") as log: log.write("built\\n")
-    time.sleep(0.5)
-    path.write_bytes(b"object end")
-assert cache.load_or_build("key", build, Path.read_bytes) == b"object end"
-"""
-
-
-def test_racing_processes_build_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path / "cache"))
-    racers = [subprocess.Popen([sys.executable, "-c", RACER, tmp_path / "log"]) for _ in range(3)]
-    assert [racer.wait(timeout=120) for racer in racers] == [0, 0, 0]
-    assert (tmp_path / "log").read_text() == "built\n"
+# --- keys of objects
 
 
 def test_cache_key_follows_the_sources(monkeypatch):
     pytest.importorskip("cutlass")
-    from torch_flashplug import compile as compiler
+    from torch_flashplug.codegen import compiler
 
     spec = SPECS[0]
     before = compiler.key(spec, "sm_90a")
@@ -301,20 +292,27 @@ def test_cache_key_follows_the_sources(monkeypatch):
     assert len({compiler.key(spec, "sm_90a"), slower, before}) == 3
 
 
-def test_jit_provides_a_kernel_outside_the_packs(tmp_path, monkeypatch):
+def test_a_worker_compiles_a_kernel_outside_the_table(tmp_path, monkeypatch):
+    """The whole way at first use, but for the GPU's libraries that the shared object asks for when it is loaded."""
     pytest.importorskip("cutlass")
-    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-    from torch_flashplug import compile as compiler
+    from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
     name = "fwd_sm90_bf16_d64_full_m128n64s2"
     assert name not in {spec.name() for spec in SPECS}
-    handle = compiler.provide(name, "sm_90a")
-    assert handle and compiler.provide(name, "sm_90a") == handle
-    assert [path.name.startswith(name) for path in tmp_path.glob("*.o")] == [True]
+    (job,) = compile_pool.Pool(1).request([jit.job(name, "sm_90a")])
+    path = job.result()
+    assert path.parent == tmp_path and path.suffix == ".so" and job.seconds > 0.5
+    facts = kernel_cache.check(path)
+    assert facts["name"] == name and b"__tvm_ffi_" + name.encode() in path.read_bytes()
 
 
-def test_jit_failure_is_one_clear_sentence():
-    from torch_flashplug import compile as compiler
+def test_a_kernel_that_cannot_be_compiled_says_why_in_one_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("cutlass")
+    from torch_flashplug.codegen import jit
+    from torch_flashplug.codegen.provided import Circumstances
 
-    with pytest.raises(RuntimeError, match=r"m192n256.*shared memory|registers.*tools/aot.py --arch sm_90a --spec"):
-        compiler.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a")
+    monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
+    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", Circumstances())
+    assert not answer.is_there and not answer.later and "\n" not in answer.why
+    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.why)

@@ -43,7 +43,7 @@ def test_every_kernel_of_the_table_is_in_a_pack():
 
 def table_of(report: Path) -> dict[str, dict]:
     """{kernel name: row} of a report by the tool that builds packs, made of today's sources."""
-    from torch_flashplug.compile import source_fingerprint
+    from torch_flashplug.codegen.fingerprint import source_fingerprint
 
     told = json.loads(report.read_text())
     assert told["sources"] == source_fingerprint(), f"{report} is of other sources; run ./tools/dev build"

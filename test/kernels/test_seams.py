@@ -55,7 +55,7 @@ import hashlib, json, pathlib, shutil, sys
 tests, tools, wanted, build = sys.argv[1:]
 sys.path[:0] = tests, tools
 import aot, interpreted, sass, trials
-from torch_flashplug.compile import source_fingerprint
+from torch_flashplug.codegen.fingerprint import source_fingerprint
 store, wanted = aot.Store(pathlib.Path(build) / "objects", "sm_90a"), json.loads(wanted)  # the build's
 made_of = (source_fingerprint(), pathlib.Path(trials.__file__).read_text(), store.path(wanted[0][0]).name)
 folder = pathlib.Path(build) / "interpreted" / f"trials-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"

@@ -41,8 +41,11 @@ def test_a_plugin_that_is_off_fails() -> None:
 
 def test_kernels_need_packs_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "packs", list)
-    assert check.kernels() == check.Line(check.PASS, "kernels", "compiled at first use")
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    assert check.kernels().status == check.PASS and "compiled at first use by CuTe DSL" in check.kernels().text
+    monkeypatch.setattr(check.kernel_cache, "prepare", lambda folder: "Read-only file system")
+    line = check.kernels()
+    assert line.status == check.FAIL and env.CACHE_DIR.name in line.remedy
+    monkeypatch.setattr(check.dsl, "version", lambda: None)
     line = check.kernels()
     assert line.status == check.FAIL and "[jit]" in line.remedy
     monkeypatch.setenv(env.JIT.name, "0")

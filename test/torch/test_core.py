@@ -16,6 +16,7 @@ import torch
 from torch_flashplug import _start, arguments, choices, features, native, ops, rows, up_calls
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.arguments import BACKWARD, DECODE, FORWARD, Argument
+from torch_flashplug.codegen.provided import Circumstances
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.families import BACKENDS, TARGETS
 
@@ -238,12 +239,12 @@ def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[.
 
 
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
-    """No pack and no compiler, under a forced backend: the error names the spec and the command that builds it."""
+    """No pack and no compiler, under a forced backend: the error names the kernel, and what Python says of it."""
     native.clear_packs()
-    up_calls.set_compile(lambda name, cc: "not today")
+    up_calls.set_compile(lambda name, cc, given: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
-        with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today.*tools/aot.py"):
+        with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
             CARRIER(query, query, query)
     finally:
         up_calls.set_compile(_start.provide)
@@ -267,18 +268,18 @@ def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
     native.clear_packs()
     for target in TARGETS:
         native.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    up_calls.set_compile(lambda name, cc: asked.append((name, cc)) or "not today")
+    up_calls.set_compile(lambda name, cc, given: asked.append((name, cc, given)) or "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
             native.set_facts_override(DEVICES[device])
             CARRIER(query, query, query)
-        with pytest.raises(RuntimeError, match=r"fwd_sm80_bf16_d64.*no kernel pack for this GPU.*aot.py --arch sm_90a"):
+        with pytest.raises(RuntimeError, match=r"fwd_sm80_bf16_d64.*no kernel pack for this GPU.*not today"):
             native.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
         up_calls.set_compile(_start.provide)
-    assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90)]
+    assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
 
 
 BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)

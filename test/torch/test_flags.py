@@ -41,7 +41,7 @@ def test_a_count_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> No
         env.RING_MARGIN.count()
 
 
-@pytest.mark.parametrize("flag", [env.ENABLED, env.JIT, env.REPAIR], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [env.ENABLED, env.REPAIR], ids=lambda flag: flag.name)
 @pytest.mark.parametrize(
     ("word", "is_on"),
     [("0", False), ("off", False), ("False", False), ("NO", False), ("1", True), ("On", True), ("true", True),
@@ -53,6 +53,17 @@ def test_switches_understand_the_usual_words(
     monkeypatch.setenv(flag.name, word)
 
     assert flag.is_on() is is_on
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [("", env.WAIT), ("wait", env.WAIT), ("1", env.WAIT), ("ON", env.WAIT), ("Background", env.BACKGROUND),
+     ("0", env.NEVER), ("off", env.NEVER)],
+)  # fmt: skip
+def test_modes_of_compiling_at_first_use(monkeypatch: pytest.MonkeyPatch, word: str, mode: str) -> None:
+    monkeypatch.setenv(env.JIT.name, word)
+
+    assert env.jit_mode() == mode
 
 
 def run_python(code: str, **flags: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Kernels in CuTe DSL. Importing a kernel module needs nvidia-cutlass-dsl; nothing outside compile.py does that."""
+"""Kernels in CuTe DSL. Importing a kernel module needs the DSL; only codegen/compiler.py imports them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,502 @@
+"""Broken caches and installations: `import torch` and calls work in all of them, each gives one clear line, and no
+kernel is loaded that must not be. No GPU: compiled kernels are C functions, and a stand-in for the compiler makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torch_flashplug import env
+from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
+from torch_flashplug.codegen.provided import Circumstances, Provided
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL, TARGET = "decode_sm80_bf16_d64_full_m64n128s2", "sm_90a"
+OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2"
+CALL = Circumstances()
+
+# A worker that takes no compiler: it writes a function for each kernel, as the one below, and notes that it did.
+WORKER = """
+import json, os, sys, time
+sys.path.insert(0, {root!r})
+sys.modules["torch_flashplug"] = package = type(sys)("torch_flashplug")
+package.__path__ = [{package!r}]
+from pathlib import Path
+from torch_flashplug.codegen import host_cpu, kernel_cache
+for line in sys.stdin:
+    request = json.loads(line)
+    with open({log!r}, "a") as log:
+        log.write(request["name"] + "\\n")
+    time.sleep({seconds})
+    {fault}
+    reasons = []
+    for folder in map(Path, request["folders"]):
+        try:
+            code = Path({code!r}).read_bytes()
+            facts = {{"name": request["name"], "seconds": {seconds}, "cpu": sorted(host_cpu.features())}}
+            path = kernel_cache.write(folder, request["key"] + ".so", code, facts)
+            print(json.dumps({{"path": str(path), "seconds": {seconds}}}), flush=True)
+            break
+        except OSError as error:
+            reasons.append(str(error))
+    else:
+        print(json.dumps({{"path": None, "error": "; ".join(reasons), "traceback": ""}}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared object with a host function for each of two kernels."""
+    folder = tmp_path_factory.mktemp("code")
+    functions = "\n".join(f"int __tvm_ffi_{name}(void) {{ return {len(name)}; }}" for name in (KERNEL, OTHER))
+    (folder / "code.c").write_text(functions)
+    compiler = linker.c_compiler()
+    assert compiler is not None
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "code.so", folder / "code.c"], check=True)
+    return folder / "code.so"
+
+
+class Cache:
+    """An empty cache of its own, a second folder, and a worker that is not the real one."""
+
+    def __init__(self, folder: Path, code: Path):
+        self.folder, self.code, self.log = folder / "cache", code, folder / "log"
+        self.worker = folder / "worker.py"
+        self.set_worker()
+
+    def set_worker(self, seconds: float = 0.01, fault: str = "pass") -> None:
+        places = {"root": str(ROOT), "package": str(ROOT / "torch_flashplug"), "log": str(self.log)}
+        self.worker.write_text(WORKER.format(**places, code=str(self.code), seconds=seconds, fault=fault))
+
+    def compiled(self) -> list[str]:
+        return self.log.read_text().split() if self.log.exists() else []
+
+    def put(self, name: str = KERNEL, **facts: object) -> Path:
+        """Write an entry, as a worker does."""
+        kernel_cache.prepare(self.folder)
+        facts = {"name": name, "seconds": 1.0, "cpu": sorted(host_cpu.features())} | facts
+        return kernel_cache.write(self.folder, jit.job(name, TARGET).key + ".so", self.code.read_bytes(), facts)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
+    made = Cache(tmp_path, code)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv(env.CACHE_DIR.name, str(made.folder))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(compile_pool, "WORKER", made.worker)
+    monkeypatch.setattr(compile_pool, "_pool", compile_pool.Pool())
+    monkeypatch.setattr(compile_pool, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(dsl, "version", lambda: "4.8.1+cu13")
+    monkeypatch.setattr(jit, "_loaded", {})
+    jit._fingerprints.cache_clear()
+    kernel_cache._report.cache_clear()
+    yield made
+    jit._fingerprints.cache_clear()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged as a warning."""
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def provide(name: str = KERNEL, given: Circumstances = CALL, **more: object) -> Provided:
+    return jit.provide(name, TARGET, given, **more)
+
+
+# ---- what works ----
+
+
+def test_a_kernel_is_compiled_once_and_then_found(cache, lines):
+    first = provide()
+    jit._loaded.clear()
+    again = provide()
+
+    assert first.function and again.function
+    assert cache.compiled() == [KERNEL]
+    (line,) = lines()
+    assert f"kernel {KERNEL} was compiled at its first use: the call waited" in line and "warmup" in line
+
+
+def test_another_process_loads_it_without_the_compiler(cache):
+    """Within milliseconds, and from a read-only folder."""
+    cache.put()
+    os.chmod(cache.folder, 0o555)
+    program = (
+        "import sys, time, torch_flashplug; from torch_flashplug.codegen import jit;"
+        "from torch_flashplug.codegen.provided import Circumstances; start = time.perf_counter();"
+        f"answer = jit.provide({KERNEL!r}, {TARGET!r}, Circumstances());"
+        "print(bool(answer.function), 'cutlass' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_miss_compiles_the_kernels_that_follow(cache):
+    provide(next_kernels=lambda: [OTHER, KERNEL])
+    (job,) = compile_pool.pool().request([jit.job(OTHER, TARGET)])
+    assert job.result().exists() if job.name in cache.compiled() else jit.find(OTHER, TARGET)
+    assert sorted(cache.compiled()) == sorted([KERNEL, OTHER])
+
+
+def test_other_threads_run_while_a_call_waits(cache):
+    import threading
+
+    cache.set_worker(seconds=0.5)
+    counted = [0]
+    done = threading.Event()
+
+    def count() -> None:
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    provide()
+    done.set()
+    thread.join()
+    assert counted[0] > 50
+
+
+RACER = """
+import sys
+sys.path.insert(0, {root!r})
+sys.modules["torch_flashplug"] = package = type(sys)("torch_flashplug")
+package.__path__ = [{package!r}]
+from pathlib import Path
+from torch_flashplug.codegen import compile_pool, dsl, jit
+from torch_flashplug.codegen.provided import Circumstances
+compile_pool.WORKER = Path({worker!r})
+dsl.version = lambda: "4.8.1+cu13"
+answers = [jit.provide(name, {target!r}, Circumstances(), lambda: {names!r}) for name in {names!r}]
+assert all(answer.function for answer in answers), answers
+"""
+
+
+def test_eight_racing_processes_compile_each_kernel_once(cache):
+    cache.set_worker(seconds=0.3)
+    places = {"root": str(ROOT), "package": str(ROOT / "torch_flashplug"), "worker": str(cache.worker)}
+    program = RACER.format(**places, target=TARGET, names=[KERNEL, OTHER])
+    racers = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(8)]
+    assert [racer.wait(timeout=120) for racer in racers] == [0] * 8
+    assert sorted(cache.compiled()) == sorted([KERNEL, OTHER])
+
+
+# ---- broken entries: each is compiled again, with one line ----
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def _change(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _let_others_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+BROKEN = {
+    "cut_short": (_cut, "cut short"),
+    "empty": (_empty, "cut short"),
+    "changed": (_change, "another content"),
+    "writable_by_others": (_let_others_write, "can be written by other users"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_entry_is_compiled_again(cache, lines, fault):
+    damage, said = BROKEN[fault]
+    damage(cache.put())
+
+    assert provide().function
+
+    assert cache.compiled() == [KERNEL]
+    assert sum(said in line for line in lines()) == 1 and len(lines()) == 2
+
+
+def test_an_entry_of_another_owner_is_not_loaded(cache, lines, monkeypatch):
+    path = cache.put()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(kernel_cache, "distrusted", lambda path, real=kernel_cache.distrusted: real(path))
+    os.chown(path, 54321, -1)
+    os.chown(cache.folder, 12345, -1)
+
+    with pytest.raises(kernel_cache.BrokenEntry, match="belongs to user 54321"):
+        kernel_cache.check(path)
+
+
+def test_a_folder_that_others_can_write_is_not_used(cache, lines):
+    cache.put()
+    cache.folder.chmod(0o777)
+
+    answer = provide()
+
+    assert answer.function and cache.compiled() == [KERNEL]
+    assert str(answer.library._name).startswith(str(cache.folder.parent / "tmp"))
+    assert any("can be written by other users (chmod go-w" in line for line in lines())
+
+
+def test_an_entry_of_another_cpu_is_not_loaded(cache):
+    """Host code with instructions that this CPU lacks would end the process."""
+    cache.put(cpu=["avx10_2"])
+    path = next(cache.folder.glob("*.so"))
+    path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
+    assert jit.find(KERNEL, TARGET) is None
+
+
+def test_an_entry_of_a_lesser_cpu_is_loaded(cache):
+    path = cache.put(cpu=sorted(host_cpu.features())[:1])
+    path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
+    assert provide().function and not cache.compiled()
+
+
+def test_entries_of_older_sources_are_not_loaded(cache, monkeypatch):
+    cache.put()
+    monkeypatch.setattr(jit, "_sources", lambda spec: "0123456789abcdef")
+    assert jit.find(KERNEL, TARGET) is None
+
+
+def test_code_that_does_not_load_leaves_the_call_to_stock(cache):
+    """Its content is right, so that the fault lies in this process; nothing is compiled again and again."""
+    cache.code = ROOT / "README.md"
+    cache.put()
+    answer = provide()
+    assert not answer.is_there and "does not load" in answer.why and not cache.compiled()
+
+
+def test_a_file_system_that_forbids_execution(cache, monkeypatch):
+    import ctypes
+
+    cache.put()
+    real = ctypes.CDLL
+
+    def open_library(name: str) -> ctypes.CDLL:
+        if not name.startswith("/proc/self/fd/"):
+            raise OSError(f"{name}: failed to map segment from shared object: Operation not permitted")
+        return real(name)
+
+    monkeypatch.setattr(kernel_cache.ctypes, "CDLL", open_library)
+    assert provide().function and not cache.compiled()
+
+
+# ---- folders and locks ----
+
+
+def test_a_home_that_cannot_be_written(cache, monkeypatch):
+    """Root may write everywhere, so that a file stands where the folder should be."""
+    cache.folder.parent.mkdir(exist_ok=True)
+    cache.folder.write_text("")
+    assert provide().function
+    assert list((cache.folder.parent / "tmp").glob(f"torch_flashplug-*/{KERNEL}*.so"))
+
+
+def test_no_folder_can_be_written(cache, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "prepare", lambda folder: "Read-only file system")
+    answer = provide()
+    assert not answer.is_there and "no folder for compiled kernels: Read-only file system" in answer.why
+
+
+def test_a_full_disk(cache):
+    """The first folder's: the second one takes the entry. Both: stock serves, and the line says why."""
+    full = "(_ for _ in ()).throw(OSError(28, 'No space left on device'))"
+    cache.set_worker(fault=f"kernel_cache.os.fsync = lambda handle: {full}")
+    answer = provide()
+    assert not answer.is_there and "No space left on device" in answer.why
+    assert not [path for path in cache.folder.iterdir() if path.suffix == ".so" or path.name.startswith(".")]
+
+
+def test_a_worker_that_is_killed_is_started_again(cache):
+    cache.set_worker(
+        fault="os.path.exists('{0}') or (open('{0}', 'w'), os.kill(os.getpid(), 9))".format(
+            cache.worker.parent / "once"
+        )
+    )
+    assert provide().function
+    assert cache.compiled() == [KERNEL, KERNEL]
+
+
+def test_a_worker_that_dies_each_time(cache, lines):
+    cache.set_worker(fault="print('no such compiler', file=sys.stderr); os._exit(3)")
+    answer = provide()
+    assert not answer.is_there and "the compiling process died with status 3 (no such compiler)" in answer.why
+
+
+def test_what_a_killed_writer_left_is_no_entry(cache):
+    kernel_cache.prepare(cache.folder)
+    (cache.folder / ".writing-x").write_bytes(b"half")
+    assert provide().function and cache.compiled() == [KERNEL]
+
+
+@contextlib.contextmanager
+def holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
+    """Another process that holds a lock."""
+    lock = str(folder / f"{key}.lock")
+    program = f"import filelock, time; filelock.FileLock({lock!r}).acquire(); print(1, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    process.stdout.read(1)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_lock_whose_owner_was_killed(cache):
+    kernel_cache.prepare(cache.folder)
+    with holder(cache.folder, jit.job(KERNEL, TARGET).key) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert provide().function
+
+
+def test_a_lock_that_is_stuck(cache, monkeypatch):
+    monkeypatch.setattr(compile_pool, "LOCK_SECONDS", 0.3)
+    kernel_cache.prepare(cache.folder)
+    with holder(cache.folder, jit.job(KERNEL, TARGET).key):
+        assert provide().function
+
+
+def test_a_file_system_without_locks(cache, monkeypatch):
+    import filelock
+
+    def refuse(lock: filelock.FileLock) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert provide().function
+
+
+def test_a_forked_child_compiles_for_itself(cache):
+    provide(OTHER)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if provide().function else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# ---- no compiler, no permission to compile ----
+
+
+def test_no_compiler(cache, monkeypatch):
+    monkeypatch.setattr(dsl, "version", lambda: None)
+    answer = provide()
+    assert not answer.is_there and not answer.later
+    assert "no compiler is installed. pip install 'torch_flashplug[jit]'" in answer.why
+
+
+def test_entries_serve_where_no_compiler_is(cache, monkeypatch):
+    """A container that `warmup --out` filled."""
+    cache.put()
+    monkeypatch.setattr(dsl, "version", lambda: None)
+    assert provide().function
+
+
+def test_compiling_is_forbidden(cache, monkeypatch):
+    monkeypatch.setenv(env.JIT.name, "0")
+    answer = provide()
+    assert not answer.is_there and f"{env.JIT.name}=0 forbids compiling" in answer.why and not cache.compiled()
+    cache.put()
+    assert provide().function
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(cache):
+    answer = provide(given=Circumstances(capturing=True))
+    assert not answer.is_there and answer.later and "python -m torch_flashplug warmup" in answer.why
+    assert not cache.compiled()
+    cache.put()
+    assert provide(given=Circumstances(capturing=True)).function
+
+
+def test_in_the_background_stock_serves_first(cache, monkeypatch):
+    monkeypatch.setenv(env.JIT.name, "background")
+    cache.set_worker(seconds=0.3)
+    answer = provide()
+    assert not answer.is_there and answer.later
+    assert provide(OTHER, given=Circumstances(must_wait=True)).function
+    deadline = time.monotonic() + 20
+    while not (answer := provide()).is_there and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert answer.function and sorted(cache.compiled()) == sorted([KERNEL, OTHER])
+
+
+def test_no_c_compiler_is_needed_to_read_the_cache(cache, monkeypatch):
+    cache.put()
+    monkeypatch.setattr(linker, "c_compiler", lambda: None)
+    assert provide().function
+
+
+def test_an_interrupted_call_is_interrupted_once_it_returns(cache, monkeypatch):
+    def interrupt(job: compile_pool.Job) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_pool.Job, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        answer = provide()
+        assert answer.later
+        time.sleep(5)
+
+
+# ---- installations ----
+
+
+def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a copy of the package without anything that was built."""
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=os.environ | variables
+    )
+
+
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_import_torch_works_where_our_extension_is_missing(tmp_path, variable):
+    program = "import sys; sys.modules['torch_flashplug.library'] = None; import torch; print(torch.ones(1).item())"
+    done = run_python(program, TORCH_FLASHPLUG=variable)
+    assert done.returncode == 0 and done.stdout.strip() == "1.0", done.stderr
+
+
+def test_a_pack_that_is_cut_short_is_named(tmp_path):
+    (tmp_path / "pack.so").write_bytes(b"\x7fELF")
+    program = f"""
+import torch, torch_flashplug
+from torch_flashplug import native, _start
+from torch_flashplug.api import DEVICES
+native.set_facts_override(DEVICES["h100"]); native.set_standin(2); native.clear_packs()
+native.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); native.register_ops("CPU"); native.install(native.CPU_SLOT)
+q = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
+out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+native.uninstall(native.CPU_SLOT)
+torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=0.02, rtol=0)
+"""
+    done = run_python(program, **{env.JIT.name: "0"})
+    assert done.returncode == 0, done.stderr
+    assert "pack.so does not load" in done.stderr and done.stderr.count("stock attention serves") == 1
+
+
+def test_entries_hold_their_facts(cache):
+    path = cache.put(seconds=2.5)
+    assert kernel_cache.check(path)["seconds"] == 2.5
+    assert json.dumps(kernel_cache.check(path))
+
+
+def test_what_nobody_used_is_deleted(cache):
+    old, new = cache.put(KERNEL), cache.put(OTHER)
+    os.utime(old, (0, 0))
+    assert kernel_cache.prune(cache.folder) == [old] and new.exists()

@@ -1,0 +1,271 @@
+"""The workers of this process: kernels that are asked for are compiled in parallel processes that see no GPU.
+
+Each worker thread owns one worker process (worker.py). A thread takes the first kernel that no other process of this
+host compiles, so that ranks which ask for the same kernels share the work. Slots limit the number of kernels that a
+host compiles at once. Kernels and slots are file locks in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import env
+from . import kernel_cache
+
+log = logging.getLogger("torch_flashplug.compile")
+
+WORKER = Path(__file__).with_name("worker.py")
+MAX_WORKERS = 8  # of a process
+MAX_PER_HOST = 64
+POLL_SECONDS = 0.02  # between looks at kernels that another process compiles
+LOCK_SECONDS = 60  # after which a lock counts as stuck, and the kernel is compiled without it
+IDLE_SECONDS = 10  # after which a worker ends
+
+
+class CompileError(RuntimeError):
+    """A kernel that could not be compiled."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One kernel that is asked for.
+
+    Attributes:
+        name: the kernel.
+        target: a key of TARGETS.
+        key: of its entry in the cache.
+        done: set when `path` or `error` is known.
+        seconds: what compilation took in this process's workers; 0 where another process compiled it.
+        tried: when a thread first wanted to compile it (monotonic seconds); infinite before.
+    """
+
+    name: str
+    target: str
+    key: str
+    done: threading.Event = field(default_factory=threading.Event)
+    path: Path | None = None
+    error: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    tried: float = field(default_factory=lambda: math.inf)
+
+    def finish(self, path: Path | None, error: str = "", traceback: str = "", seconds: float = 0.0) -> None:
+        """Make the outcome known to all that wait."""
+        self.path, self.error, self.traceback, self.seconds = path, error, traceback, seconds
+        self.done.set()
+
+    def result(self) -> Path:
+        """Wait for the kernel, and return its entry. Other threads of the process run meanwhile.
+
+        Raises:
+            CompileError: it could not be compiled.
+        """
+        self.done.wait()
+        if self.path is None:
+            raise CompileError(self.error)
+        return self.path
+
+
+class Worker:
+    """A worker process, started at its first kernel."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._errors = None
+        self._target = ""
+
+    def compile(self, job: Job, folders: Sequence[Path]) -> dict[str, object]:
+        """Return the worker's answer, as Job.finish() takes it. A worker that dies is started again once."""
+        request = {"name": job.name, "target": job.target, "key": job.key, "folders": list(map(str, folders))}
+        for _ in range(2):
+            process = self._started(job.target)
+            with contextlib.suppress(OSError, ValueError):
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                if line := process.stdout.readline():
+                    answer = json.loads(line)
+                    return answer | {"path": Path(answer["path"]) if answer["path"] else None}
+            status = self._end()
+        return {"path": None, "error": f"the compiling process died with status {status}"}
+
+    def _started(self, target: str) -> subprocess.Popen[str]:
+        if self._process is not None and self._target != target:
+            self._end()
+        if self._process is None:
+            self._target = target
+            self._errors = tempfile.TemporaryFile()
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+                env=env.for_workers(target), start_new_session=True,
+            )  # fmt: skip
+        return self._process
+
+    def _end(self) -> str:
+        """End the process; return its status and the last line that it wrote to its standard error."""
+        with contextlib.suppress(OSError):  # what the process did not read
+            self._process.stdin.close()
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        self._process.stdout.close()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._errors.close()
+        self._process = None
+        return f"{status} ({lines[-1]})" if lines else str(status)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._end()
+
+
+class Pool:
+    """The kernels that this process waits for or wants soon, and the threads that see to them."""
+
+    def __init__(self, workers: int = 0) -> None:
+        """workers: how many kernels are compiled at once; 0: as many as this process may use CPUs, at most 8."""
+        self._workers = workers or env.compile_workers(MAX_WORKERS)
+        self._condition = threading.Condition()
+        self._waiting: list[Job] = []  # in the order in which they are wanted
+        self._running: dict[str, Job] = {}
+        self._threads = 0
+
+    def request(self, jobs: Sequence[Job], first: bool = False) -> list[Job]:
+        """Ask for kernels; those that were asked for already are not asked for twice.
+
+        Args:
+            jobs: the kernels.
+            first: they are wanted ahead of all that wait.
+
+        Returns:
+            For each kernel the job to wait for.
+        """
+        with self._condition:
+            known = {job.key: job for job in (*self._waiting, *self._running.values())}
+            answers = [known.get(job.key, job) for job in jobs]
+            new = [job for job in answers if job.key not in known]
+            if first:
+                asked = {job.key for job in answers}
+                others = [job for job in self._waiting if job.key not in asked]
+                self._waiting = [job for job in answers if job.key not in self._running] + others
+            else:
+                self._waiting += new
+            for _ in range(min(self._workers, len(self._waiting) + len(self._running)) - self._threads):
+                self._threads += 1
+                threading.Thread(target=self._serve, name="flashplug-compile", daemon=True).start()
+            self._condition.notify_all()
+        return answers
+
+    def _serve(self) -> None:
+        """A thread: compile kernels until none was wanted for a while."""
+        worker = Worker()
+        folders, reasons = _folders()
+        for folder in folders:
+            kernel_cache.prune(folder)
+        try:
+            while (candidates := self._candidates()) is not None:
+                if not folders:
+                    for job in candidates:
+                        self._finish_at_once(job, f"no folder for compiled kernels: {'; '.join(reasons)}")
+                elif not any(self._try(job, worker, folders) for job in candidates):
+                    time.sleep(POLL_SECONDS)
+        finally:
+            worker.close()
+
+    def _candidates(self) -> list[Job] | None:
+        """Return the kernels that wait, at least one; None if the thread is to end."""
+        with self._condition:
+            if self._condition.wait_for(lambda: self._waiting, IDLE_SECONDS):
+                return list(self._waiting)
+            self._threads -= 1
+            return None
+
+    def _finish_at_once(self, job: Job, error: str) -> None:
+        if self._take(job):
+            job.finish(None, error)
+            self._release(job)
+
+    def _try(self, job: Job, worker: Worker, folders: Sequence[Path]) -> bool:
+        """See to one kernel; False if another process or thread does, or if the host is busy."""
+        job.tried = min(job.tried, time.monotonic())
+        with contextlib.ExitStack() as locks:
+            if not (self._is_stuck(job) or self._lock(locks, folders[0], job.key)) or not self._take(job):
+                return False
+            try:
+                if entry := kernel_cache.find(job.key):
+                    job.finish(entry.path)
+                elif self._is_stuck(job) or self._lock(locks, folders[0], *_slots()):
+                    job.finish(**worker.compile(job, folders))
+                else:
+                    with self._condition:
+                        self._waiting.insert(0, job)
+                    return False
+            except BaseException as error:  # whoever waits for the kernel must not wait for ever
+                job.finish(None, f"{type(error).__name__}: {error}")
+            finally:
+                self._release(job)
+        return True
+
+    def _lock(self, locks: contextlib.ExitStack, folder: Path, *keys: str) -> bool:
+        """Take the first of these locks that is free; False if none is."""
+        return any(locks.enter_context(kernel_cache.locked(folder, key)) for key in keys)
+
+    def _is_stuck(self, job: Job) -> bool:
+        """Whether the kernel waits for so long that locks of others no longer count."""
+        return time.monotonic() - job.tried > LOCK_SECONDS
+
+    def _take(self, job: Job) -> bool:
+        """Make a kernel this thread's; False if another thread was faster."""
+        with self._condition:
+            if job not in self._waiting:
+                return False
+            self._waiting.remove(job)
+            self._running[job.key] = job
+            return True
+
+    def _release(self, job: Job) -> None:
+        with self._condition:
+            self._running.pop(job.key, None)
+
+
+def _slots() -> list[str]:
+    """Return the names of the locks that limit how many kernels a host compiles at once."""
+    return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
+
+
+def _folders() -> tuple[list[Path], list[str]]:
+    """Return the folders that entries can be written to, and why not to the others."""
+    answers = {folder: kernel_cache.prepare(folder) for folder in kernel_cache.folders()}
+    return [folder for folder, reason in answers.items() if not reason], [r for r in answers.values() if r]
+
+
+_pool = Pool()
+
+
+def pool() -> Pool:
+    """Return the pool of this process."""
+    return _pool
+
+
+def _renew() -> None:
+    """A forked child has none of the threads, and locks may be held by them."""
+    global _pool  # noqa: PLW0603
+    _pool = Pool()
+
+
+os.register_at_fork(after_in_child=_renew)

@@ -1,0 +1,185 @@
+"""Kernels at their first use: from the disk cache, else compiled now by worker processes.
+
+A miss asks for the kernels that the same model will want next, too. The call waits for its own kernel alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from .. import env
+from ..families import TARGETS
+from ..spec import KernelSpec
+from . import compile_pool, compiler, dsl, fingerprint, host_cpu, kernel_cache
+from .provided import Circumstances, Provided
+
+log = logging.getLogger("torch_flashplug.compile")
+
+WARM_UP = "python -m torch_flashplug warmup"
+_loaded: dict[tuple[str, str], Provided] = {}  # kernel and target -> what C++ holds for as long as the process lives
+
+
+def provide(
+    name: str, target: str, given: Circumstances, next_kernels: Callable[[], Iterable[str]] = tuple
+) -> Provided:
+    """Return a kernel: loaded before, from the disk cache, or compiled now.
+
+    Args:
+        name: of a KernelSpec.
+        target: a key of TARGETS.
+        given: what the call allows.
+        next_kernels: names the kernels that the same model will want next; asked at a miss alone.
+
+    Returns:
+        The kernel, or why there is none. Nothing is raised for kernels that cannot be had.
+    """
+    if (name, target) not in _loaded:
+        try:
+            answer = _look_up(name, target) or _compile(name, target, given, next_kernels)
+        except KeyboardInterrupt:
+            # C++ has called us, so that the exception cannot reach the user from here.
+            threading.Timer(0.05, _thread.interrupt_main).start()
+            return Provided(why="interrupted", later=True)
+        if not answer.is_there:
+            return answer
+        _loaded[name, target] = answer
+    return _loaded[name, target]
+
+
+def find(name: str, target: str) -> kernel_cache.Entry | None:
+    """Return the entry of a kernel that this CPU can run; None if the cache has none.
+
+    An entry of another CPU serves if this CPU has all features of that one. Without a compiler here, an entry of any
+    version of the compiler serves.
+    """
+    mine, version = _key_of_sources(name, target), dsl.version()
+    if version is not None and (entry := kernel_cache.find(_entry_key(name, target))):
+        return entry
+    entries = kernel_cache.find_like(f"{mine}-*-{version}.*" if version else f"{mine}-*")
+    return next((entry for entry in entries if host_cpu.features().issuperset(entry.facts["cpu"])), None)
+
+
+def is_current(path: Path) -> bool:
+    """Whether an entry was made of the sources that are installed."""
+    name, _, rest = path.stem.partition("-")
+    try:
+        return any(f"{name}-{rest}".startswith(f"{_key_of_sources(name, target)}-") for target in TARGETS)
+    except (ValueError, KeyError):  # a kernel that there is no more
+        return False
+
+
+def _key_of_sources(name: str, target: str) -> str:
+    spec = KernelSpec.from_name(name)
+    return compiler.key_without_compiler(spec, target, _sources(spec))
+
+
+def _entry_key(name: str, target: str) -> str:
+    return f"{_key_of_sources(name, target)}-{host_cpu.tag()}-{dsl.version()}"
+
+
+def job(name: str, target: str) -> compile_pool.Job:
+    """Return the job of compiling a kernel."""
+    return compile_pool.Job(name, target, _entry_key(name, target))
+
+
+# ---- look up ----
+
+
+def _look_up(name: str, target: str) -> Provided | None:
+    entry = find(name, target)
+    return _load(name, entry.path) if entry else None
+
+
+def _load(name: str, path: Path) -> Provided:
+    try:
+        if path.suffix == kernel_cache.SHARED:
+            library = kernel_cache.load(path)
+            function = ctypes.cast(library[f"__tvm_ffi_{name}"], ctypes.c_void_p).value
+            return Provided(function=function or 0, library=library)
+        dsl.make_importable()
+        import cutlass.cute as cute
+
+        module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+        return Provided(handle=module[name].__chandle__(), library=(module, module[name]))
+    except Exception as error:
+        return Provided(why=f"its compiled code does not load: {error}")
+
+
+_MEMO = "sources-{}.json"
+
+
+def _sources(spec: KernelSpec) -> str:
+    """Return the fingerprint of a kernel's sources.
+
+    Parsing a kernel's sources takes 0.2 s, so that the cache keeps fingerprints, by a hash of the bytes of all sources.
+    """
+    known = _fingerprints()
+    if spec.name() not in known:
+        known[spec.name()] = fingerprint.fingerprint(spec)
+        _write_memo(json.dumps(known).encode())
+    return known[spec.name()]
+
+
+@functools.cache
+def _memo() -> str:
+    return _MEMO.format(fingerprint.raw_fingerprint())
+
+
+@functools.cache
+def _fingerprints() -> dict[str, str]:
+    for folder in kernel_cache.folders():
+        try:
+            if not kernel_cache.distrusted(folder / _memo()) and not kernel_cache.distrusted(folder):
+                return dict(json.loads((folder / _memo()).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            continue
+    return {}
+
+
+def _write_memo(text: bytes) -> None:
+    for folder in kernel_cache.folders():
+        with contextlib.suppress(OSError):
+            if not kernel_cache.prepare(folder):
+                kernel_cache.write_atomically(folder, _memo(), text)
+                return
+
+
+# ---- compile ----
+
+
+def _compile(name: str, target: str, given: Circumstances, next_kernels: Callable[[], Iterable[str]]) -> Provided:
+    mode = env.jit_mode()
+    if mode == env.NEVER:
+        return Provided(why=f"{env.JIT.name}=0 forbids compiling. Unset it, or run `{WARM_UP}`")
+    if dsl.version() is None:
+        return Provided(why=f"no compiler is installed. {dsl.INSTALL}, or run `{WARM_UP} --out DIR` on another machine")
+    if given.capturing:
+        why = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once before"
+        return Provided(why=why, later=True)
+    start = time.monotonic()
+    pool = compile_pool.pool()
+    (mine,) = pool.request([job(name, target)], first=True)
+    pool.request(
+        [job(other, target) for other in dict.fromkeys(next_kernels()) if other != name and not find(other, target)]
+    )
+    if mode == env.BACKGROUND and not given.must_wait and not mine.done.is_set():
+        return Provided(why="it is being compiled in the background", later=True)
+    try:
+        path = mine.result()
+    except compile_pool.CompileError as error:
+        log.debug("%s", mine.traceback)
+        return Provided(why=f"it could not be compiled: {error}")
+    seconds = time.monotonic() - start
+    how = "was compiled" if mine.seconds else "was compiled by another process"
+    log.warning("torch_flashplug: kernel %s %s at its first use: the call waited %.1f s. `%s` compiles ahead of calls",
+                name, how, seconds, WARM_UP)  # fmt: skip
+    return _load(name, path)

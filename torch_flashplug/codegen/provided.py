@@ -1,0 +1,42 @@
+"""The question for a kernel that no pack holds, and its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """The answer to a call whose kernel is in no pack.
+
+    Attributes:
+        function: the address of the kernel's host function, or 0.
+        handle: a TVM-FFI function object that the compiler loaded, or 0.
+        why: why there is no kernel.
+        later: whether the answer may be another one at a later call.
+        library: what must stay loaded.
+    """
+
+    function: int = 0
+    handle: int = 0
+    why: str = ""
+    later: bool = False
+    library: object = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a kernel."""
+        return bool(self.function or self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a call that asks for a kernel allows.
+
+    Attributes:
+        capturing: the call is recorded in a CUDA graph; nothing is compiled.
+        must_wait: stock cannot serve the call in the meantime with the same result.
+    """
+
+    capturing: bool = False
+    must_wait: bool = False

@@ -1,0 +1,84 @@
+"""A process that compiles kernels for another one: `python worker.py`.
+
+The process reads one line of JSON for each kernel from its standard input, answers each with one line on its standard
+output, and ends at the end of the input. It imports neither torch nor the package's __init__, sees no GPU, and imports
+the compiler at the first kernel. Only files pass from it to the process that asked.
+
+A request has the keys `name`, `target`, `key` and `folders`: the entry is written to the first folder that takes it. An
+answer has `path` and `seconds`, or the path null, `error` and `traceback`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import types
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def import_package_without_torch() -> None:
+    """Make the modules of the package importable without its __init__, which imports torch."""
+    package = types.ModuleType(PACKAGE.name)
+    package.__path__ = [str(PACKAGE)]
+    sys.modules[PACKAGE.name] = package
+    sys.path[0] = str(PACKAGE.parent)  # instead of this file's folder
+    from torch_flashplug import env
+
+    env.extend_path_of_worker()
+
+
+def compile_kernel(request: dict) -> dict[str, object]:
+    """Compile one kernel and write its entry.
+
+    Raises:
+        OSError: none of the folders can be written.
+        ValueError, RuntimeError: the kernel does not compile or does not link.
+    """
+    from torch_flashplug.codegen import compiler, host_cpu, kernel_cache, linker
+    from torch_flashplug.spec import KernelSpec
+
+    start = time.perf_counter()
+    compiled = compiler.compile_spec(KernelSpec.from_name(request["name"]), request["target"])
+    with tempfile.TemporaryDirectory() as scratch:
+        code, suffix = Path(scratch) / "kernel.o", kernel_cache.OBJECT
+        compiled.export(code)
+        if linker.c_compiler() is not None:
+            suffix = kernel_cache.SHARED
+            linker.link([code], Path(scratch) / "kernel.so")
+            code = Path(scratch) / "kernel.so"
+        seconds = round(time.perf_counter() - start, 2)
+        facts = {"name": request["name"], "seconds": seconds, "cpu": sorted(host_cpu.features())}
+        reasons = []
+        for folder in map(Path, request["folders"]):
+            try:
+                path = kernel_cache.write(folder, request["key"] + suffix, code.read_bytes(), facts)
+                return {"path": str(path), "seconds": seconds}
+            except OSError as error:
+                reasons.append(f"{folder}: {error.strerror or error}")
+        raise OSError(f"the kernel cache cannot be written ({'; '.join(reasons)})")
+
+
+def answer_to(request: dict) -> dict[str, object]:
+    """Compile a kernel, or say why it cannot be compiled."""
+    try:
+        return compile_kernel(request)
+    except BaseException as error:
+        return {"path": None, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what the compiler prints must not be read as an answer
+    import_package_without_torch()
+    for line in sys.stdin:
+        answers.write(json.dumps(answer_to(json.loads(line))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

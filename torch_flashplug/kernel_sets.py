@@ -1,0 +1,142 @@
+"""Which kernels a model asks for: the dispatcher's answers for the calls that the model makes.
+
+The dispatcher says within 50 us and without a GPU which kernel serves a call, so that a grid of lengths and batches
+takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import configs, native
+from .elements import WHOLE
+from .rows import DTYPE_IDS
+from .spec import KernelSpec
+
+Call = Mapping[str, float]  # facts of a call, as native.plan() takes them
+
+LENGTHS = (16, 17, 64, 100, 128, 200, 256, 300, 384, 512, 700, 1024, 1500, 2048, 3000, 4096, 6000, 8192, 16384, 32768,
+           65536, 131072)  # fmt: skip
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+MAX_TOKENS = 1 << 21  # of a batch; larger ones fit no GPU
+HEADS = ((32, 8), (32, 32), (16, 16), (12, 12), (64, 8))  # query and KV heads of models, where nothing is known of them
+FEW_ROWS = (1, 2, 8)  # query rows of decode calls
+DROPOUT = 0.1
+PLANNED = frozenset({"causal", "mask", "bias", "bias32", "dropout"})  # features that F.sdpa's calls bring
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One kind of attention layer, as far as kernels depend on it.
+
+    Attributes:
+        heads: (query heads, KV heads) of its calls; several where calls differ.
+        dims: head dims of query and key, and of value.
+        dtype: "bf16" or "fp16".
+        features: for each kind of call the features that it brings, such as {"causal"} or {"mask"}.
+        decodes: whether calls of one and of few query rows follow, without a mask and with one.
+        training: whether gradients are wanted.
+        bias_grad: whether gradients of a bias are wanted, too.
+        deterministic: whether gradients are deterministic.
+        max_length: the longest sequence.
+    """
+
+    heads: Sequence[tuple[int, int]]
+    dims: tuple[int, int]
+    dtype: str = "bf16"
+    features: Sequence[frozenset[str]] = field(default=(frozenset({"causal"}), frozenset({"mask"})))
+    decodes: bool = True
+    training: bool = False
+    bias_grad: bool = False
+    deterministic: bool = False
+    max_length: int = LENGTHS[-1]
+
+    def calls(self) -> Iterator[Call]:
+        """Yield the calls, the most usual ones first."""
+        lengths = [length for length in LENGTHS if length <= self.max_length] or [self.max_length]
+        prefills = [(rows, rows, wanted) for wanted in self.features for rows in lengths]
+        few = itertools.product(FEW_ROWS, lengths, (frozenset(), frozenset({"mask"})))
+        decodes = [(rows, keys, wanted) for rows, keys, wanted in few if rows <= keys] if self.decodes else []
+        operand = DTYPE_IDS[self.dtype]
+        names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
+        for (rows, keys, wanted), (q_heads, kv_heads), batch in itertools.product(
+            prefills + decodes, self.heads, BATCHES
+        ):
+            if batch * keys <= MAX_TOKENS:
+                call = dict(zip(names, (batch, q_heads, kv_heads, rows, keys, *self.dims), strict=True))
+                call |= dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), operand) | dict.fromkeys(wanted, 1)
+                call |= {"dropout_p": DROPOUT} if "dropout" in wanted else {}
+                if self.training and rows == keys:
+                    call |= {"grad": 1, "deterministic": self.deterministic}
+                    call |= {"bias_grad": 1} if self.bias_grad and not wanted.isdisjoint({"bias", "bias32"}) else {}
+                yield call
+
+
+_KERNEL = re.compile(r"\b[a-z]+_sm\d+_\w[\w+]*")
+
+
+def kernels_of(calls: Iterable[Call], facts: Mapping[str, int], mode: int = 0) -> list[str]:
+    """Return the names of the kernels that serve these calls on a GPU, forward and backward, in order of first use.
+
+    Args:
+        calls: facts of calls.
+        facts: of the GPU, as native.device_facts() or api.DEVICES have them.
+        mode: a word of sdpa_backend; 0 is auto.
+    """
+    names: dict[str, None] = {}
+    for call in calls:
+        plan = native.plan(call, facts, mode)
+        names |= dict.fromkeys(_KERNEL.findall(f"{plan['kernel']} {plan['gradients']}"))
+    return list(names)
+
+
+def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, deterministic: bool) -> list[str]:
+    """Return the kernels that a model is expected to ask for soon, given one that it asks for now.
+
+    Args:
+        spec: the kernel that is asked for.
+        facts: of the GPU.
+        training: whether gradients may be wanted.
+        deterministic: whether they are to be deterministic.
+    """
+    if not spec.features <= PLANNED or spec.dtype not in WHOLE:
+        return _alike(spec, training)
+    is_plain = spec.features <= {"causal", "mask"}
+    is_decoder = is_plain and (spec.is_decode or bool(spec.features))
+    model = Attention(
+        HEADS,
+        (spec.d, spec.dv),
+        spec.dtype,
+        (frozenset({"causal"}), frozenset({"mask"})) if is_decoder else (spec.features,),
+        decodes=is_decoder and not training,
+        training=training,
+        bias_grad=spec.kind == "dbias",
+        deterministic=deterministic,
+    )
+    return kernels_of(model.calls(), facts)
+
+
+def _alike(spec: KernelSpec, training: bool) -> list[str]:
+    """Return the kernels of attention() with the same dims, element and features."""
+    specs = (other for row in configs.KERNEL_ROWS if row.arch == spec.arch for other in row.specs())
+    return [
+        other.name()
+        for other in specs
+        if (other.d, other.dv, other.dtype, other.features) == (spec.d, spec.dv, spec.dtype, spec.features)
+        and (training or not other.is_backward)
+    ]
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of kernels in a text, such as a log of plans, in order of first appearance."""
+    names = []
+    for name in dict.fromkeys(_KERNEL.findall(text)):
+        try:
+            KernelSpec.from_name(name)
+        except (ValueError, KeyError):
+            continue
+        names.append(name)
+    return names

@@ -1,0 +1,224 @@
+"""The `warmup` verb: compile the kernels of a model ahead of its first call.
+
+Warming up needs no GPU. Kernels that the cache has are not compiled again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import _start, api, configs, env, inventory, kernel_sets, model_config, native, what_if
+from .codegen import compile_pool, compiler, dsl, jit, kernel_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the kernels that were asked for.
+
+    Attributes:
+        compiled: names of kernels that were compiled now.
+        known: how many the packs or the cache had.
+        failed: names of kernels that could not be compiled, and why.
+        seconds: from the first kernel to the last.
+    """
+
+    compiled: tuple[str, ...]
+    known: int
+    failed: dict[str, str]
+    seconds: float
+
+
+def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: object) -> list[str]:
+    """Return the kernels that models ask for, by their configurations.
+
+    Args:
+        paths: config.json files, or folders of models.
+        facts: of the GPU.
+        wanted: as model_config.attentions() takes it.
+
+    Raises:
+        ValueError: a file is no configuration of a model with attention.
+    """
+    _start.load()
+    layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
+    return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts)))
+
+
+def kernels_of_shapes(
+    calls: Iterable[Sequence[tuple[int, ...]]], mask: tuple[int, ...] | None = None, **wanted: object
+) -> list[str]:
+    """Return the kernels of calls that are given by their shapes.
+
+    Args:
+        calls: of each call the shapes of query, key and perhaps value, each (batch, heads, length, head dim).
+        mask: the shape of attn_mask, or None.
+        wanted: as what_if.plan() takes it.
+
+    Raises:
+        ValueError: a call has another number of shapes.
+    """
+    names = []
+    for shapes in calls:
+        if len(shapes) not in (2, 3):
+            raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}")
+        plan = what_if.plan(what_if.Shapes(shapes[0], shapes[1], shapes[-1], mask), **wanted)
+        names += kernel_sets.names_in(f"{plan.kernel} {plan.gradients}")
+    return names
+
+
+def kernels_of_logs(files: Iterable[Path]) -> list[str]:
+    """Return the kernels that logs name.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    names = []
+    for file in files:
+        try:
+            names += kernel_sets.names_in(file.read_text(errors="replace"))
+        except OSError as error:
+            raise ValueError(f"--from-log must be a file that can be read, but {file} gave: {error.strerror}") from None
+    return names
+
+
+def facts_of(device: str) -> dict[str, int]:
+    """Return the facts of a GPU.
+
+    Args:
+        device: a key of api.DEVICES; empty: this machine's GPU, else an H100.
+
+    Raises:
+        ValueError: the device is unknown.
+    """
+    if not device and torch.cuda.is_available():
+        _start.load()
+        return native.device_facts()
+    if (device or "h100") not in api.DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}")
+    return api.DEVICES[device or "h100"]
+
+
+def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
+    """Return the kernels that the cache has not.
+
+    Args:
+        names: of kernels.
+        target: a key of TARGETS.
+        packs: whether kernels of installed packs are left out.
+    """
+    files = {pack.file for pack in configs.PACKS if pack.target == target}
+    installed = [pack for pack in inventory.packs() if Path(str(pack["path"])).name in files] if packs else []
+    packed = {name for pack in installed for name in pack["kernels"]}
+    return [name for name in names if name not in packed and jit.find(name, target) is None]
+
+
+def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = True) -> Outcome:
+    """Compile the kernels that are missing, and show the progress on standard error.
+
+    Args:
+        names: of kernels.
+        cc: the compute capability of the GPU; 90 is 9.0.
+        workers: how many are compiled at once; 0: as many as CPUs, at most 8.
+        packs: whether kernels of installed packs count as there.
+
+    Raises:
+        ValueError: no compiler is installed, or no folder can be written.
+    """
+    target = compiler.target_of(cc)
+    wanted = missing(names, target, packs)
+    if not wanted:
+        return Outcome((), len(names), {}, 0.0)
+    if dsl.version() is None:
+        raise ValueError(f"no compiler is installed. {dsl.INSTALL}")
+    if not any(kernel_cache.prepare(folder) == "" for folder in kernel_cache.folders()):
+        raise ValueError("; ".join(map(kernel_cache.prepare, kernel_cache.folders())))
+    start = time.monotonic()
+    pool = compile_pool.Pool(workers)
+    jobs = pool.request([jit.job(name, target) for name in wanted])
+    bar = _Bar(len(jobs))
+    failed: dict[str, str] = {}
+    waiting = list(jobs)
+    while waiting:
+        for job in [job for job in waiting if job.done.is_set()]:
+            waiting.remove(job)
+            if job.path is None:
+                failed[job.name] = job.error
+            bar.step(job.name, job.error)
+        bar.show()
+        time.sleep(0.1)
+    bar.end()
+    compiled = tuple(job.name for job in jobs if job.path is not None)
+    return Outcome(compiled, len(names) - len(wanted), failed, time.monotonic() - start)
+
+
+class _Bar:
+    """A progress bar on a terminal; elsewhere a line for each kernel."""
+
+    _WIDTH = 30
+
+    def __init__(self, total: int):
+        self._total, self._done, self._start = total, 0, time.monotonic()
+        self._on_terminal = sys.stderr.isatty()
+
+    def step(self, name: str, error: str) -> None:
+        self._done += 1
+        if error or not self._on_terminal:
+            clear = "\r\033[K" if self._on_terminal else ""
+            outcome = f"failed: {error}" if error else "compiled"
+            print(
+                f"{clear}[{self._done}/{self._total}] {name} {outcome}, {self._seconds():.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def show(self) -> None:
+        if self._on_terminal:
+            filled = self._WIDTH * self._done // self._total
+            left = (
+                f", about {self._seconds() / self._done * (self._total - self._done):.0f} s left" if self._done else ""
+            )
+            text = f"[{'#' * filled}{' ' * (self._WIDTH - filled)}] {self._done} of {self._total} kernels"
+            print(f"\r\033[K{text}, {self._seconds():.0f} s{left}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._on_terminal:
+            print(file=sys.stderr)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+def use_folder(folder: Path) -> None:
+    """Make a folder the cache of this process and its workers.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    env.set_cache_dir(str(folder.resolve()))
+    if reason := kernel_cache.prepare(folder):
+        raise ValueError(f"--out must be a folder that can be written, but got {folder}: {reason}")
+
+
+def prune() -> int:
+    """Delete what the cache has of other versions of the kernels, and return how many entries that were."""
+    outdated = [entry.path for entry in kernel_cache.find_like("*") if not jit.is_current(entry.path)]
+    for path in outdated:
+        path.unlink(missing_ok=True)
+    return len(outdated)
+
+
+def report(outcome: Outcome) -> str:
+    """Return the outcome in a sentence."""
+    folder = os.fspath(kernel_cache.chosen_folder())
+    failed = f", {len(outcome.failed)} failed" if outcome.failed else ""
+    return (
+        f"{len(outcome.compiled)} kernels compiled in {outcome.seconds:.1f} s, {outcome.known} were there{failed}. "
+        f"Cache: {folder}"
+    )
