@@ -1,30 +1,47 @@
-"""scikit-build-core as the build backend, but for one thing: a build in isolation, which would fetch a second torch and
-build against that one, ends at once with the command that is right.
+"""The build backend: scikit-build-core, which builds against the torch of the environment that is installed into.
+
+_C uses torch's stable ABI, so that its headers are enough. A build in isolation finds the torch of the environment
+around it (tools/find_dependencies.py); it cannot compile kernel packs, because the compiler is not in its own environment.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import sys
+from pathlib import Path
 
 from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403
 
-COMMANDS = """torch_flashplug is built against the torch that is installed, and here none is. Build without isolation:
-  pip install torch apache-tvm-ffi "nvidia-cutlass-dsl[cu13]" scikit-build-core cmake ninja
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import find_dependencies  # noqa: E402
+
+NO_TORCH = """torch_flashplug is built against the torch that is installed, and none is installed here. Install torch first:
+  pip install torch
+  pip install .
+Where the build tool makes an environment of its own (uv, build), build without isolation:
+  pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi
   pip install --no-build-isolation ."""
+NO_COMPILER = """FLASHPLUG_PACKS asks for kernels to be compiled now, which a build in isolation cannot do. Build without it:
+  pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi nvidia-cutlass-dsl-libs-cu13
+  FLASHPLUG_PACKS=... pip install --no-build-isolation ."""
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
-    _end_isolation()
-    return _build.get_requires_for_build_wheel(config_settings)
+    """Return what the build needs besides torch. Ends the process where torch is missing."""
+    return _requires(_build.get_requires_for_build_wheel(config_settings))
 
 
 def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
-    _end_isolation()
-    return _build.get_requires_for_build_editable(config_settings)
+    """Return what the build needs besides torch. Ends the process where torch is missing."""
+    return _requires(_build.get_requires_for_build_editable(config_settings))
 
 
-def _end_isolation() -> None:
-    if importlib.util.find_spec("torch") is None:
-        sys.exit(COMMANDS)
+def _requires(names: list[str]) -> list[str]:
+    absent = find_dependencies.missing()
+    if "torch" in absent:
+        sys.exit(NO_TORCH)
+    if os.environ.get("FLASHPLUG_PACKS"):
+        sys.exit(NO_COMPILER)
+    return [*names, *absent]

@@ -1,0 +1,37 @@
+"""What _C is built against: the folders of torch and of apache-tvm-ffi's headers, for CMakeLists.txt and build_backend.py.
+
+Nothing is imported. In a build that pip isolates, the packages of the environment that pip installs into are found, too:
+the interpreter is that environment's, and only its search path is another one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+MODULES = {"torch": "torch", "apache-tvm-ffi": "tvm_ffi"}  # distribution -> module
+
+
+def folder_of(module: str) -> Path | None:
+    """Return the folder of an installed package, or None."""
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin:
+        return Path(spec.origin).parent
+    places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
+    return next((Path(place) / module for place in places if (Path(place) / module / "__init__.py").is_file()), None)
+
+
+def missing() -> list[str]:
+    """Return the distributions that are not installed."""
+    return [name for name, module in MODULES.items() if folder_of(module) is None]
+
+
+if __name__ == "__main__":
+    if absent := missing():
+        print("missing", *absent, end="")
+    else:
+        print(folder_of("torch"), folder_of("tvm_ffi") / "include", sep=";", end="")
+    sys.exit(0)
