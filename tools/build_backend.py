@@ -1,7 +1,7 @@
 """The build backend: scikit-build-core, which builds against the torch of the environment that is installed into.
 
 _C uses torch's stable ABI, so that its headers are enough. A build in isolation finds the torch of the environment
-around it (tools/find_dependencies.py); it cannot compile kernel packs, because the compiler is not in its own environment.
+around it (tools/find_dependencies.py). It cannot compile kernel packs, because it does not have the compiler.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import find_dependencies  # noqa: E402
 
-NO_TORCH = """torch_flashplug is built against the torch that is installed, and none is installed here. Install torch first:
+NO_TORCH = """torch_flashplug is built against the torch that is installed, and here is none. Install torch first:
   pip install torch
   pip install .
 Where the build tool makes an environment of its own (uv, build), build without isolation:
   pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi
   pip install --no-build-isolation ."""
-NO_COMPILER = """FLASHPLUG_PACKS asks for kernels to be compiled now, which a build in isolation cannot do. Build without it:
+NO_COMPILER = """FLASHPLUG_PACKS asks for kernels to be compiled now, which isolated builds cannot do. Build without it:
   pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi nvidia-cutlass-dsl-libs-cu13
   FLASHPLUG_PACKS=... pip install --no-build-isolation ."""
 

@@ -23,7 +23,7 @@ LENGTHS = (16, 17, 64, 100, 128, 200, 256, 300, 384, 512, 700, 1024, 1500, 2048,
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_TOKENS = 1 << 21  # of a batch; larger ones fit no GPU
 HEADS = ((32, 8), (32, 32), (16, 16), (12, 12), (64, 8))  # query and KV heads of models, where nothing is known of them
-FEW_ROWS = (1, 2, 8)  # query rows of decode calls
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 100, 128)  # query rows of decode calls, and of short prompts behind a cache
 DROPOUT = 0.1
 PLANNED = frozenset({"causal", "mask", "bias", "bias32", "dropout"})  # features that F.sdpa's calls bring
 
@@ -38,6 +38,7 @@ class Attention:
         dtype: "bf16" or "fp16".
         features: for each kind of call the features that it brings, such as {"causal"} or {"mask"}.
         decodes: whether calls of one and of few query rows follow, without a mask and with one.
+        cross_attention: whether decoders attend to an encoder, too.
         training: whether gradients are wanted.
         bias_grad: whether gradients of a bias are wanted, too.
         deterministic: whether gradients are deterministic.
@@ -49,6 +50,7 @@ class Attention:
     dtype: str = "bf16"
     features: Sequence[frozenset[str]] = field(default=(frozenset({"causal"}), frozenset({"mask"})))
     decodes: bool = True
+    cross_attention: bool = False
     training: bool = False
     bias_grad: bool = False
     deterministic: bool = False
@@ -58,8 +60,9 @@ class Attention:
         """Yield the calls, the most usual ones first."""
         lengths = [length for length in LENGTHS if length <= self.max_length] or [self.max_length]
         prefills = [(rows, rows, wanted) for wanted in self.features for rows in lengths]
-        few = itertools.product(FEW_ROWS, lengths, (frozenset(), frozenset({"mask"})))
-        decodes = [(rows, keys, wanted) for rows, keys, wanted in few if rows <= keys] if self.decodes else []
+        few = itertools.product(FEW_ROWS if self.decodes else (), lengths, (frozenset(), frozenset({"mask"})))
+        # Several rows behind a cache see different keys, which takes a mask; those that attend to an encoder do not.
+        decodes = [x for x in few if x[0] <= x[1] and (x[0] == 1 or x[2] or self.cross_attention)]
         operand = DTYPE_IDS[self.dtype]
         names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
         for (rows, keys, wanted), (q_heads, kv_heads), batch in itertools.product(

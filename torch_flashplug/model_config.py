@@ -127,6 +127,7 @@ def _layers(config: Config, dtype: str, training: bool, deterministic: bool) -> 
             dtype,
             tuple(features),
             decodes=decoder and not training,
+            cross_attention=bool(config.get("is_encoder_decoder")),
             training=training,
             bias_grad="relative_attention_num_buckets" in config,
             deterministic=deterministic,
