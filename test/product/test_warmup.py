@@ -291,6 +291,6 @@ def test_a_miss_names_the_kernels_of_the_same_model():
     inference = kernel_sets.following(spec, H100, training=False, deterministic=False)
     training = kernel_sets.following(spec, H100, training=True, deterministic=True)
     assert {KernelSpec.from_name(name).kind for name in inference} == {"fwd", "decode"}
-    assert {KernelSpec.from_name(name).kind for name in training} == {"fwd", "detbwd", "partbwd"} and len(inference) < 10
+    assert {KernelSpec.from_name(name).kind for name in training} == {"fwd", "detbwd", "partbwd"}
     window = KernelSpec.from_name("fwd_sm90_bf16_d128_window_m128n128s2")
     assert spec.name() not in kernel_sets.following(window, H100, training=True, deterministic=False)
