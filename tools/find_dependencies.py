@@ -1,4 +1,4 @@
-"""What _C is built against: the folders of torch and of apache-tvm-ffi's headers. CMakeLists.txt and build_backend.py ask.
+"""Where torch and the headers of apache-tvm-ffi are, against which _C is built. CMake and build_backend.py ask.
 
 Nothing is imported. In a build that pip isolates, the packages of the environment that pip installs into are found,
 too: the interpreter is that environment's, and only its search path is another one.
