@@ -209,7 +209,7 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   Kernel* kernels[2] = {};
   for (int i = 0; i < 2; ++i) {
     if (planned[i] < 0) continue;
-    kernels[i] = find_kernel(planned[i], device_index, false);
+    kernels[i] = find_kernel(planned[i], device_index, kTraining);
     if (kernels[i] == nullptr) return false;
   }
   TensorClass query;

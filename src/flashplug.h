@@ -320,20 +320,25 @@ struct Kernel {
 // The kernel pack of a target of families.py ("sm_90a"); an empty path: it is not installed.
 void load_pack(const char* path, const char* target);
 void clear_packs();
-// The kernel of a row of the table, found on first use. Where there is none: null after one warning, or, if `required`,
-// an error with the way out.
-Kernel* find_kernel(int row, int device_index, bool required);
+// What a call that looks for a kernel allows and wants; bits, as Python reads them (torch_flashplug/up_calls.py).
+enum Circumstances : int {
+  kCapturing = 1,  // the call is recorded in a CUDA graph: nothing is compiled
+  kRequired = 2,   // stock must not serve the call
+  kTraining = 4,   // gradients are wanted: backward kernels follow
+};
+// The kernel of a row of the table, found at its first use. Without one: null after one warning, or an error if the
+// kernel is required. circumstances: kRequired and kTraining.
+Kernel* find_kernel(int row, int device_index, int circumstances);
 // An earlier search for such a device failed; the router then leaves such calls to stock.
 bool kernel_missing(int row, const DeviceFacts& device);
 int64_t missing_changes();  // goes up with every change of its answers
 void forget_kernels();
 void expect_kernels(size_t rows);  // so many rows of the table may be looked up; before calls run
-// Asked for a kernel that no pack holds. capturing: the call is recorded in a CUDA graph. required: stock must
-// not serve the call. Fills `function`, the address of the kernel's host function, or `self`, a TVM-FFI function
-// object; or else `why`. Returns one of Provided.
+// Asked for a kernel that no pack holds. Fills `function`, the address of the kernel's host function, or `self`, a
+// TVM-FFI function object, or else `why`. Returns one of Provided.
 enum class Provided : int { kKernel, kNone, kNotYet };
-using CompileCallback = int (*)(const char* name, int cc, int capturing, int required, void** function, void** self,
-                                char* why, int why_bytes);
+using CompileCallback = int (*)(const char* name, int cc, int circumstances, void** function, void** self, char* why,
+                                int why_bytes);
 void set_compile_callback(CompileCallback callback);
 
 // ---- 5. launch.cpp (arguments.h), counters.cpp ----

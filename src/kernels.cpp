@@ -87,8 +87,8 @@ KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std
 }
 
 // Asks Python. `later`: the answer may be another one at a later call.
-KernelCall compile(const std::string& name, const DeviceFacts& device, bool capturing, bool required, void** self,
-                   std::string* why, bool* later) {
+KernelCall compile(const std::string& name, const DeviceFacts& device, int circumstances, void** self, std::string* why,
+                   bool* later) {
   CompileCallback callback = registry().compile.load(std::memory_order_acquire);
   if (callback == nullptr) {
     *why += "; no compiler is installed";
@@ -96,8 +96,8 @@ KernelCall compile(const std::string& name, const DeviceFacts& device, bool capt
   }
   void* function = nullptr;
   char reason[1024] = "";
-  const auto answer = static_cast<Provided>(
-      callback(name.c_str(), device.cc, capturing, required, &function, self, reason, sizeof reason));
+  const auto answer =
+      static_cast<Provided>(callback(name.c_str(), device.cc, circumstances, &function, self, reason, sizeof reason));
   *later = answer == Provided::kNotYet;
   if (answer != Provided::kKernel || (function == nullptr && *self == nullptr)) {
     *why += std::string("; ") + reason;
@@ -107,7 +107,7 @@ KernelCall compile(const std::string& name, const DeviceFacts& device, bool capt
                              : reinterpret_cast<FunctionObject*>(*self)->safe_call;
 }
 
-Kernel* search(Entry& entry, const std::string& name, int device_index, bool required) {
+Kernel* search(Entry& entry, const std::string& name, int device_index, int circumstances) {
   const DeviceFacts device = device_facts(device_index);
   std::string why;
   void* self = nullptr;
@@ -115,10 +115,10 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, bool req
   if (call == nullptr) {
     const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
     bool later = false;
-    call = compile(name, device, capturing, required, &self, &why, &later);
+    call = compile(name, device, circumstances | (capturing ? kCapturing : 0), &self, &why, &later);
     if (call == nullptr) {
       const std::string text = "torch_flashplug: kernel " + name + " is not available (" + why + ")";
-      if (required) throw std::runtime_error(text);
+      if ((circumstances & kRequired) != 0) throw std::runtime_error(text);
       if (!later && !entry.missing.exchange(true)) registry().changes.fetch_add(1, std::memory_order_relaxed);
       if ((!later || capturing) && !entry.warned.exchange(true))
         log_warning(text + "; stock attention serves " + (later ? "this call" : "these calls"));
@@ -135,11 +135,11 @@ Kernel* search(Entry& entry, const std::string& name, int device_index, bool req
 
 }  // namespace
 
-Kernel* find_kernel(int row, int device_index, bool required) {
+Kernel* find_kernel(int row, int device_index, int circumstances) {
   Entry& entry = entry_of(row, device_facts(device_index));
   if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
-  if (!required && entry.missing.load(std::memory_order_relaxed)) return nullptr;
-  return search(entry, tables().kernels[row].name, device_index, required);
+  if ((circumstances & kRequired) == 0 && entry.missing.load(std::memory_order_relaxed)) return nullptr;
+  return search(entry, tables().kernels[row].name, device_index, circumstances);
 }
 
 bool kernel_missing(int row, const DeviceFacts& device) {

@@ -134,8 +134,9 @@ PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan&
   int rows[2] = {plan.ours() ? plan.kernel_row : -1, backward.ours() ? backward.kernel_row : -1};
   Kernel* kernels[2] = {};
   for (int i = 0; i < 2; ++i) {
-    const bool required = i == 0 && call.mode.forces_kernels();
-    if (takes_lists(rows[i])) kernels[i] = find_kernel(rows[i], query.device_index, required);
+    const int required = i == 0 && call.mode.forces_kernels() ? kRequired : 0;
+    const int training = backward.ours() ? kTraining : 0;
+    if (takes_lists(rows[i])) kernels[i] = find_kernel(rows[i], query.device_index, required | training);
     if (kernels[i] == nullptr) rows[i] = -1;
     if (rows[0] < 0) return {placeholder(call, aoti_torch_dtype_int32()), 0};
   }

@@ -73,7 +73,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     count(Path::kOursForward);
     return true;
   }
-  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, given.mode.forces_kernels());
+  const int circumstances = (given.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
+  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
   const ReadCall read = as_kernels_read(given, p);
   const ForwardCall& call = read.call;

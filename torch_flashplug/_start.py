@@ -26,6 +26,7 @@ from . import (
     tracing,
     up_calls,
 )
+from .codegen import compiler, jit
 from .codegen.provided import Circumstances, Provided
 from .families import BACKENDS
 from .spec import KernelSpec
@@ -51,22 +52,17 @@ def _process_precision() -> int:
 def provide(name: str, cc: int, given: Circumstances) -> Provided:
     """Return a kernel that no pack holds: from the disk cache, or compiled now.
 
-    Modules of the compiler are imported here, because calls whose kernels lie in packs need none of them.
-
     Args:
         name: of a KernelSpec.
         cc: the compute capability of the GPU; 90 is 9.0.
         given: what the call allows.
     """
-    from .codegen import compiler, jit
-
     spec = KernelSpec.from_name(name)
     # Stock's result of these calls is another one: other dropout masks, another order of sums, a backward whose
     # forward was ours.
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
-    training = torch.is_grad_enabled() or spec.is_backward
-    following = functools.partial(kernel_sets.following, spec, native.device_facts(), training, deterministic)
+    following = functools.partial(kernel_sets.following, spec, native.device_facts(), given.training, deterministic)
     return jit.provide(name, compiler.target_of(cc), given, following)
 
 

@@ -22,7 +22,9 @@ LENGTHS = (16, 17, 64, 100, 128, 200, 256, 300, 384, 512, 700, 1024, 1500, 2048,
            65536, 131072)  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 MAX_TOKENS = 1 << 21  # of a batch; larger ones fit no GPU
-HEADS = ((32, 8), (32, 32), (16, 16), (12, 12), (64, 8))  # query and KV heads of models, where nothing is known of them
+# Guesses, where no more than a kernel is known of a model. They are made while a call waits, so that they are few.
+GUESSED_HEADS = ((32, 8), (16, 16))
+GUESSED_BATCHES = (1, 4, 32)
 FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 100, 128)  # query rows of decode calls, and of short prompts behind a cache
 DROPOUT = 0.1
 PLANNED = frozenset({"causal", "mask", "bias", "bias32", "dropout"})  # features that F.sdpa's calls bring
@@ -43,6 +45,7 @@ class Attention:
         bias_grad: whether gradients of a bias are wanted, too.
         deterministic: whether gradients are deterministic.
         max_length: the longest sequence.
+        batches: numbers of sequences that are computed at once.
     """
 
     heads: Sequence[tuple[int, int]]
@@ -55,6 +58,7 @@ class Attention:
     bias_grad: bool = False
     deterministic: bool = False
     max_length: int = LENGTHS[-1]
+    batches: Sequence[int] = BATCHES
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls, the most usual ones first."""
@@ -66,7 +70,7 @@ class Attention:
         operand = DTYPE_IDS[self.dtype]
         names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
         for (rows, keys, wanted), (q_heads, kv_heads), batch in itertools.product(
-            prefills + decodes, self.heads, BATCHES
+            prefills + decodes, self.heads, self.batches
         ):
             if batch * keys <= MAX_TOKENS:
                 call = dict(zip(names, (batch, q_heads, kv_heads, rows, keys, *self.dims), strict=True))
@@ -110,7 +114,7 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
     is_plain = spec.features <= {"causal", "mask"}
     is_decoder = is_plain and (spec.is_decode or bool(spec.features))
     model = Attention(
-        HEADS,
+        GUESSED_HEADS,
         (spec.d, spec.dv),
         spec.dtype,
         (frozenset({"causal"}), frozenset({"mask"})) if is_decoder else (spec.features,),
@@ -118,6 +122,7 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
         training=training,
         bias_grad=spec.kind == "dbias",
         deterministic=deterministic,
+        batches=GUESSED_BATCHES,
     )
     return kernels_of(model.calls(), facts)
 

@@ -13,10 +13,11 @@ from .codegen.provided import Circumstances, Provided
 from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
-    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
 _KERNEL, _NONE, _NOT_YET = range(3)  # enum class Provided of src/flashplug.h
+_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # enum Circumstances there
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
@@ -38,12 +39,18 @@ def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | N
         lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
         return
 
-    def up_call(  # noqa: PLR0913, PLR0917  C's signature
-        name: bytes, cc: int, capturing: int, required: int,
-        function: ctypes._Pointer, handle: ctypes._Pointer, why: ctypes._Pointer, why_bytes: int,
-    ) -> int:  # fmt: skip
+    def up_call(
+        name: bytes,
+        cc: int,
+        bits: int,
+        function: ctypes._Pointer,
+        handle: ctypes._Pointer,
+        why: ctypes._Pointer,
+        why_bytes: int,
+    ) -> int:
+        given = Circumstances(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
         try:
-            answer = provide(name.decode(), cc, Circumstances(bool(capturing), must_wait=bool(required)))
+            answer = provide(name.decode(), cc, given)
         except BaseException as problem:
             answer = f"{type(problem).__name__}: {problem}"
         if isinstance(answer, str):

@@ -36,7 +36,9 @@ class Circumstances:
     Attributes:
         capturing: the call is recorded in a CUDA graph; nothing is compiled.
         must_wait: stock cannot serve the call in the meantime with the same result.
+        training: gradients are wanted, so that kernels of the backward follow.
     """
 
     capturing: bool = False
     must_wait: bool = False
+    training: bool = False

@@ -56,6 +56,9 @@ def compile_kernel(request: dict) -> dict[str, object]:
         facts = {"name": request["name"], "seconds": seconds, "cpu": sorted(host_cpu.features())}
         reasons = []
         for folder in map(Path, request["folders"]):
+            if reason := kernel_cache.prepare(folder):  # it may have been deleted since
+                reasons.append(f"{folder}: {reason}")
+                continue
             try:
                 path = kernel_cache.write(folder, request["key"] + suffix, code.read_bytes(), facts)
                 return {"path": str(path), "seconds": seconds}
