@@ -159,6 +159,7 @@ constexpr int kAttributeMajor = 75;
 constexpr int kAttributeMinor = 76;
 constexpr int kAttributeSmemOptin = 97;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr int kFirstCaptureError = 900, kLastCaptureError = 908;  // CUDA_ERROR_STREAM_CAPTURE_...
 constexpr unsigned kStreamNonBlocking = 1;  // not ordered with the legacy stream, which a capture may forbid
 
 constexpr int kLogFatal = 3;
@@ -257,9 +258,12 @@ void* current_cuda_stream(int device_index) {
 }
 
 bool stream_is_capturing(void* stream) {
+  if (driver().is_capturing == nullptr) return false;
   int status = 0;
-  // A failure means that the question itself is forbidden now, which only a capture does.
-  return driver().is_capturing != nullptr && (driver().is_capturing(stream, &status) != 0 || status != 0);
+  const int error = driver().is_capturing(stream, &status);
+  // A capture can forbid the question itself. Other errors tell nothing of captures: threads of autograd that have not
+  // touched the GPU yet have no context, for example.
+  return error == 0 ? status != 0 : error >= kFirstCaptureError && error <= kLastCaptureError;
 }
 
 RelaxedCapture::RelaxedCapture() {

@@ -174,28 +174,35 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
 
 ONCE_MORE = """
 import sys
+if sys.argv[2] == "worker":
+    sys.modules.update(dict.fromkeys(("torch", "jax", "numpy")))
 sys.path.insert(0, sys.argv[1])
 import aot, cutlass.cute as cute
 from pathlib import Path
 plain = cute.compile
+if sys.argv[2] == "worker":
+    from torch_flashplug.codegen import worker
+    assert not set(worker.NEEDLESS) & {name for name, module in sys.modules.items() if module}
 if sys.argv[2] == "engine":
     cute.compile = lambda *given, no_jit_engine, **more: plain(*given, **more)
 aot.compile_one(sys.argv[3], aot.Store(Path(sys.argv[4]), "sm_90a", counts=sys.argv[2] == "engine"))
 """
 
 
-def test_an_engine_changes_no_byte(tmp_path):
-    """Kernels are compiled without the engine that would run them in the compiling process; counts are kept apart."""
+def test_an_engine_and_other_packages_change_no_byte(tmp_path):
+    """Kernels are compiled without the engine that would run them in the compiling process, and at first use without
+    packages that the compiler can do without. Counts are kept apart.
+    """
     pytest.importorskip("cutlass")
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     files, rows = {}, {}
-    for how in ("engine", "none"):
+    for how in ("engine", "none", "worker"):
         command = [sys.executable, "-c", ONCE_MORE, ROOT / "tools", how, name, tmp_path / how]
         (tmp_path / how).mkdir()
         subprocess.run(command, check=True, timeout=300, env=os.environ | {"CUTE_DSL_ARCH": "sm_90a"})
         files[how] = {path.suffix: path.read_bytes() for path in (tmp_path / how).iterdir() if path.suffix != ".json"}
         rows[how] = json.loads(next((tmp_path / how).glob("*.json")).read_text())
-    assert set(files["none"]) == {".o", ".cubin", ".ptx"} and files["none"] == files["engine"]
+    assert set(files["none"]) == {".o", ".cubin", ".ptx"} and files["none"] == files["engine"] == files["worker"]
     assert rows["none"]["registers"] == rows["engine"]["registers"] > 0
 
 

@@ -107,7 +107,7 @@ class Worker:
             self._target = target
             self._errors = tempfile.TemporaryFile()
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER)],
+                [sys.executable, "-S", str(WORKER)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
                 env=env.for_workers(target), start_new_session=True,
             )  # fmt: skip
