@@ -1,5 +1,5 @@
 """README and docs: every command exists and takes the options shown, the Python examples run on a CPU, what they name
-is there, and README is short.
+is there, and README is short and links all pages.
 """
 
 from __future__ import annotations
@@ -149,6 +149,11 @@ def test_python_examples_run(page):
         pytest.importorskip("transformers")
     done = run(sys.executable, "-c", RUN_EXAMPLES, str(page))
     assert done.returncode == 0, done.stderr
+
+
+def test_readme_links_every_page():
+    linked = set(re.findall(r"\]\((docs/[\w.]+)\)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
 
 
 def test_the_calls_that_support_page_explains_on_a_hopper_gpu_are_ours():
