@@ -4,6 +4,7 @@ is there, and README is short and links all pages.
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import shlex
@@ -149,6 +150,13 @@ def test_python_examples_run(page):
         pytest.importorskip("transformers")
     done = run(sys.executable, "-c", RUN_EXAMPLES, str(page))
     assert done.returncode == 0, done.stderr
+
+
+def test_examples_that_are_not_run_are_python():
+    examples = [code for page in PAGES for code in blocks_of(page, "py")]
+    assert examples
+    for code in examples:
+        ast.parse(code)
 
 
 def test_readme_links_every_page():
