@@ -78,7 +78,7 @@ JIT = Flag(
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
-    "stub: torch's choice function; composite: a Python kernel (Plan B)",
+    "stub: torch's choice function; composite: a Python kernel instead, the fallback",
     traced=True,
     values=("stub", "composite"),
 )

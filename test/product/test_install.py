@@ -1,4 +1,6 @@
-"""What the build says where a package is missing, and which versions the package asks for."""
+"""What the build says where a package is missing, which versions the package asks for, and docs/install.md beside the
+code.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from torch_flashplug import __main__, configs
+from torch_flashplug.codegen import compile_pool, kernel_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(sys.executable).parent  # of the development set
@@ -55,3 +60,38 @@ def test_pages_name_every_package_that_running_takes() -> None:
     assert len(wanted) == len(listed.split(","))
     assert not [name for name, _ in wanted if name not in told]
     assert f"apache-tvm-ffi ({dict(wanted)['apache-tvm-ffi']} or later" in told
+
+
+PAGE = " ".join((ROOT / "docs" / "install.md").read_text().split())
+
+
+def test_the_install_page_names_every_option_of_warmup() -> None:
+    (verbs,) = (action.choices for action in __main__._parser()._actions if action.dest == "verb")
+    options = {option for action in verbs["warmup"]._actions for option in action.option_strings} - {"-h", "--help"}
+
+    assert not [option for option in options if not re.search(rf"`{option}[` ]", PAGE)]
+
+
+def test_numbers_of_the_install_page_are_those_of_the_code() -> None:
+    assert f"not used for {kernel_cache.UNUSED_DAYS} days" in PAGE
+    assert f"held for {compile_pool.LOCK_SECONDS} s counts as stuck" in PAGE
+    assert f"as many as CPUs, at most {compile_pool.MAX_WORKERS} |" in PAGE
+    assert compile_pool.MAX_WORKERS == 8 and "may use CPUs, at most eight" in PAGE
+
+
+def test_packs_that_the_install_page_names_exist() -> None:
+    named = re.search(r'such as `"([\w;]+)"`', PAGE)[1].split(";")
+    tiers = re.findall(r"set\(PACKS_OF_TIER_(\w+) ", (ROOT / "CMakeLists.txt").read_text())
+
+    assert set(named) <= {pack.name for pack in configs.PACKS}
+    assert not [tier for tier in tiers if f"| `{tier}` |" not in PAGE]
+
+
+def test_versions_of_the_install_page_are_those_of_the_package() -> None:
+    build, requirements = ((ROOT / name).read_text() for name in ("pyproject.toml", "tools/requirements.txt"))
+    pinned = re.search(r"^torch==([\d.]+)", requirements, re.M)[1]
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', build)[1]
+
+    assert f"| Python | {oldest} or later" in PAGE
+    assert re.search(rf"\| [\d., ]*{re.escape(pinned)}[\d., ]* \| [\d.]+ \|", PAGE)
+    assert re.search(r'^jit = \["([\w-]+)', build, re.M)[1] in PAGE

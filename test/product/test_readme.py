@@ -1,9 +1,10 @@
-"""README and docs: every command exists and takes the options shown, the Python example runs, what they name is there,
-and README is short.
+"""README and docs: every command exists and takes the options shown, the Python examples run on a CPU, what they name
+is there, and README is short and links all pages.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import shlex
@@ -21,12 +22,14 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LINES, COLUMNS = 200, 120
 
 
-def blocks(language: str) -> list[str]:
-    return [found for page in PAGES for found in re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S)]
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S)
 
 
-COMMANDS = sorted({line for block in blocks("bash") for line in block.splitlines() if line.strip()})
+BASH = [block for page in PAGES for block in blocks_of(page, "bash")]
+COMMANDS = sorted({line for block in BASH for line in block.splitlines() if line.strip()})
 TOOLS = ("tools/bench.py", "tools/report.py", "tools/programs.py", "tools/fuzz.py")
+VERBS = ("torch_flashplug demo", "torch_flashplug warmup")
 
 
 def test_readme_is_short():
@@ -94,7 +97,7 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if "torch_flashplug explain" in line or "torch_flashplug info" in line]
+    "line", [line for line in COMMANDS if re.search("torch_flashplug (explain|info|.*--list)", line)]
 )
 def test_command_runs(line):
     done = run(sys.executable, *without_assignments(line)[1:])
@@ -103,7 +106,7 @@ def test_command_runs(line):
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, "torch_flashplug demo"))]
+    "line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))]
 )
 def test_command_takes_its_options(line):
     words = without_assignments(line)
@@ -122,6 +125,7 @@ def test_every_command_is_one_we_know():
     known = (
         "./tools/dev ",
         "pip install ",
+        "pip uninstall ",
         "python -m torch_flashplug ",
         "python -m pytest ",
         *(f"python {tool} " for tool in TOOLS),
@@ -130,10 +134,34 @@ def test_every_command_is_one_we_know():
     assert not unknown
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_example_runs(code):
-    done = run(sys.executable, "-c", code)
+RUN_EXAMPLES = """
+import re, sys
+for number, code in enumerate(re.findall(r"```python\\n(.*?)```", open(sys.argv[1]).read(), flags=re.S)):
+    exec(compile(code, f"<example {number} of {sys.argv[1]}>", "exec"), {"__name__": "example"})
+    import torch_flashplug
+    torch_flashplug.enable()
+"""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=lambda page: page.name)
+def test_python_examples_run(page):
+    """All examples of a page in one process, each with names of its own."""
+    if "transformers" in page.read_text():
+        pytest.importorskip("transformers")
+    done = run(sys.executable, "-c", RUN_EXAMPLES, str(page))
     assert done.returncode == 0, done.stderr
+
+
+def test_examples_that_are_not_run_are_python():
+    examples = [code for page in PAGES for code in blocks_of(page, "py")]
+    assert examples
+    for code in examples:
+        ast.parse(code)
+
+
+def test_readme_links_every_page():
+    linked = set(re.findall(r"\]\((docs/[\w.]+)\)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
 
 
 def test_the_calls_that_support_page_explains_on_a_hopper_gpu_are_ours():

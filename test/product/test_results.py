@@ -327,8 +327,8 @@ def test_readmes_table_and_losses():
     assert (worst["mask"], worst["s"], worst["best_peer"]) == ("full", 16384, "fa4")
     text = " ".join((ROOT / "README.md").read_text().split())
     assert (
-        f"D 128 is at {geometric_mean(over_best(backward)):.2f} of the best peer in the mean, "
-        f"{worst['ratio']:.2f} full at 16k (FA4)" in text
+        f"the D 128 backward averages {geometric_mean(over_best(backward)):.2f} x the best peer; "
+        f"the worst case is {worst['ratio']:.2f} (FA4, full, 16k)" in text
     )
 
 

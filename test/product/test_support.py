@@ -131,6 +131,14 @@ def test_the_page_says_what_is(sentence: str) -> None:
     assert answers and [said for said, _ in answers] == [claimed for _, claimed in answers]
 
 
+@pytest.mark.parametrize("cc", [100, 120])
+def test_blackwell_is_stock_in_auto_and_fa2_by_opting_in(cc: int) -> None:
+    assert "**10.x, 12.x (Blackwell)**" in PAGE
+    facts = DEVICES["l4"] | {"cc": cc}
+
+    assert [native.plan(long(128), facts, mode)["backend"] for mode in (AUTO, FA2)] == ["stock", "fa2"]
+
+
 def test_numbers_of_the_gate_are_the_tables() -> None:
     assert f"Sq x Hq / Hkv up to {choices.GATE.rows}," in PAGE
     assert f"{choices.GATE.rows + 1} to {choices.GATE.wide_rows} where packing should be faster" in PAGE

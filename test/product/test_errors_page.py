@@ -1,0 +1,127 @@
+"""docs/errors.md: each message on the page is one of the sources, and messages that users meet are on the page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from torch_flashplug import features
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "torch_flashplug"
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+MESSAGES = re.findall(r"^- `([^`]+)`:", PAGE, re.M)
+MOST_BETWEEN = 300  # characters of C++ between two pieces of one message
+# Modules whose errors users meet: what these raise stands on the page.
+RAISING = (
+    *("attention", "operands", "sequences", "plans", "listed", "block_masks", "flash_attn", "cached", "windowed"),
+    *("paged", "ops", "api", "explained", "explained_varlen", "recipes", "env", "library", "warmup", "model_config"),
+    *("codegen/jit", "codegen/dsl", "codegen/linker", "codegen/kernel_cache", "codegen/worker"),
+    *("integrations/int8_cache", "integrations/context_parallel", "integrations/ring", "integrations/vmap"),
+)
+# Only made of what differs from call to call, and of texts that stand on the page themselves.
+WITHOUT_WORDS = {"attention: {}{}", "{}: {} is {}; {}", "{}: {}", "item assignment: {}"}
+
+
+def regex_of(message: str) -> str:
+    """Return what finds a message of the page; `...` stands for anything."""
+    return ".*?".join(re.escape(piece) for piece in message.split("..."))
+
+
+def text_of(node: ast.AST) -> str | None:
+    """Return the text of a string of Python with {} in the place of values; None of any other node."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[\d.]*[sdf]", "{}", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return None
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module}.py").read_text())
+
+
+@cache
+def python_texts() -> str:
+    """Return all strings of the package and the build backend, a line each."""
+    trees = [ast.parse(path.read_text()) for path in (*PACKAGE.rglob("*.py"), ROOT / "tools" / "build_backend.py")]
+    texts = (text_of(node) for tree in trees for node in ast.walk(tree))
+    return "\n".join(line for text in texts if text for line in text.split("\n"))
+
+
+@cache
+def other_texts() -> str:
+    """Return C++ and CMake with strings that continue on the next line put together."""
+    files = sorted((ROOT / "src").rglob("*.cpp")) + [ROOT / "CMakeLists.txt"]
+    return "\n".join(re.sub(r'"\s*\n\s*"', "", path.read_text()) for path in files)
+
+
+def is_on_the_page(text: str) -> bool:
+    return any(re.search(regex_of(message), text, re.DOTALL) for message in MESSAGES)
+
+
+def raised() -> Iterator[tuple[str, str]]:
+    """Yield the module and the text of each error that is raised with words of its own."""
+    for module in RAISING:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                text = text_of(node.exc.args[0])
+                if text is not None and text not in WITHOUT_WORDS:
+                    yield module, text
+
+
+def returned(module: str, *functions: str) -> Iterator[str]:
+    """Yield the texts that functions return."""
+    for function in ast.walk(tree_of(module)):
+        if isinstance(function, ast.FunctionDef) and function.name in functions:
+            texts = (text_of(node.value) for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
+            yield from filter(None, texts)
+
+
+def test_the_page_has_messages() -> None:
+    assert len(MESSAGES) > 150
+    assert len(MESSAGES) == len(re.findall(r"^- `", PAGE, re.M)) - 1  # one is Python's own
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_the_page_occurs_in_the_sources(message: str) -> None:
+    between = regex_of(message).replace(".*?", f".{{0,{MOST_BETWEEN}}}?")
+
+    assert re.search(regex_of(message), python_texts()) or re.search(between, other_texts(), re.DOTALL)
+
+
+def test_what_python_raises_is_on_the_page() -> None:
+    texts = list(raised())
+
+    assert len(texts) > 80
+    assert not [(module, text) for module, text in texts if not is_on_the_page(text)]
+
+
+def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
+    source = re.sub(r'"\s*\n\s*"', "", (ROOT / "src" / "plan" / "text.cpp").read_text())
+    cases = re.findall(r"case Why::(k\w+):\n(.*?)(?=\n    case Why|\n  \}\n)", source, re.DOTALL)
+    spoken = {name: code for name, code in cases if '"' in code}
+
+    assert len(spoken) > 20
+    assert not [name for name, code in spoken.items() if not is_on_the_page(code)]
+    assert not [feature.name for feature in features.FEATURES if not is_on_the_page(feature.words)]
+
+
+def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:
+    texts = list(returned("problem", "outside_dispatcher", "misfit"))
+
+    assert len(texts) > 12
+    texts.remove("{}; stock attention takes or rejects it")  # a reason of misfit() and an end
+    assert not [text for text in texts if not is_on_the_page(text)]
+
+
+def test_reasons_for_missing_kernels_are_on_the_page() -> None:
+    calls = [node for node in ast.walk(tree_of("codegen/jit")) if isinstance(node, ast.Call)]
+    whys = [text_of(word.value) for call in calls for word in call.keywords if word.arg == "why"]
+
+    assert not [why for why in whys if why not in (None, "interrupted") and not is_on_the_page(why)]
