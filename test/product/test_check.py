@@ -153,6 +153,15 @@ def test_a_missing_compiler_is_named(missing: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.interpreted
+def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
+    with torch_flashplug.sdpa_backend("stock"):
+        # The mode of a block counts on GPUs alone, but explain() asks for an H100.
+        line = check.interpreted_kernel()
+
+    assert line.status == check.SKIP and "mode stock" in line.text
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize("enabled", [True, False])
 def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
     q = torch.randn(1, 2, 64, 64).bfloat16()
