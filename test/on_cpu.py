@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start, configs, library, native, up_calls
-from torch_flashplug.api import DEVICES
+from torch_flashplug import configs, interpreted, library, native
 from torch_flashplug.codegen.provided import Circumstances
 from torch_flashplug.configs import Pack
 from torch_flashplug.testing import Case, load_pack
@@ -84,28 +83,9 @@ def seed(file: Path, number: int) -> None:
 def kernels(order: int = 0) -> Iterator[None]:
     """F.sdpa on CPU tensors runs them, as on an H100. order: as seed() takes it."""
     file = pack()
-    native.set_facts_override(DEVICES["h100"])
-    native.set_standin(2)
-    native.clear_packs()
-    native.load_pack(file, TARGET)
-    up_calls.set_compile(_not_here)
-    native.register_ops("CPU")
-    _start.push_tables()  # kernels are looked for again
-    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
-    _enable()
-    seed(file, order)
-    try:
+    with interpreted.kernels(file, _not_here):
+        seed(file, order)
         yield
-    finally:
-        native.uninstall(native.CPU_SLOT)
-        native.set_standin(False)
-        native.set_facts_override(None)
-        native.unregister_ops()
-        native.register_ops("CUDA")
-        native.clear_packs()
-        up_calls.set_compile(_start.provide)
-        _start.register_packs()
-        _start.push_tables()
 
 
 lacked: list[str] = []  # kernels of not_built() that were looked for; whoever runs a test empties it

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = verbs.add_parser("demo", help="run a byte-level GPT on a text file, ours beside stock")
     demo.add_argument("file", nargs="?", help="a text file (default: README.md, or the package's own source)")
     demo.add_argument(
-        "--rounds", type=_count, default=0, help="interleaved timing rounds (default: 11 on a GPU, 5 on a CPU)"
+        "--rounds", type=_count, default=0, help="interleaved timing rounds on a GPU (default: 11); a CPU is not timed"
     )
     instead = demo.add_mutually_exclusive_group()
     instead.add_argument("--long", action="store_true", help="instead: one prefill of 131072 bytes, and its memory")

@@ -1,19 +1,20 @@
 """A self-test of an installation: the `check` verb. It prints one line for each check, then a text for a bug report.
 
-The checks of a GPU compare a forward and a backward with fp64, and time one call beside stock torch. They are skipped
-on a machine without a GPU.
+The checks of a GPU compare a forward and a backward with fp64, and time one call beside stock torch. On a machine
+without a GPU they are skipped, and one kernel is interpreted on the CPU instead, which takes a checkout.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from . import env, inventory, library, native
+from . import env, interpreted, inventory, library, native
 from .api import sdpa_backend
 from .codegen import dsl, kernel_cache, linker
 from .families import FAMILIES
@@ -142,6 +143,47 @@ def numbers() -> Line:
     return Line(PASS, "numbers", f"forward and backward of {CALL}: {worst:.2%} off fp64 at most (relative L2 norm)")
 
 
+def interpreted_kernel() -> Line:
+    """Run one kernel on this CPU, interpreted from its PTX, and compare its output with fp64.
+
+    The call goes through F.sdpa and the dispatcher as on an H100. The line fails if stock torch serves the call, if the
+    kernel cannot be compiled, or if the error exceeds the budget of the tests. The first run compiles the interpreter.
+    """
+    if torch.cuda.is_available():
+        return Line(SKIP, "interpret", "for machines without a GPU; the line `numbers` runs kernels on the GPU itself")
+    if not native.enabled():
+        return Line(SKIP, "interpret", "the plugin is off")
+    if lack := interpreted.missing():
+        return Line(SKIP, "interpret", lack)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(CALL, generator=generator).bfloat16() for _ in range(3))
+    kernel = interpreted.kernel_of(q, k, v, is_causal=True)
+    if not kernel:
+        mode = native.backend_of(native.effective_mode())
+        return Line(SKIP, "interpret", f"stock torch serves this call on an H100, too (mode {mode})")
+    try:
+        pack = interpreted.build(kernel, _show_progress)
+        with interpreted.kernels(pack):
+            native.counters(reset=True)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            counts = native.counters(reset=True)
+        exact, plain = (
+            attention_math(q, k, v, mask=Masking(1), dtype=dtype).out for dtype in (torch.float64, torch.bfloat16)
+        )
+        report = assert_within_budget(kernel, out, exact, plain, factor=OUT_FACTOR, seed=0)
+    except (RuntimeError, AssertionError, OSError) as error:
+        return Line(FAIL, "interpret", " ".join(str(error).split())[-300:], "report this text")
+    if counts["ours_fwd"] != 1:
+        return Line(FAIL, "interpret", f"{kernel} did not run: {counts}", "report this text")
+    text = f"{kernel}, its PTX run on this CPU, causal forward of {CALL}: RMS error against fp64 {report.rms:.2e}"
+    return Line(PASS, "interpret", f"{text}, plain bf16 math {report.plain_rms:.2e}")
+
+
+def _show_progress(line: str) -> None:
+    """Print a line of progress where it does not mix with the lines of the checks."""
+    print(f"     {line}", file=sys.stderr, flush=True)
+
+
 def speed() -> Line:
     """Time one causal forward in auto mode and by stock torch, interleaved."""
     if gpu().status != PASS:
@@ -157,7 +199,10 @@ def speed() -> Line:
     return Line(PASS, "speed", text)
 
 
-CHECKS: tuple[Callable[[], Line], ...] = (torch_build, extension, hook, kernels, gpu, numbers, speed)
+CHECKS: tuple[Callable[[], Line], ...] = (
+    *(torch_build, extension, hook, kernels),
+    *(gpu, numbers, speed, interpreted_kernel),
+)
 
 
 def _family() -> str:

@@ -153,6 +153,11 @@ def c_compiler() -> list[str]:
     return os.environ.get("CC", "").split()
 
 
+def cpp_compiler() -> str:
+    """Return the C++ compiler that the variable CXX names; c++ if it names none."""
+    return os.environ.get("CXX") or "c++"
+
+
 _WORKER_PATH = "FLASHPLUG_WORKER_PATH"
 
 

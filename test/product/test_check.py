@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from torch_flashplug import check, env, inventory
+import torch_flashplug
+from torch_flashplug import check, env, interpreted, inventory, native
 
-NAMES = ("torch", "_C", "hook", "kernels", "GPU", "numbers", "speed")
+NAMES = ("torch", "_C", "hook", "kernels", "GPU", "numbers", "speed", "interpret")
 
 
 def test_this_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +24,7 @@ def test_this_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert tuple(line.name for line in found) == NAMES
     assert all(line.text and bool(line.remedy) == (line.status == check.FAIL) for line in found)
     skipped = {line.name for line in found if line.status == check.SKIP}
-    assert skipped == (set() if torch.cuda.is_available() else {"hook", "GPU", "numbers", "speed"})
+    assert skipped == ({"interpret"} if torch.cuda.is_available() else {"hook", "GPU", "numbers", "speed"})
     assert check.run() == 0
     shown = capsys.readouterr().out
     assert "bug report" in shown and f"PASS: 0 of {len(NAMES)} checks failed" in shown
@@ -60,3 +65,122 @@ def test_a_gpu_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     line = check.gpu()
     assert line.status == check.FAIL and "Tesla T4, compute capability 7.5" in line.text and "8.0" in line.remedy
     assert check.numbers().status == check.speed().status == check.SKIP
+
+
+# ---- the kernel that is interpreted where there is no GPU ----
+
+
+@pytest.mark.interpreted
+def test_an_interpreted_kernel_passes_and_its_error_is_that_of_the_kernel() -> None:
+    """The numbers are held against another road to the same kernel: its own arithmetic rounds P to bf16 and sums in
+    fp32, so that it is nearer to fp64 than math with every step in bf16, and no nearer than one rounding of the output.
+    """
+    line = check.interpreted_kernel()
+
+    assert line.status == check.PASS, line
+    kernel, ours, plain = re.search(r"^(fwd_sm90_\w+), .* (\S+e-\d+), plain bf16 math (\S+e-\d+)$", line.text).groups()
+    assert (interpreted.PACKS / kernel).is_dir()
+    assert 1e-4 < float(ours) < float(plain) < 1e-2
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("count", [1, 0], ids=["one of them", "all of them"])
+def test_a_kernel_with_other_exponentials_fails(
+    count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """exp2(x) becomes 1: numbers are finite and wrong, which the comparison with fp64 must notice."""
+    monkeypatch.setattr(interpreted, "PACKS", tmp_path)
+    real_build = interpreted.build
+
+    def build_mutant(kernel: str, progress: object) -> Path:
+        pack = real_build(kernel)
+        (ptx,) = pack.with_name(f"{pack.name}.ptx").iterdir()
+        pattern, one = r"ex2\.approx\.ftz\.f32\s+(\S+), (\S+);", r"mov.f32 \1, 0f3F800000;"
+        text, num_changed = re.subn(pattern, one, ptx.read_text(), count=count)
+        assert num_changed == count or num_changed > 100
+        ptx.write_text(text)
+        return pack
+
+    monkeypatch.setattr(interpreted, "build", build_mutant)
+
+    line = check.interpreted_kernel()
+
+    assert line.status == check.FAIL and "budget" in line.text, line
+
+
+@pytest.mark.interpreted
+def test_a_kernel_that_did_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock torch gives right numbers, which must not pass for those of a kernel."""
+    monkeypatch.setattr(interpreted, "kernels", lambda pack: contextlib.nullcontext())
+
+    line = check.interpreted_kernel()
+
+    assert line.status == check.FAIL and "did not run" in line.text, line
+
+
+@pytest.mark.interpreted
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "interpreted.py"
+    tool.write_text("import sys; print('[aot] 1 of 2'); sys.exit('cc1plus: out of memory')")
+    monkeypatch.setattr(interpreted, "TOOL", tool)
+
+    line = check.interpreted_kernel()
+
+    assert line.status == check.FAIL and "cc1plus: out of memory" in line.text and line.remedy
+    assert "[aot]" not in line.text
+
+
+@pytest.mark.interpreted
+def test_an_installation_without_tools_skips_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "tools" / "interpreted.py")
+
+    line = check.interpreted_kernel()
+
+    assert line.status == check.SKIP and "checkout" in line.text
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("missing", ["compiler of kernels", "C++ compiler"])
+def test_a_missing_compiler_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "C++ compiler":
+        monkeypatch.setenv("CXX", "no_such_compiler")
+    else:
+        monkeypatch.setattr(interpreted.dsl, "version", lambda: None)
+
+    line = check.interpreted_kernel()
+
+    assert line.status == check.SKIP and missing in line.text and "install" in line.text
+
+
+@pytest.mark.interpreted
+def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
+    with torch_flashplug.sdpa_backend("stock"):
+        # The mode of a block counts on GPUs alone, but explain() asks for an H100.
+        line = check.interpreted_kernel()
+
+    assert line.status == check.SKIP and "mode stock" in line.text
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("enabled", [True, False])
+def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
+    q = torch.randn(1, 2, 64, 64).bfloat16()
+    pack = interpreted.build(interpreted.kernel_of(q, q, q, is_causal=True))
+    packs, facts = inventory.packs(), native.device_facts()
+    if not enabled:
+        torch_flashplug.disable()
+    try:
+        with interpreted.kernels(pack):
+            native.counters(reset=True)
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            inside = native.counters(reset=True)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        outside = native.counters(reset=True)
+
+        assert native.enabled() == enabled
+    finally:
+        torch_flashplug.enable()
+
+    assert inside["ours_fwd"] == 1 and not any(outside.values())
+    assert not native.installed(native.CPU_SLOT)
+    assert (inventory.packs(), native.device_facts()) == (packs, facts)

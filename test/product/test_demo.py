@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import torch_flashplug
-from torch_flashplug import env
+from torch_flashplug import env, interpreted
 from torch_flashplug.__main__ import main
 from torch_flashplug.api import DEVICES
+from torch_flashplug.demo import measured, show, train, without_gpu
 from torch_flashplug.demo import model as gpt
-from torch_flashplug.demo import train
 from torch_flashplug.families import FAMILIES
 
+ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")
 
 
@@ -49,14 +54,115 @@ def text_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU form of the demo")
-def test_demo_without_gpu(text_file):
-    done = demo(text_file, "--rounds", "3")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU form of the demo")
+# Titles of columns and labels that would compare a CPU with itself, or give its kernels the names of others.
+TIMES = ("times plugin off", "tokens / s", "bytes/s", "speed / plugin off", " ms ", "flash (FA2)")
+
+
+@without_a_gpu
+def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
+    done = demo(text_file)
+
     assert done.returncode == 0, done.stderr
-    shown = done.stdout
-    assert "no GPU here" in shown
-    for part in ("prefill", "decode", "on h100", "Greedy bytes: all", "plugin off", "RMS error against fp64"):
-        assert part in shown
+    shown = " ".join(done.stdout.split())
+    assert "no GPU here" in shown and not [title for title in TIMES if title in shown]
+    for device in ("h100", "h200", "a100"):
+        assert re.search(rf"on [\w, ]*\b{device}\b", shown), device
+    (kernel,) = re.findall(r"Kernel (fwd_sm90_\w+): compiled for an H100, interpreted from its PTX", shown)
+    assert shown.index(kernel) < shown.index(f"Kernel {kernel}"), "it is the kernel of the plan for an H100"
+    assert "2 of the prefill's 2 attention calls ran on this kernel" in shown
+    assert set(rows(done.stdout, "RMS error against fp64")) == {"prefill, layer 1", "prefill, layer 2"}
+    assert shown.endswith(" ".join(show.ON_H100.split()))
+
+
+@pytest.fixture
+def small_prefill():
+    """A model and a prompt whose prefill an H100 would run on one of our kernels."""
+    model = gpt.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
+    return model, torch.arange(200).view(1, 200) * 37 % gpt.BYTES
+
+
+def printed(model, prompt) -> tuple[dict[str, list[str]], str]:
+    """The table of errors that the demo prints for a prefill, and all of its text."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    with torch.inference_mode():
+        without_gpu.show(console, model, prompt, "That is all.")
+    text = console.export_text()
+    return rows(text, "RMS error against fp64"), " ".join(text.split())
+
+
+@pytest.mark.interpreted
+def test_errors_are_those_of_the_interpreted_kernel(small_prefill):
+    """They are computed again from outputs of the kernel, beside math in fp64 that the demo does not use."""
+    model, prompt = small_prefill
+
+    errors, _ = printed(model, prompt)
+
+    (pack,) = interpreted.PACKS.glob("fwd_sm90_bf16_d64_causal_m64n128s2/*.so")
+    with torch.inference_mode():
+        _, recorder, num_served = without_gpu.prefill_on(pack, model, prompt)
+    assert num_served == len(recorder.calls) == len(errors) == 2
+    for (ours, stock, _, ratio), call, out in zip(errors.values(), recorder.calls, recorder.outs, strict=True):
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = F.scaled_dot_product_attention(*(x.double() for x in (call.q, call.k, call.v)), **call.kwargs)
+        assert float(ours) == pytest.approx(float((out.double() - exact).square().mean().sqrt()), rel=1e-3)
+        assert float(stock) == pytest.approx(float((call.run().double() - exact).square().mean().sqrt()), rel=1e-3)
+        assert not torch.equal(out, call.run()), "the outputs are stock torch's"
+        assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=2e-3) and 0.8 < float(ratio) < 1.2
+
+
+@pytest.mark.interpreted
+def test_a_wrong_kernel_shows_in_the_errors(small_prefill, monkeypatch, tmp_path):
+    """Scores of hidden keys are kept: the selp that replaces them by -inf takes the score on both sides."""
+    monkeypatch.setattr(interpreted, "PACKS", tmp_path)
+    real_build = interpreted.build
+
+    def build_mutant(kernel, progress):
+        pack = real_build(kernel)
+        (ptx,) = pack.with_name(f"{pack.name}.ptx").iterdir()
+        text, count = re.subn(r"(selp\.f32[^,]*, )(%r\d+), 0fFF800000", r"\1\2, \2", ptx.read_text())
+        assert count
+        ptx.write_text(text)
+        return pack
+
+    monkeypatch.setattr(interpreted, "build", build_mutant)
+
+    errors, _ = printed(*small_prefill)
+
+    assert float(errors["prefill, layer 1"][-1]) > 10
+
+
+@pytest.mark.interpreted
+def test_calls_that_stock_served_are_not_counted_as_ours(small_prefill, monkeypatch):
+    monkeypatch.setattr(interpreted, "kernels", lambda pack: contextlib.nullcontext())
+
+    _, text = printed(*small_prefill)
+
+    assert "0 of the prefill's 2 attention calls ran on this kernel" in text
+
+
+@pytest.mark.interpreted
+def test_demo_says_why_no_kernel_runs(small_prefill, monkeypatch, tmp_path):
+    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "interpreted.py")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+
+    errors, text = printed(*small_prefill)
+
+    assert not errors and "the interpreter needs a checkout" in text
+    assert "tools/results of a checkout" in text and text.endswith("That is all.")
+
+
+def test_measured_speeds_are_those_of_the_page():
+    """Of docs/benchmarks.md, which test_results.py holds to the files."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    measured.show(console)
+
+    shown = {cells[-1].removesuffix(".json"): cells[:-2] for cells in rows(console.export_text(), "Measured").values()}
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert set(shown) == {f"{name}-h100" for name in measured.SUITES}
+    for name, (calls, stock, stock_lowest, best, best_lowest) in shown.items():
+        assert f"| {name} | {calls} | {best} | {best_lowest} | {stock} | {stock_lowest} |" in page
 
 
 def test_long_demo(text_file):
@@ -65,6 +171,7 @@ def test_long_demo(text_file):
     assert done.returncode == 0, done.stderr
     assert "logits finite" in done.stdout and "scores and probabilities" in done.stdout
     assert ("measured" in done.stdout) == torch.cuda.is_available()
+    assert bool(re.search(r"\d s\b", done.stdout)) == torch.cuda.is_available(), "seconds of a CPU"
 
 
 def rows(shown: str, title: str) -> dict[str, list[str]]:
@@ -82,12 +189,13 @@ def test_training_demo(tmp_path):
     assert done.returncode == 0, done.stderr
     shown, on_gpu = done.stdout, torch.cuda.is_available()
     speeds, losses, gradients = (rows(shown, title) for title in ("Training, steps of", "Losses, ", "Errors of grad"))
-    assert set(speeds) >= {"auto", "plugin off", "flash (FA2)", "math"} | ({"cuDNN", "efficient"} if on_gpu else set())
-    assert ("fa3 forced" in speeds) == on_gpu
-    assert set(speeds) == set(losses) == set(gradients)
+    assert on_gpu or not [title for title in TIMES if title in shown]
+    of_stock = {"cuDNN", "efficient", "flash (FA2)"} if on_gpu else {"CPU flash"}
+    assert set(losses) >= {"auto", "plugin off", "math"} | of_stock
+    assert ("fa3 forced" in losses) == on_gpu
+    assert set(losses) == set(gradients) and set(speeds) == (set(losses) if on_gpu else set())
     for name, (speed, _, _, peak) in speeds.items():
-        assert float(speed) > 0, name
-        assert (float(peak) > 0) if on_gpu else (peak == "-")
+        assert float(speed) > 0 and float(peak) > 0, name
     differences = {}
     for name, (course, difference, spread, _) in losses.items():
         first, last = map(float, course.split(" to "))
@@ -302,9 +410,11 @@ def test_demo_of_serving():
     """All servers write the same bytes on a CPU; on a GPU 16 bits may choose others now and then."""
     done = demo("--serve")
     assert done.returncode == 0, done.stderr
+    assert torch.cuda.is_available() or not [title for title in TIMES if title in done.stdout]
     shown = rows(done.stdout, "bytes each")
     assert list(shown) == ["padded, F.sdpa without the plugin", "padded, F.sdpa", "on end and in pages, attention()"]
-    for reading, writing, equal in shown.values():
+    for *speeds, equal in shown.values():
         same, of = map(int, equal.split(" of "))
-        assert float(reading.replace(",", "")) > 0 and float(writing.replace(",", "")) > 0
+        assert len(speeds) == (2 if torch.cuda.is_available() else 0)
+        assert all(float(speed.replace(",", "")) > 0 for speed in speeds)
         assert same == of or (torch.cuda.is_available() and same > of // 4)

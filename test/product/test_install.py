@@ -95,3 +95,28 @@ def test_versions_of_the_install_page_are_those_of_the_package() -> None:
     assert f"| Python | {oldest} or later" in PAGE
     assert re.search(rf"\| [\d., ]*{re.escape(pinned)}[\d., ]* \| [\d.]+ \|", PAGE)
     assert re.search(r'^jit = \["([\w-]+)', build, re.M)[1] in PAGE
+
+
+LOG_LINES = {
+    "pip": "  Downloading torch-2.13.0.whl (180.0 MB)",
+    "ninja": "  [3/12] Building CXX object CMakeFiles/_C.dir/src/router.cpp.o",
+    "packs": "[aot] 7 of 377 kernels, 20 s, about 900 s left: fwd_sm90",
+}
+
+
+@pytest.mark.parametrize("source", LOG_LINES)
+def test_the_developers_command_shows_progress(source: str, tmp_path: Path) -> None:
+    """The latest line of progress once, nothing else of the log, and the exit status of the command."""
+    log, line = tmp_path / "log", LOG_LINES[source]
+    log.write_text(f"Requirement already satisfied: pip\n  [1/12] an earlier line\n{line}\nSome warning\n")
+    script = f"""
+        set -euo pipefail
+        eval "$(sed -n '/^show_progress()/,/^}}/p' tools/dev)"
+        (sleep 3; exit 7) &
+        show_progress $! '{log}' 1
+    """
+
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 7
+    assert done.stderr == f"  {line.strip()}\n" and not done.stdout

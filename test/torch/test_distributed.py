@@ -100,6 +100,7 @@ def test_demo(tmp_path: Path) -> None:
     for row in rows:
         first, last = map(float, row[1].split(" to "))
         assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels: the same losses
+    assert "tokens / s" not in done.stdout and "speed" not in done.stdout, "a CPU compared with itself"
     assert "tensor parallel" in done.stdout and ((tmp_path / "losses.png").exists() or "No picture" in done.stdout)
 
 

@@ -46,7 +46,10 @@ def _measured_bytes(shape: gpt.Shape, length: int) -> int:
 
 @torch.inference_mode()
 def run(file: str | None = None, *, console: Console | None = None) -> None:
-    """Prints the time of the prefill and a table of memory; without a GPU a short prompt and the arithmetic alone."""
+    """Print the time of the prefill and a table of memory.
+
+    Without a GPU the prompt is short and serves as a test alone: nothing is timed, and memory is arithmetic.
+    """
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()
     device, shape, length = ("cuda", GPU_SHAPE, GPU_LENGTH) if on_gpu else ("cpu", CPU_SHAPE, CPU_LENGTH)
@@ -56,9 +59,10 @@ def run(file: str | None = None, *, console: Console | None = None) -> None:
     model = gpt.build(shape, device, torch.bfloat16)
     prompt = as_tokens(repeated(content, length)).to(device)[None]
     seconds, finite = _prefill_seconds(model, prompt, torch.cuda.synchronize if on_gpu else lambda: None)
+    took = f"{seconds:.3f} s, " if on_gpu else ""
     console.print(
         f"prefill of {length} bytes ({origin}, repeated), {shape.layers} layers, {shape.heads} heads over "
-        f"{shape.kv_heads} KV heads of {shape.head_dim}: {seconds:.3f} s, logits {'finite' if finite else 'NOT FINITE'}"
+        f"{shape.kv_heads} KV heads of {shape.head_dim}: {took}logits {'finite' if finite else 'NOT FINITE'}"
     )
     rows = shape.heads * GPU_LENGTH
     table = Table(title=f"Memory of one attention call over {GPU_LENGTH} bytes, beyond its inputs")

@@ -66,6 +66,20 @@ class Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class OutputRecorder(Recorder):
+    """A recorder that keeps what the calls returned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            self.outs.append(out)
+        return out
+
+
 def distinct(calls: Iterable[Call], explain) -> list[Kind]:
     """Groups calls by everything but the number of keys, and by the plan that `explain(q, k, v, **kwargs)` gives."""
     kinds: dict[tuple, Kind] = {}

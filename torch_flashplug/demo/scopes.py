@@ -17,6 +17,8 @@ STOCK = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# Stock's backends without a GPU. The first is a CPU kernel of torch, which shares no code with FlashAttention-2.
+CPU_STOCK = {"CPU flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 
 
 @contextmanager
@@ -39,11 +41,11 @@ def stock_backend(backend: SDPBackend) -> Iterator[None]:
 
 
 def all_scopes(on_gpu: bool) -> dict[str, Scope]:
-    """Every way the same model can run here, ours first."""
+    """Return every way that the same model can run here, ours first. Without a GPU "auto" and "plugin off" are one."""
     ours: dict[str, Scope] = {"auto": nullcontext}
     if on_gpu:
         ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")
     stock: dict[str, Scope] = {"plugin off": plugin_off}
-    for name, backend in STOCK.items():
+    for name, backend in (STOCK if on_gpu else CPU_STOCK).items():
         stock[name] = lambda backend=backend: stock_backend(backend)
     return ours | stock

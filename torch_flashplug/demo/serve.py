@@ -190,8 +190,9 @@ def run(file: str | None = None, *, console: Console | None = None) -> None:
     text = as_tokens(repeated(content, sum(lengths))).to(device)
     prompts = list(text.split(lengths))
     title = f"{load.prompts} prompts of {min(lengths)} to {max(lengths)} bytes of {origin}, {load.steps} bytes each"
-    table = Table(title=title)
-    for column in ("served", "read, bytes/s", "written, bytes/s", "equal bytes"):
+    table = Table(title=title, min_width=len(title))
+    rates = ("read, bytes/s", "written, bytes/s") if on_gpu else ()
+    for column in ("served", *rates, "equal bytes"):
         table.add_column(column, justify="left" if column == "served" else "right")
     first = None
     for name, (kind, scope) in SERVERS.items():
@@ -200,9 +201,9 @@ def run(file: str | None = None, *, console: Console | None = None) -> None:
             written, (reading, writing) = serve(kind, model, prompts, load.steps)
         first = written if first is None else first
         same = int((written == first).cumprod(1).sum())
-        rates = (sum(lengths) / reading, load.prompts * (load.steps - 1) / writing)
-        table.add_row(name, *(f"{rate:,.0f}" for rate in rates), f"{same} of {written.numel()}")
+        speeds = (sum(lengths) / reading, load.prompts * (load.steps - 1) / writing) if on_gpu else ()
+        table.add_row(name, *(f"{speed:,.0f}" for speed in speeds), f"{same} of {written.numel()}")
     console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, serving, torch {torch.__version__}")
     if not on_gpu:
-        console.print("no GPU here: everything is mathematics, and speeds say nothing")
+        console.print("no GPU here: torch's CPU attention and plain math serve every call, and nothing is timed")
     console.print(table)

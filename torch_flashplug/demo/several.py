@@ -173,17 +173,19 @@ def scopes_here(on_gpu: bool) -> dict[str, Scope]:
 
 def table(name: str, recipe: Recipe, runs: Mapping[str, Run]) -> Table:
     found, base = Table(title=f"{name}: {recipe.steps} steps of {recipe.length} bytes"), runs[BASE]
-    columns = ("loss", f"furthest from {BASE}", "tokens / s", f"speed / {BASE}", "peak GiB", "calls: ours, stock's")
+    on_gpu = any(run.peak_bytes for run in runs.values())
+    speeds = ("tokens / s", f"speed / {BASE}", "peak GiB") if on_gpu else ()
+    columns = ("loss", f"furthest from {BASE}", *speeds, "calls: ours, stock's")
     found.add_column("attention")
     for column in columns:
         found.add_column(column, justify="right")
     for attention, run in runs.items():
         apart = max(abs(a - b) for a, b in zip(run.losses, base.losses, strict=True))
         ours, stock = run.took.get("routed_ours", 0), run.took.get("routed_stock", 0)
+        rates = (f"{recipe.length / run.step_s:.0f}", f"{base.step_s / run.step_s:.3f}")
+        measured = (*rates, f"{run.peak_bytes / GIB:.2f}") if on_gpu else ()
         found.add_row(
-            attention, f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}", f"{apart:.1e}",
-            f"{recipe.length / run.step_s:.0f}", f"{base.step_s / run.step_s:.3f}",
-            f"{run.peak_bytes / GIB:.2f}" if run.peak_bytes else "-",
+            attention, f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}", f"{apart:.1e}", *measured,
             f"{ours}, {stock}" if ours + stock else "stock's, not asked",
         )  # fmt: skip
     return found
@@ -217,7 +219,7 @@ def show(file: str | None, picture: Path, device: str) -> None:
     texts = torch.stack([tokens[i * recipe.length : (i + 1) * recipe.length + 1] for i in range(recipe.steps)])
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     console = Console(width=120, quiet=not first)
-    where = torch.cuda.get_device_name() if on_gpu else "process on the CPU: stock serves every call"
+    where = torch.cuda.get_device_name() if on_gpu else "process on the CPU (stock serves every call, nothing is timed)"
     console.print(
         f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, {mesh.size()} x {where}, torch "
         f"{torch.__version__}; text: {origin}"

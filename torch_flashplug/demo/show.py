@@ -12,28 +12,30 @@ import torch_flashplug
 from ..families import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
-from .record import Kind, Recorder, distinct
+from . import without_gpu
+from .record import Call, Kind, Recorder, distinct
 from .scopes import STOCK, Scope, all_scopes, plugin_off
 from .text import as_tokens, read_text
 
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
-GPU_ROUNDS, CPU_ROUNDS = 11, 5
-WHAT_IF = "h100"  # the device a machine without a GPU shows plans for
+GPU_ROUNDS = 11
+WHAT_IF = ("h100", "h200", "a100")  # of api.DEVICES: the GPUs that a machine without one shows plans for
+ON_H100 = (  # the last sentence of the demo on a machine without a GPU
+    f"On an H100 this demo reads the first {GPU_PROMPT} bytes with a model of {GPU_SHAPE.layers} layers and "
+    f"{GPU_SHAPE.heads} heads of {GPU_SHAPE.head_dim} on these kernels, and prints the plan of each attention call, "
+    f"its error against fp64 and the time of prefill and decode, each beside stock torch's."
+)
 SLOWER = 1.03  # auto / stock above this is marked
 
 
 def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
-    """Each kind of call with the plan for this machine; without a GPU also with the plan for an H100."""
+    """Print each kind of call with its plan for this machine, or, without a GPU, for each GPU of WHAT_IF."""
     table = Table(title="Attention calls of the model, and how each is planned", show_lines=True)
     for column in ("call", "times", "where", "plan", "why"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("times", "where"))
+        table.add_column(column, overflow="fold", no_wrap=column in ("times", "where", "plan"))
     for kind in kinds:
-        call = kind.last
-        plans = {"here": kind.plan}
-        if not on_gpu:
-            plans[f"on {WHAT_IF}"] = torch_flashplug.explain(call.q, call.k, call.v, **call.kwargs, device=WHAT_IF)
-        for where, plan in plans.items():
+        for where, plan in ({"here": kind.plan} if on_gpu else plans_elsewhere(kind.last)).items():
             taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in KERNEL_BACKENDS if backend in plan.reasons]
@@ -41,6 +43,15 @@ def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
             name = plan.backend + (f"\n{taken}" if taken else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
     console.print(table)
+
+
+def plans_elsewhere(call: Call) -> dict[str, object]:
+    """Return the plans of a call for the GPUs of WHAT_IF. GPUs with equal plans share an entry: "on h100, h200"."""
+    plans = {}
+    for device in WHAT_IF:
+        plan = torch_flashplug.explain(call.q, call.k, call.v, **call.kwargs, device=device)
+        plans.setdefault((plan.backend, plan.kernel, plan.row, *plan.reasons.items()), ([], plan))[0].append(device)
+    return {f"on {', '.join(devices)}": plan for devices, plan in plans.values()}
 
 
 def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope]) -> None:
@@ -95,7 +106,7 @@ def _times_table(console: Console, runs: dict[str, dict[str, Candidate]], device
             table.add_column(column, justify="left" if column == "attention" else "right")
         for name, timing in timings.items():
             ratio = paired_ratio(timing, base)
-            mark = "red" if name == "auto" and ratio > SLOWER and device != "cpu" else "default"
+            mark = "red" if name == "auto" and ratio > SLOWER else "default"
             table.add_row(name, f"{timing.ms:.3f}", f"{timing.spread:.1%}", f"[{mark}]{ratio:.3f}[/]")
         console.print(table)
 
@@ -130,15 +141,20 @@ def _time_candidates(
 
 @torch.inference_mode()
 def run(file: str | None = None, *, rounds: int = 0, console: Console | None = None) -> None:
-    """The whole demo; prints, returns nothing. rounds 0: as many as the machine allows."""
+    """Run the whole demo and print it.
+
+    Args:
+        file: the text that the model reads; None for the default text.
+        rounds: of timing on a GPU; 0 for the default. Without a GPU nothing is timed.
+        console: where to print.
+    """
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    rounds = rounds or (GPU_ROUNDS if on_gpu else CPU_ROUNDS)
     shape, longest, steps = (GPU_SHAPE, GPU_PROMPT, GPU_STEPS) if on_gpu else (CPU_SHAPE, CPU_PROMPT, CPU_STEPS)
     content, origin = read_text(file)
     content = content[:longest]
-    where = torch.cuda.get_device_name() if on_gpu else "no GPU here: torch's CPU path runs, with the plugin or without"
+    where = torch.cuda.get_device_name() if on_gpu else "no GPU here: torch's CPU attention serves every call"
     console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, torch {torch.__version__}; {where}")
     console.print(
         f"byte-level GPT, {shape.layers} layers, {shape.heads} heads over {shape.kv_heads} KV heads of "
@@ -150,12 +166,15 @@ def run(file: str | None = None, *, rounds: int = 0, console: Console | None = N
     with Recorder() as recorder:
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         ours = gpt.decode(model, logits, cache, steps)
-    scopes = all_scopes(on_gpu)
     kinds = distinct(recorder.calls, torch_flashplug.explain)
     calls_table(console, kinds, on_gpu)
+    if not on_gpu:
+        without_gpu.show(console, model, prompt, ON_H100)
+        return
+    scopes = all_scopes(on_gpu)
     _errors_table(console, kinds, scopes)
     with plugin_off():
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         stock = gpt.decode(model, logits, cache, steps)
     _compare_bytes(console, ours, stock)
-    _times_table(console, _time_candidates(model, prompt, steps, scopes), device, rounds)
+    _times_table(console, _time_candidates(model, prompt, steps, scopes), device, rounds or GPU_ROUNDS)
