@@ -17,8 +17,8 @@ from . import (
     env,
     integrations,
     kernel_sets,
-    library,
     native,
+    packs,
     problem,
     recipes,
     recomputation,
@@ -49,7 +49,7 @@ def _process_precision() -> int:
 
 
 def provide(name: str, cc: int, given: Circumstances) -> Provided:
-    """Return a kernel that no pack holds: from the disk cache, or compiled now.
+    """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Modules of the compiler are imported here, because calls whose kernels lie in packs need none of them.
 
@@ -60,14 +60,22 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     """
     from .codegen import compiler, jit
 
+    target = compiler.target_of(cc)
+    if packed := packs.provide(name, target):
+        return packed
     spec = KernelSpec.from_name(name)
     # Stock's result of these calls is another one: other dropout masks, another order of sums, a backward whose
     # forward was ours.
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
     training = torch.is_grad_enabled() or spec.is_backward
-    following = functools.partial(kernel_sets.following, spec, native.device_facts(), training, deterministic)
-    return jit.provide(name, compiler.target_of(cc), given, following)
+
+    def following() -> list[str]:
+        names = kernel_sets.following(spec, native.device_facts(), training, deterministic)
+        packed = packs.held(target)
+        return [name for name in names if name not in packed]
+
+    return jit.provide(name, target, given, following)
 
 
 def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
@@ -77,8 +85,8 @@ def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
 
 
 def register_packs() -> None:
-    for pack in configs.PACKS:
-        native.load_pack(library.find_built(pack.file), pack.target)
+    """Tell C++ of the installed packs."""
+    packs.register()
 
 
 def _load_core() -> None:

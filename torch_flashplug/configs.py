@@ -385,6 +385,9 @@ PACKS = (
     Pack("sm80", "sm_80", lambda spec: True),
 )
 
+# The packs of a wheel that has kernels: what unmodified models ask for in auto mode (test_wheel.py).
+CORE = ("sm90a",)
+
 
 def packs_of_auto(capabilities: Iterable[str]) -> list[str]:
     """Names of the packs that auto asks on GPUs of these compute capabilities ("9.0"), as far as there are any."""

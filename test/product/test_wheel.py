@@ -1,14 +1,27 @@
-"""Wheels: on which systems _C loads."""
+"""Wheels: on which systems _C loads, and packs that are unpacked at first use. No GPU: packs are C functions."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import hashlib
+import itertools
+import json
+import logging
+import lzma
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from torch_flashplug import library
+from torch_flashplug import _start, check, configs, env, inventory, kernel_sets, library, native, packs, warmup
+from torch_flashplug.api import DEVICES
+from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
+from torch_flashplug.codegen.provided import Circumstances, Provided
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -61,3 +74,253 @@ def test_versions_above_a_ceiling_are_found() -> None:
 def test_what_is_no_shared_object_is_refused() -> None:
     with pytest.raises(ValueError, match="must be an ELF file of 64 bits"):
         shared_object.read(b"MZ")
+
+
+# ---- packs ----
+
+KERNEL, OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2"
+TARGET = "sm_90a"
+CALL = Circumstances()
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A shared object with the host function of one kernel, which returns 7."""
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "code.c").write_text(f"int __tvm_ffi_{KERNEL}(void) {{ return 7; }}")
+    compiler = linker.c_compiler()
+    assert compiler is not None
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "code.so", folder / "code.c"], check=True)
+    return (folder / "code.so").read_bytes()
+
+
+class Install:
+    """A folder that packs are installed in, and an empty cache with a second folder behind it."""
+
+    def __init__(self, folder: Path, code: bytes):
+        self.code = code
+        self.built, self.cache, self.second = folder / "built", folder / "cache", folder / "tmp"
+        for made in (self.built, self.second):
+            made.mkdir()
+
+    def put(self, compressed: bool = True, **more: object) -> packs.InstalledPack:
+        """Install a pack of KERNEL, and return it."""
+        facts = {"kernels": [{"name": KERNEL}], "cpu": sorted(host_cpu.features())}
+        facts |= {"sha256": hashlib.sha256(self.code).hexdigest()} | more
+        (self.built / "flashplug_sm90a.json").write_text(json.dumps(facts))
+        if compressed:
+            (self.built / "flashplug_sm90a.so.xz").write_bytes(lzma.compress(self.code))
+        else:
+            (self.built / "flashplug_sm90a.so").write_bytes(self.code)
+        self.forget()
+        (pack,) = packs.installed()
+        return pack
+
+    def unpacked(self, folder: Path) -> list[Path]:
+        return sorted(folder.glob("**/flashplug_sm90a-*.so"))
+
+    @staticmethod
+    def forget() -> None:
+        """What a new process does not know."""
+        for memory in (packs._compressed, packs._open, packs._report, kernel_cache._report):
+            memory.cache_clear()
+
+
+@pytest.fixture
+def install(tmp_path: Path, code: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    made = Install(tmp_path, code)
+    monkeypatch.setattr(library, "built_files", lambda: [made.built])
+    monkeypatch.setenv(env.CACHE_DIR.name, str(made.cache))
+    monkeypatch.setattr("tempfile.tempdir", str(made.second))
+    yield made
+    made.forget()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged as a warning."""
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def call(function: int) -> int:
+    return ctypes.CFUNCTYPE(ctypes.c_int)(function)()
+
+
+def test_a_compressed_pack_is_unpacked_at_its_first_kernel(install, lines):
+    pack = install.put()
+    assert packs.unpacked(pack) is None
+    first = packs.provide(KERNEL, TARGET)
+    (path,) = install.unpacked(install.cache)
+    changed = path.stat().st_ino
+    install.forget()
+    again = packs.provide(KERNEL, TARGET)
+
+    assert first is not None and call(first.function) == 7 and again is not None and call(again.function) == 7
+    assert packs.unpacked(pack) == path and path.stat().st_ino == changed and not lines()
+
+
+def test_kernels_that_no_pack_has_are_left_to_the_compiler(install):
+    install.put()
+    assert packs.provide(OTHER, TARGET) is None and packs.provide(KERNEL, "sm_80") is None
+    assert not install.unpacked(install.cache)  # nobody needed it
+    assert packs.held(TARGET) == {KERNEL} and packs.held("sm_80") == set()
+
+
+def test_a_call_asks_compressed_packs_before_it_compiles(install, monkeypatch):
+    install.put()
+    asked = []
+    monkeypatch.setattr(jit, "provide", lambda name, *more: asked.append(name) or Provided(why="no"))
+    assert _start.provide(KERNEL, 90, CALL).function and not asked
+    assert _start.provide(OTHER, 90, CALL).why == "no" and asked == [OTHER]
+
+
+def test_what_follows_a_miss_is_not_compiled_where_a_pack_has_it(install, monkeypatch):
+    install.put()
+    monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
+    monkeypatch.setattr(native, "device_facts", dict)
+    monkeypatch.setattr(jit, "provide", lambda name, target, given, following: following())
+    assert _start.provide(OTHER, 90, CALL) == [OTHER]
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(install, lines):
+    """A read-only home."""
+    install.put()
+    install.cache.write_text("a file where the folder should be")
+    assert packs.provide(KERNEL, TARGET).function
+    assert len(install.unpacked(install.second)) == 1 and not lines()
+
+
+def test_a_full_disk_is_passed_over(install, lines, monkeypatch):
+    install.put()
+    write = kernel_cache.write_atomically
+
+    def full(folder: Path, name: str, data: bytes) -> Path:
+        if folder == install.cache:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, name, data)
+
+    monkeypatch.setattr(kernel_cache, "write_atomically", full)
+    assert packs.provide(KERNEL, TARGET).function
+    assert not install.unpacked(install.cache) and len(install.unpacked(install.second)) == 1 and not lines()
+
+
+def test_without_any_folder_kernels_are_compiled(install, lines):
+    """One line says so, however many kernels are asked for."""
+    install.put()
+    for folder in (install.cache, *(place for place in kernel_cache.folders() if place != install.cache)):
+        folder.write_text("a file where the folder should be")
+    assert packs.provide(KERNEL, TARGET) is None and packs.provide(KERNEL, TARGET) is None
+    (line,) = lines()
+    assert "flashplug_sm90a.so.xz is not used: it cannot be unpacked" in line
+    assert line.endswith("Its kernels are compiled at first use")
+
+
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_pack_is_not_loaded(install, lines, damage):
+    pack = install.put()
+    data = pack.path.read_bytes()
+    pack.path.write_bytes(data[:-20] if damage == "cut" else lzma.compress(install.code + b"x"))
+    assert packs.provide(KERNEL, TARGET) is None and not install.unpacked(install.cache)
+    (line,) = lines()
+    assert "flashplug_sm90a.so.xz is not used" in line and "Install the wheel again" in line
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "writable"])
+def test_an_unpacked_pack_is_checked_and_made_again(install, lines, damage):
+    install.put()
+    packs.provide(KERNEL, TARGET)
+    (path,) = install.unpacked(install.cache)
+    data = path.read_bytes()
+    if damage == "writable":
+        path.chmod(0o666)
+    else:
+        path.unlink()  # the process has it open
+        path.write_bytes(data[:-100] if damage == "cut" else data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    install.forget()
+    assert call(packs.provide(KERNEL, TARGET).function) == 7
+    assert kernel_cache.check(path)["name"] == "flashplug_sm90a" and len(lines()) == 1
+
+
+def test_processes_that_unpack_at_once_share_the_result(install):
+    install.put()
+    program = (
+        "import sys; from pathlib import Path; from torch_flashplug import library, packs;"
+        f"library.built_files = lambda: [Path({str(install.built)!r})];"
+        f"print(bool(packs.provide({KERNEL!r}, {TARGET!r}).function))"
+    )
+    places = {env.CACHE_DIR.name: str(install.cache), "TMPDIR": str(install.second), env.ENABLED.name: "0"}
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | places)
+        for _ in range(3)
+    ]
+    assert [process.communicate()[0].strip() for process in running] == ["True"] * 3
+    assert len(install.unpacked(install.cache)) == 1 and not list(install.cache.glob(".writing-*"))
+
+
+@pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "plain"])
+def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compressed):
+    """Its host code would end the process with an illegal instruction. One line says so."""
+    pack = install.put(compressed, cpu=[*sorted(host_cpu.features()), "avx1024"])
+    loaded: list[Path | None] = []
+    monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
+    packs.register()
+    packs.register()
+    assert loaded == [None] * 2 * len(configs.PACKS) and packs.provide(KERNEL, TARGET) is None
+    (line,) = lines()
+    assert f"{pack.path.name} is not used: it was compiled for a CPU with avx1024, which this CPU lacks" in line
+    assert packs.held(TARGET) == set() and inventory.packs()[0]["unusable"]
+    assert "in 1 pack" not in check.kernels().text
+
+
+def test_a_plain_pack_is_loaded_by_c(install, monkeypatch):
+    pack = install.put(compressed=False)
+    loaded: list[Path | None] = []
+    monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
+    packs.register()
+    assert [path for path in loaded if path] == [pack.path] and len(loaded) == len(configs.PACKS)
+    assert packs.provide(KERNEL, TARGET) is None
+
+
+def test_a_pack_without_a_report_is_loaded(install):
+    pack = install.put(compressed=False)
+    (install.built / "flashplug_sm90a.json").unlink()
+    (pack,) = packs.installed()
+    assert not pack.unusable() and pack.kernels() == [KERNEL]
+
+
+def test_info_and_check_say_that_packs_are_there(install, capsys):
+    install.put()
+    (facts,) = inventory.packs()
+    assert facts["kernels"] == [KERNEL] and facts["compressed"] and facts["unpacked"] is None
+    inventory.show(inventory.collect())
+    assert "flashplug_sm90a.so.xz: 1 kernels, 0.0 MB; unpacked: at first use" in capsys.readouterr().out
+    assert check.kernels() == check.Line(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
+    packs.provide(KERNEL, TARGET)
+    assert Path(inventory.packs()[0]["unpacked"]).parent == install.cache
+    assert check.kernels().text == "1 in 1 pack" and inventory.collect()["cache"]["kernels"] == 0
+
+
+def test_pruning_keeps_the_installed_pack(install):
+    install.put()
+    packs.provide(KERNEL, TARGET)
+    kernel_cache.write(install.cache, "flashplug_sm90a-0123456789abcdef.so", install.code, {"cpu": []})
+    (kept,) = [path for path in install.unpacked(install.cache) if packs.is_current(path)]
+    assert warmup.prune() == 1 and install.unpacked(install.cache) == [kept]
+
+
+DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
+HEADS = ((32, 8), (12, 12))
+USUAL = tuple((frozenset(plain), frozenset({"mask"})) for plain in (("causal",), ()))
+GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decodes": False, "deterministic": True})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_core_packs_hold_what_usual_layers_ask_for(dtype):
+    """Prompts, decoding and training, by all lengths and batches of kernel_sets."""
+    _start.load()
+    core = {spec.name() for pack in configs.PACKS if pack.name in configs.CORE for spec in pack.specs()}
+    asked = set()
+    for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):
+        layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)
+        asked |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
+    assert len(asked) > 50 and not asked - core
