@@ -1,7 +1,8 @@
-"""Wheels: on which systems _C loads, and packs that are unpacked at first use. No GPU: packs are C functions."""
+"""Wheels: on which systems _C loads, packs that are unpacked at first use, and wheels in fresh environments. No GPU."""
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import errno
 import hashlib
@@ -10,13 +11,18 @@ import json
 import logging
 import lzma
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_flashplug import _start, check, configs, env, inventory, kernel_sets, library, native, packs, warmup
 from torch_flashplug.api import DEVICES
@@ -26,12 +32,10 @@ from torch_flashplug.codegen.provided import Circumstances, Provided
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import make_wheel  # noqa: E402
 import shared_object  # noqa: E402
 
-# manylinux_2_28, but for the last of libstdc++, which is that of GCC 8.
-CEILINGS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
-LIBRARIES = {"libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2"}
-LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}  # the dynamic loader itself
+CEILINGS = make_wheel.CEILINGS
 NEWEST_GCC = 12  # of machines that build wheels: later headers ask for more of libstdc++
 
 
@@ -54,13 +58,17 @@ def test_c_loads_on_systems_as_old_as_torch_does(built: Path) -> None:
 
 def test_c_needs_no_library_of_a_python_or_a_cuda(built: Path) -> None:
     needed = set(shared_object.read_file(built).libraries)
-    assert "libtorch_cpu.so" in needed and not needed - LIBRARIES - LOADERS
+    assert "libtorch_cpu.so" in needed and not needed - make_wheel.LIBRARIES
 
 
 def test_c_exports_its_own_functions_alone(built: Path) -> None:
     """Code of libstdc++ that is compiled into _C must serve no other library."""
     exported = shared_object.read_file(built).defined
     assert exported and not {name for name in exported if not name.startswith("flashplug_")}
+
+
+def test_ceilings_are_those_that_torch_has_wheels_for() -> None:
+    assert CEILINGS["GLIBC"] <= (2, 28) and CEILINGS["GLIBCXX"] <= (3, 4, 24) and make_wheel.PLATFORM.endswith("_2_28")
 
 
 def test_versions_above_a_ceiling_are_found() -> None:
@@ -324,3 +332,178 @@ def test_core_packs_hold_what_usual_layers_ask_for(dtype):
         layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)
         asked |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
     assert len(asked) > 50 and not asked - core
+
+
+# ---- wheels ----
+
+TAG = "py3-none-manylinux_2_28"
+
+
+@pytest.fixture
+def small_wheel(tmp_path: Path) -> Path:
+    """A wheel with a few files, such as the build makes."""
+    path = tmp_path / f"torch_flashplug-1.2.3-{TAG}_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("torch_flashplug/__init__.py", "x = 1\n")
+        archive.writestr("torch_flashplug-1.2.3.dist-info/METADATA", "Name: torch_flashplug\nVersion: 1.2.3\n\ntext\n")
+        archive.writestr("torch_flashplug-1.2.3.dist-info/WHEEL", f"Tag: {TAG}_x86_64\n")
+        archive.writestr("torch_flashplug-1.2.3.dist-info/RECORD", "torch_flashplug/__init__.py,,\n")
+    return path
+
+
+def test_a_wheel_with_packs_cannot_be_taken_for_the_other(small_wheel, tmp_path, code):
+    """Nor be published: indexes refuse local versions, and this classifier."""
+    pack = tmp_path / "flashplug_sm90a.so"
+    pack.write_bytes(code)
+    pack.with_suffix(".json").write_text(json.dumps({"kernels": [{"name": KERNEL}], "cpu": ["avx2"]}))
+    (tmp_path / "out").mkdir()
+
+    made = make_wheel.add_packs(small_wheel, [pack], tmp_path / "out")
+
+    assert made.name == f"torch_flashplug-1.2.3+core-{TAG}_x86_64.whl"
+    with zipfile.ZipFile(made) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    info = "torch_flashplug-1.2.3+core.dist-info"
+    metadata = files[f"{info}/METADATA"].decode()
+    assert "Version: 1.2.3+core\n" in metadata and "Classifier: Private :: Do Not Upload\n" in metadata
+    assert lzma.decompress(files["torch_flashplug/flashplug_sm90a.so.xz"]) == code
+    report = json.loads(files["torch_flashplug/flashplug_sm90a.json"])
+    assert report["sha256"] == hashlib.sha256(code).hexdigest() and report["cpu"] == ["avx2"]
+    rows = [line.rsplit(",", 2) for line in files.pop(f"{info}/RECORD").decode().splitlines()]
+    assert [row for row in rows if row[0] == f"{info}/RECORD"] == [[f"{info}/RECORD", "", ""]]
+    hashes = {name: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+              for name, data in files.items()}  # fmt: skip
+    assert {name: digest.removeprefix("sha256=") for name, digest, _ in rows if digest} == hashes
+
+
+def test_what_wheels_say_of_the_licence():
+    page = " ".join((ROOT / "docs" / "wheels.md").read_text().split()).lower()
+    for text in (page, make_wheel.NOT_TO_BE_PUBLISHED.lower()):
+        assert "for your own machines; not to be published" in text and "libcuda_dialect_runtime_static.a" in text
+
+
+def refused(cpu: str, **facts: object) -> str:
+    """What make_wheel.check() says of a _C with these facts."""
+    needed = {"machine": "x86_64", "libraries": (), "versions": {}, "unversioned": frozenset(), "defined": frozenset()}
+    with pytest.MonkeyPatch.context() as patch, zipfile.ZipFile(io := BytesIO(), "w") as archive:
+        archive.writestr(make_wheel.EXTENSION, b"")
+        archive.close()
+        patch.setattr(shared_object, "read", lambda data: shared_object.SharedObject(**needed | facts))
+        with pytest.raises(make_wheel.BadWheel) as error:
+            make_wheel.check(io, cpu)
+    return str(error.value)
+
+
+def test_wheels_that_would_not_load_are_refused():
+    assert "must be for aarch64, but is for x86_64" in refused("aarch64")
+    told = refused("x86_64", versions={"GLIBC_2.34": ("dlopen",), "GLIBC_2.28": ("fcntl64",)})
+    assert "more than manylinux_2_28 has (GLIBC_2.34: dlopen)" in told
+    assert "but needs {'libc++.so.1'}" in refused("x86_64", libraries=("libc++.so.1", "libc.so.6"))
+
+
+def developers_build() -> dict[Path, int]:
+    """The files of build/dev, with their times of change."""
+    return {path: path.stat().st_mtime_ns for path in (ROOT / "build" / "dev").rglob("*") if path.is_file()}
+
+
+def make(folder: Path, *options: str) -> Path:
+    """Build a wheel as ./tools/dev wheel does."""
+    before = developers_build()
+    command = [sys.executable, "tools/make_wheel.py", "--out", str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert developers_build() == before
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def plain_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("wheel"), "--no-core")
+
+
+class Environment:
+    """A fresh virtual environment that has what this one has, us aside, and one wheel."""
+
+    def __init__(self, folder: Path, wheel: Path):
+        self.folder, self.cache = folder, folder / "cache"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+        self.python = folder / "venv" / "bin" / "python"
+        (self.packages,) = (folder / "venv").glob("lib/python*/site-packages")
+        for path in Path(torch.__file__).parents[1].iterdir():
+            if not path.name.startswith(("torch_flashplug", "_editable", "__")) and path.suffix != ".pth":
+                (self.packages / path.name).symlink_to(path)
+        words = ("install", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel))
+        subprocess.run([sys.executable, "-m", "pip", "--python", self.python, *words], check=True, capture_output=True)
+
+    def run(self, *words: str, **variables: str) -> str:
+        """Return what Python prints."""
+        places = {env.CACHE_DIR.name: str(self.cache), "TMPDIR": str(self.folder), "PYTHONPATH": ""}
+        done = subprocess.run(
+            [str(self.python), *words], cwd=self.folder, capture_output=True, text=True, check=False,
+            env=os.environ | places | variables,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+CALL_PROGRAM = """
+import torch, torch_flashplug
+from torch_flashplug import library
+q = torch.randn(1, 2, 64, 64)
+torch.nn.functional.scaled_dot_product_attention(q, q, q)
+print(library.find_built("_C.so"))
+print(torch_flashplug.explain(q.bfloat16(), q.bfloat16(), q.bfloat16(), device="h100"))
+"""
+
+
+@pytest.mark.nightly
+def test_the_wheel_without_kernels_runs_in_a_fresh_environment(plain_wheel, tmp_path):
+    assert plain_wheel.name.endswith(f"{TAG}_{platform.machine()}.whl") and "+" not in plain_wheel.name
+    assert plain_wheel.stat().st_size < 1.5e6
+    environment = Environment(tmp_path, plain_wheel)
+    extension, plan = environment.run("-c", CALL_PROGRAM).split("\n", 1)
+    assert Path(extension).parent == environment.packages / "torch_flashplug" and "backend     fa3" in plan
+    facts = json.loads(environment.run("-m", "torch_flashplug", "info", "--json"))
+    assert facts["packs"] == []
+    assert "compiled at first use" in environment.run("-m", "torch_flashplug", "check")
+
+
+PACK_PROGRAM = f"""
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
+from torch_flashplug import _start
+from torch_flashplug.codegen.provided import Circumstances
+answer = _start.provide({KERNEL!r}, 90, Circumstances())
+print(bool(answer.function), "cutlass" in sys.modules, answer.why)
+"""
+
+
+@pytest.mark.nightly
+def test_a_wheel_with_a_pack_loads_its_kernels_in_a_fresh_environment(plain_wheel, tmp_path):
+    """Without the compiler. The pack has one kernel, which is compiled here unless a build has left it."""
+    folder = tmp_path / "pack"
+    words = ("--arch", TARGET, "--spec", KERNEL, "--out", str(folder), "--objects", "build/objects")
+    subprocess.run([sys.executable, "tools/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
+    pack = folder / "flashplug_sm90a.so"
+    environment = Environment(tmp_path, make_wheel.add_packs(plain_wheel, [pack], tmp_path))
+    needed = sorted(name for name in shared_object.read_file(pack).unversioned if name.startswith("cuda"))
+    (tmp_path / "cuda.c").write_text("\n".join(f"int {name}(void) {{ return 0; }}" for name in needed))
+    cuda = tmp_path / "cuda.so"
+    subprocess.run([linker.c_compiler(), "-shared", "-fPIC", "-o", cuda, tmp_path / "cuda.c"], check=True)
+
+    assert "1 in 1 pack, unpacked at first use" in environment.run("-m", "torch_flashplug", "check")
+    for _ in range(2):
+        assert environment.run("-c", PACK_PROGRAM, str(cuda), **{env.JIT.name: "0"}).split() == ["True", "False"]
+    (unpacked,) = environment.cache.glob("flashplug_sm90a-*.so")
+    assert f"unpacked: {unpacked}" in environment.run("-m", "torch_flashplug", "info")
+
+
+@pytest.mark.nightly
+def test_a_wheel_for_another_cpu_is_built(tmp_path):
+    """It asks for what that CPU's torch has. Nobody has run it."""
+    if shutil.which(make_wheel.CROSS_COMPILER.format("aarch64")) is None or platform.machine() != "x86_64":
+        pytest.skip("g++-aarch64-linux-gnu is not installed")
+    wheel = make(tmp_path, "--cpu", "aarch64")
+    assert wheel.name.endswith(f"{TAG}_aarch64.whl")
+    assert "libtorch_cpu.so" in make_wheel.check(wheel, "aarch64").libraries
