@@ -67,7 +67,7 @@ class InstalledPack:
 
     def unusable(self) -> str:
         """Return why this machine must not load it; empty where it may."""
-        lacking = sorted(set(self.report.get("cpu", ())) - host_cpu.features())
+        lacking = host_cpu.lacking(self.report.get("cpu", ()))
         return f"it was compiled for a CPU with {', '.join(lacking)}, which this CPU lacks" if lacking else ""
 
 

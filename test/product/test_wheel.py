@@ -280,6 +280,24 @@ def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compr
     assert "in 1 pack" not in check.kernels().text
 
 
+def test_features_that_no_code_uses_do_not_count(install):
+    """A pack that was built on one maker's CPU is loaded on another one's."""
+    assert not {"sse4a", "smep"} & host_cpu.features()
+    pack = install.put(cpu=[*sorted(host_cpu.features()), "sse4a", "smep", "hypervisor"])
+    assert not pack.unusable() and host_cpu.lacking(["avx1024", "sse4a", "amx_x"]) == ["amx_x", "avx1024"]
+
+
+def test_host_code_of_kernels_has_no_instruction_of_one_maker_alone():
+    """Objects that were compiled, not packs: these hold code of the compiler's package, too."""
+    objects = sorted((ROOT / "build" / "objects").glob("*.o"))
+    if shutil.which("objdump") is None or not objects or platform.machine() != "x86_64":
+        pytest.skip("needs objdump and the objects of a build")
+    some = [str(path) for path in objects[:: max(1, len(objects) // 100)]]
+    listed = subprocess.run(["objdump", "-d", "--no-show-raw-insn", *some], capture_output=True, text=True, check=True)
+    used = set(re.findall(r"^ *[0-9a-f]+:\t(\S+)", listed.stdout, re.M))
+    assert {"mov", "call", "ret"} <= used and not used & {"extrq", "insertq", "movntss", "movntsd"}
+
+
 def test_a_plain_pack_is_loaded_by_c(install, monkeypatch):
     pack = install.put(compressed=False)
     loaded: list[Path | None] = []
