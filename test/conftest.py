@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu2: needs two of them")
     config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
+    config.addinivalue_line("markers", "nightly: left out of the short run; ./tools/dev test --all runs it")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,8 +17,8 @@ from . import (
     env,
     integrations,
     kernel_sets,
-    library,
     native,
+    packs,
     problem,
     recipes,
     recomputation,
@@ -50,20 +50,28 @@ def _process_precision() -> int:
 
 
 def provide(name: str, cc: int, given: Circumstances) -> Provided:
-    """Return a kernel that no pack holds: from the disk cache, or compiled now.
+    """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
         name: of a KernelSpec.
         cc: the compute capability of the GPU; 90 is 9.0.
         given: what the call allows.
     """
+    target = compiler.target_of(cc)
+    if packed := packs.provide(name, target):
+        return packed
     spec = KernelSpec.from_name(name)
     # Stock's result of these calls is another one: other dropout masks, another order of sums, a backward whose
     # forward was ours.
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
-    following = functools.partial(kernel_sets.following, spec, native.device_facts(), given.training, deterministic)
-    return jit.provide(name, compiler.target_of(cc), given, following)
+
+    def following() -> list[str]:
+        names = kernel_sets.following(spec, native.device_facts(), given.training, deterministic)
+        packed = packs.held(target)
+        return [name for name in names if name not in packed]
+
+    return jit.provide(name, target, given, following)
 
 
 def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
@@ -73,8 +81,8 @@ def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
 
 
 def register_packs() -> None:
-    for pack in configs.PACKS:
-        native.load_pack(library.find_built(pack.file), pack.target)
+    """Tell C++ of the installed packs."""
+    packs.register()
 
 
 def _load_core() -> None:

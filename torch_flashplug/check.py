@@ -83,10 +83,12 @@ def hook() -> Line:
 
 def kernels() -> Line:
     """Check that kernels are there, or a compiler that makes them at first use and a folder to keep them in."""
-    packs = inventory.packs()
+    packs = [pack for pack in inventory.packs() if not pack["unusable"]]
     if packs:
         count = sum(pack["symbols"] for pack in packs)
-        return Line(PASS, "kernels", f"{count} in {len(packs)} packs")
+        waiting = any(pack["compressed"] and not pack["unpacked"] for pack in packs)
+        text = f"{count} in {len(packs)} pack{'s' if len(packs) > 1 else ''}"
+        return Line(PASS, "kernels", f"{text}, unpacked at first use" if waiting else text)
     if env.jit_mode() == env.NEVER:
         return Line(FAIL, "kernels", f"no pack, and {env.JIT.name} forbids to compile", f"unset {env.JIT.name}")
     if dsl.version() is None:

@@ -7,12 +7,12 @@ is a change of rows with its date and machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import features
 from .elements import ELEMENTS, brought_by_elements, elements_of, misfit
-from .families import BY_ARCH, TARGETS, targets_of
+from .families import BY_ARCH, TARGETS
 from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 # Sets of features.py, by the tags in kernels' names.
@@ -385,12 +385,8 @@ PACKS = (
     Pack("sm80", "sm_80", lambda spec: True),
 )
 
-
-def packs_of_auto(capabilities: Iterable[str]) -> list[str]:
-    """Names of the packs that auto asks on GPUs of these compute capabilities ("9.0"), as far as there are any."""
-    targets = {target for one in capabilities for target in targets_of(int(one.replace(".", "")))}
-    first = {pack.target: pack.name for pack in reversed(PACKS)}
-    return [name for target, name in first.items() if target in targets]
+# The packs of a wheel that has kernels: what unmodified models ask for in auto mode (test_wheel.py).
+CORE = ("sm90a",)
 
 
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:

@@ -6,15 +6,14 @@ This module reads and never changes anything. Versions come from metadata; no co
 from __future__ import annotations
 
 import importlib.metadata
-import re
 
 import torch
 
-from . import __version__, env, library, native
+from . import __version__, env, native
+from . import packs as installed_packs
 from .codegen import dsl, kernel_cache, linker
 
 PACKAGES = ("apache-tvm-ffi", "cuda-python", "cuda-bindings")
-_KERNEL_SYMBOL = re.compile(rb"__tvm_ffi_([a-z]+_sm\d+_\w+)\x00")
 
 
 def _version(package: str) -> str | None:
@@ -69,12 +68,16 @@ def _devices() -> list[dict[str, object]]:
 
 
 def packs() -> list[dict[str, object]]:
-    """Each kernel pack in force, with the kernels whose symbols it holds."""
+    """Return each kernel pack that is installed, with the kernels that it holds, and why it must not be loaded here."""
     found = []
-    names = {path.name for place in library.built_files() for path in place.glob("flashplug_sm*.so")}
-    for path in filter(None, map(library.find_built, sorted(names))):
-        kernels = sorted({match.decode() for match in _KERNEL_SYMBOL.findall(path.read_bytes())})
-        found.append({"path": str(path), "bytes": path.stat().st_size, "symbols": len(kernels), "kernels": kernels})
+    for pack in installed_packs.installed():
+        kernels = pack.kernels()
+        facts = {"path": str(pack.path), "target": pack.target, "bytes": pack.path.stat().st_size}
+        facts |= {"compressed": pack.is_compressed, "unusable": pack.unusable()}
+        if pack.is_compressed:
+            place = installed_packs.unpacked(pack)
+            facts["unpacked"] = str(place) if place else None
+        found.append(facts | {"symbols": len(kernels), "kernels": kernels})
     return found
 
 
@@ -82,6 +85,7 @@ def _cache() -> dict[str, object]:
     folder = kernel_cache.chosen_folder()
     suffixes = {kernel_cache.SHARED, kernel_cache.OBJECT}
     files = [path for path in folder.iterdir() if path.suffix in suffixes] if folder.is_dir() else []
+    files = [path for path in files if not path.name.startswith("flashplug_")]  # packs that were unpacked
     return {"directory": str(folder), "kernels": len(files), "bytes": sum(path.stat().st_size for path in files)}
 
 
@@ -138,6 +142,15 @@ def collect() -> dict[str, object]:
     }
 
 
+def _said(pack: dict[str, object]) -> str:
+    text = f"{pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"
+    if pack["unusable"]:
+        return f"{text}; not used: {pack['unusable']}"
+    if pack["compressed"]:
+        return f"{text}; unpacked: {pack['unpacked'] or 'at first use'}"
+    return text
+
+
 def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     lines = [(name, str(facts[name] or "-")) for name in ("torch_flashplug", "torch", "cuda", "cudnn")]
     lines += [(name, version or "not installed") for name, version in facts["packages"].items()]
@@ -152,7 +165,7 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     lines.append(("hook", ", ".join(f"{key} {value}" for key, value in facts["hook"].items() if value != "")))
     lines += [("not ours", f"{op}: kernels registered at {place}") for op, place in facts["kept_by_others"].items()]
     for pack in facts["packs"]:
-        lines.append(("kernel pack", f"{pack['path']}: {pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"))
+        lines.append(("kernel pack", f"{pack['path']}: {_said(pack)}"))
     if not facts["packs"]:
         lines.append(("kernel pack", "none: kernels come from the cache, or are compiled at first use"))
     kept = facts["cache"]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, configs, env, inventory, kernel_sets, model_config, native, what_if
+from . import _start, api, env, kernel_sets, model_config, native, what_if
+from . import packs as installed_packs
 from .codegen import compile_pool, compiler, dsl, jit, kernel_cache
 
 
@@ -113,9 +114,7 @@ def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
         target: a key of TARGETS.
         packs: whether kernels of installed packs are left out.
     """
-    files = {pack.file for pack in configs.PACKS if pack.target == target}
-    installed = [pack for pack in inventory.packs() if Path(str(pack["path"])).name in files] if packs else []
-    packed = {name for pack in installed for name in pack["kernels"]}
+    packed = installed_packs.held(target) if packs else set()
     return [name for name in names if name not in packed and jit.find(name, target) is None]
 
 
@@ -208,7 +207,8 @@ def use_folder(folder: Path) -> None:
 
 def prune() -> int:
     """Delete what the cache has of other versions of the kernels, and return how many entries that were."""
-    outdated = [entry.path for entry in kernel_cache.find_like("*") if not jit.is_current(entry.path)]
+    paths = [entry.path for entry in kernel_cache.find_like("*")]
+    outdated = [path for path in paths if not (jit.is_current(path) or installed_packs.is_current(path))]
     for path in outdated:
         path.unlink(missing_ok=True)
     return len(outdated)

@@ -4,10 +4,7 @@ compiled a second time. No GPU.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +12,7 @@ from pathlib import Path
 import on_cpu
 import pytest
 
-from torch_flashplug import choices, configs, features, library
+from torch_flashplug import configs, features, library
 from torch_flashplug.families import FAMILIES, TARGETS
 from torch_flashplug.spec import SMEM_BYTES, KernelSpec
 
@@ -217,111 +214,10 @@ def test_packs_export_the_table_and_nothing_else(target, packs):
 
 
 def test_builds_name_the_packs_that_there_are():
-    """CMake's default, and that of pip."""
-    names = ";".join(pack.name for pack in configs.PACKS)
-    assert f'set(FLASHPLUG_PACKS "{names}" CACHE' in (ROOT / "CMakeLists.txt").read_text()
-    assert f'env = "FLASHPLUG_PACKS", default = "{names}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_a_demo_builds_what_auto_asks_here():
-    """One pack for each kind of GPU in the machine, none where there are no kernels or no GPU."""
-    known = {
-        ("9.0",): ["sm90a"],
-        ("8.0", "8.9"): ["sm80"],
-        ("8.6", "9.0"): ["sm80", "sm90a"],
-        ("7.5", "12.0"): [],
-        (): [],
-    }
-    assert {here: sorted(configs.packs_of_auto(here)) for here in known} == known
-
-
-@pytest.mark.parametrize("pack", configs.PACKS, ids=lambda pack: pack.name)
-def test_a_pack_stays_small(pack):
-    assert len(pack.specs()) <= CEILINGS[pack.name]
-
-
-def test_auto_needs_no_pack_beside_the_first_of_a_target():
-    """On Hopper every measured row is of kernels in sm90a."""
-    first = {spec for spec in configs.PACKS[0].specs() if spec.arch == 80}
-    served = [row for row in choices.CHOICE_ROWS if row.arch == 80 and row.serve]
-    vectors = [row for row in served if row.kind != "decode" and row.operands in {"vectors", "square", "mixed"}]
-    assert served and not vectors, "their kernels belong to sm90a"
-    plain = {spec for spec in configs.specs(80) if spec.is_decode and not spec.features}
-    assert first == plain | {spec for spec in configs.specs(80) if spec.elementwise}
-
-
-@pytest.mark.parametrize(
-    "change, number",
-    [
-        ({"tile_m": 256}, "tile_m=256"),
-        ({"tile_n": 8}, "tile_n=8"),
-        ({"stages": 3}, "stages=3"),
-        ({"stages": 4}, "232448"),
-        ({"tile_m": 192, "d": 64}, "160"),
-        ({"d": 72}, "(72, 128)"),
-        ({"kind": "bwd"}, "(64, 128)"),
-        ({"kind": "decode", "stages": 4}, "232448"),
-        ({"kind": "partbwd", "tile_m": 64, "tile_n": 64, "stages": 1}, "2 or 4 stages"),
-        ({"elementwise": True}, "16-byte"),
-        ({"arch": 80}, "stages=2"),
-        ({"arch": 80, "stages": 1}, "280 registers"),
-        ({"arch": 80, "stages": 1, "tile_m": 192}, "192x128"),
-        ({"arch": 80, "stages": 1, "tile_m": 64, "d": 72}, "(72, 128)"),
-        ({"kind": "decode", "mask": "causal"}, "features causal; a decode of sm_90 has full"),
-        ({"arch": 80, "kind": "decode", "tile_m": 64, "elementwise": True}, "vectors"),
-        ({"arch": 80, "kind": "partbwd", "tile_m": 64, "tile_n": 64}, "in parts"),
-        ({"kind": "bwd", "tile_m": 64, "d": 96, "dv": 96}, "a bwd has multiples of 64"),
-        ({"kind": "tilebwd", "mask": "bias", "tile_m": 64}, "a tilebwd has (64, 64)"),
-        ({"kind": "tilebwd", "mask": "bias", "tile_m": 64, "tile_n": 64, "dv": 64}, "use one multiple of 32 for both"),
-        ({"mask": "bias", "d": 64, "dv": 64, "tile_n": 144}, "tile_n=144; use a multiple of 64"),
-        ({"mask": "bias32", "d": 64, "dv": 64, "tile_n": 80}, "tile_n=80; use a multiple of 64"),
-        ({"kind": "dbias"}, "features full; a dbias of sm_90 has bias or bias32"),
-        ({"kind": "dbias", "mask": "bias", "tile_m": 64}, "a dbias has (128, 64) or (128, 128)"),
-        ({"kind": "dbias", "mask": "bias", "dv": 64}, "(128, 64), stages=2; a dbias has equal ones"),
-        ({"kind": "dbias", "mask": "bias", "stages": 1}, "2 or more"),
-        ({"kind": "dbias", "mask": "bias", "stages": 4}, "232448"),
-        (
-            {
-                "arch": 80,
-                "kind": "bwd",
-                "d": 96,
-                "dv": 96,
-                "tile_m": 64,
-                "tile_n": 64,
-                "stages": 1,
-                "elementwise": True,
-            },
-            "96 for both",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
-)
-def test_illegal_tile_says_the_number(change, number):
-    base = dict(kind="fwd", arch=90, dtype="bf16", d=128, dv=128, mask="full", tile_m=128, tile_n=128, stages=2)
-    reason = KernelSpec(**(base | change)).check()
-    assert reason and number in reason
-
-
-def test_a_spec_is_of_its_architecture():
-    specs = {arch: next(spec for spec in SPECS if spec.arch == arch) for arch in (80, 90)}
-    for spec in specs.values():
-        assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == dataclasses.replace(spec) == spec
-    with pytest.raises(ValueError, match="arch=80"):
-        dataclasses.replace(specs[90], arch=80)
-    with pytest.raises(ValueError, match="arch=70"):
-        KernelSpec("fwd", 70, "bf16", 64, 64, "full", 64, 64, 1)
-    assert type(type(specs[90]).from_name(specs[80].name())) is type(specs[80])
-
-
-@pytest.mark.parametrize("name", ["", "fwd", "fwd_sm70_bf16_d64_full_m128n128s2", "fwd_sm90_fp32_d64_full_m128n128s2",
-                                  "fwd_sm90_bf16_d64_full_m128n128s2x"])  # fmt: skip
-def test_a_wrong_kernel_name_is_refused(name):
-    with pytest.raises(ValueError, match="is not a kernel name"):
-        KernelSpec.from_name(name)
-
-
-def test_register_splits_fit_the_register_file():
-    for spec in SPECS:
-        if spec.arch == 90 and not spec.is_decode:
-            producer, consumer = spec.register_split
-            assert 128 * spec.ctas_per_sm * (producer + spec.warpgroups * consumer) <= 65536, spec.name()
+    """CMake's tiers; no pack is built by default, neither by CMake nor by pip."""
+    cmake, pip = ((ROOT / name).read_text() for name in ("CMakeLists.txt", "pyproject.toml"))
+    (auto,) = re.findall(r"set\(AUTO_PACKS (.*)\)", cmake)
+    (others,) = re.findall(r"set\(PACKS_OF_TIER_all \${AUTO_PACKS} (.*)\)", cmake)
+    assert {*auto.split(), *others.split()} == {pack.name for pack in configs.PACKS}
+    assert not {"sm80", "sm90a_8bit"} & set(auto.split())
+    assert 'set(FLASHPLUG_PACKS "" CACHE' in cmake and 'env = "FLASHPLUG_PACKS", default = ""' in pip

@@ -65,7 +65,7 @@ def find(name: str, target: str) -> kernel_cache.Entry | None:
     if version is not None and (entry := kernel_cache.find(_entry_key(name, target))):
         return entry
     entries = kernel_cache.find_like(f"{mine}-*-{version}.*" if version else f"{mine}-*")
-    return next((entry for entry in entries if host_cpu.features().issuperset(entry.facts["cpu"])), None)
+    return next((entry for entry in entries if not host_cpu.lacking(entry.facts["cpu"])), None)
 
 
 def is_current(path: Path) -> bool:

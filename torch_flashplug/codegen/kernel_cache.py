@@ -158,7 +158,7 @@ def _report(path: Path, reason: str) -> None:
     """Log once that an entry is not used, and delete it where possible."""
     with contextlib.suppress(OSError):
         path.unlink()
-    log.warning("torch_flashplug: a kernel in the cache is not used and will be compiled again: %s", reason)
+    log.warning("torch_flashplug: an entry of the kernel cache is not used and will be made again: %s", reason)
 
 
 def load(path: Path) -> ctypes.CDLL:
