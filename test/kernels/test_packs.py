@@ -5,6 +5,7 @@ compiled a second time. No GPU.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path

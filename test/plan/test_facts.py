@@ -29,9 +29,9 @@ from torch_flashplug import (
     rescues,
     rows,
 )
-from torch_flashplug import compile as compiler
 from torch_flashplug.api import DEVICES
 from torch_flashplug.choices import ANY
+from torch_flashplug.codegen import compiler
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.spec import CLUSTER, KINDS

@@ -11,7 +11,7 @@ import pytest
 from plans import CALLS, call, made_of, table_of
 
 from torch_flashplug import _start, choices, configs, native
-from torch_flashplug import compile as compiler
+from torch_flashplug.codegen import compiler
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.configs import KernelRow
