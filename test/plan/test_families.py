@@ -11,9 +11,9 @@ import pytest
 from plans import CALLS, call, made_of, table_of
 
 from torch_flashplug import _start, choices, configs, native
-from torch_flashplug.codegen import compiler
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.choices import ANY, ChoiceRow
+from torch_flashplug.codegen import compiler
 from torch_flashplug.configs import KernelRow
 from torch_flashplug.families import BACKENDS, TARGETS
 from torch_flashplug.spec import SMEM_BYTES, KernelSpec
