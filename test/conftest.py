@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 
+import nightly
 import on_cpu
 import pytest
 import standin
@@ -37,14 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="also what the short run leaves out (test/nightly.py)")
     parser.addoption("--in-isolation", action="store_true", help="set in the process that an isolated test runs in")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu, has_two = torch.cuda.is_available(), torch.cuda.device_count() > 1
-    left_out = [item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))}
+    named = any("::" in argument for argument in config.args)  # a test that is asked for by its name is run
+    if not (config.getoption("--nightly") or config.getoption("--in-isolation") or named):
+        left_out |= nightly.left_out([item for item in items if item not in left_out])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -7,6 +7,7 @@ is a change of rows with its date and machine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -353,8 +354,38 @@ def _in_a_window(spec: KernelSpec) -> bool:
     return "window" in spec.features and not _in_eight_bits(spec)
 
 
-def _plain_in_fp16(spec: KernelSpec) -> bool:
-    return spec.dtype == "fp16" and spec.features <= {"causal"} and spec.d == 64 and not spec.elementwise
+@functools.cache
+def _smallest_tiles() -> dict[tuple, tuple[int, int]]:
+    """Return for the calls of each kernel the smallest tile of all kernels that serve them."""
+    tiles: dict[tuple, tuple[int, int]] = {}
+    for spec in (spec for arch in BY_ARCH for spec in specs(arch)):
+        tiles[_calls_of(spec)] = min(tiles.get(_calls_of(spec), (spec.tile_m, spec.tile_n)), (spec.tile_m, spec.tile_n))
+    return tiles
+
+
+def _calls_of(spec: KernelSpec) -> tuple:
+    return spec.kind, spec.arch, spec.dtype, spec.d, spec.dv, spec.mask, spec.elementwise
+
+
+def _is_smallest(spec: KernelSpec) -> bool:
+    """Whether it has the smallest tile for its calls, which small calls get; tests interpret small calls."""
+    return (spec.tile_m, spec.tile_n) == _smallest_tiles()[_calls_of(spec)]
+
+
+def _is_first(spec: KernelSpec) -> bool:
+    """Whether it is the first kernel of its kind with its features, at D 64 of bf16."""
+    alike = (x for x in specs(spec.arch, spec.kind) if _of_bf16(x) and x.d == 64)
+    return spec == next(x for x in alike if (x.mask, x.elementwise) == (spec.mask, spec.elementwise))
+
+
+def _is_plain(spec: KernelSpec) -> bool:
+    return spec.features <= {"causal"} and not spec.elementwise
+
+
+def _in_fp16(spec: KernelSpec) -> bool:
+    return (
+        spec.dtype == "fp16" and spec.d == spec.dv == 64 and _is_plain(spec) and spec.kind in {"fwd", "decode", "bwd"}
+    )
 
 
 def _of_bf16(spec: KernelSpec) -> bool:
@@ -366,11 +397,18 @@ def _of_usual_dims(spec: KernelSpec) -> bool:
     return spec.d == 64 if _only_forced(spec) else spec.d in {64, 128} or spec.features <= {"causal"}
 
 
-# By target. A kernel's code knows little of its element, so most have one of two. Those of sm_90a are interpreted by
-# tests; of the others, whose code is theirs but for what ptxas makes of it, one head dim is compiled.
+def _of_sm_90a(spec: KernelSpec) -> bool:
+    wanted = (_of_bf16(spec) and _of_usual_dims(spec)) or _in_fp16(spec)
+    return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
+
+
+# The kernels that the short run of the tests compiles, by target. A kernel's code knows little of its element and of the
+# size of its tile, so that most have one element of two, and the tile that small calls get. Kernels of sm_90a are
+# interpreted by tests. Kernels of sm_80 have the same code, but for what ptxas makes of it: one of each kind with its
+# features is compiled. `./tools/dev test --all` compiles all kernels.
 SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
-    "sm_90a": lambda spec: (_of_bf16(spec) and _of_usual_dims(spec)) or _plain_in_fp16(spec),
-    "sm_80": lambda spec: _of_bf16(spec) and spec.d == 64,
+    "sm_90a": _of_sm_90a,
+    "sm_80": lambda spec: _of_bf16(spec) and spec.d == 64 and _is_first(spec),
 }
 
 ELSEWHERE = (_only_forced, _has_bias, _drops, _in_a_window, _in_eight_bits)

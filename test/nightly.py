@@ -1,0 +1,64 @@
+"""What the short run of the tests leaves out: `./tools/dev test` has one of so many cases of a function, and
+`./tools/dev test --all` has all. 0: none of its cases is in the short run.
+
+The numbers beside the names are seconds of one core that all cases take (2026-11-28). Every kind of kernel keeps cases
+in the short run: test_packs.py and test_interpreter.py are not in this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import pytest
+
+ONE_OF = {
+    "test_seams.py::test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores": 8,  # 162 s, compiles kernels
+    "test_eight_bit.py::test_errors_of_recipes": 5,  # 123
+    "test_eight_bit.py::test_blocks_of_e4m3_at_16k_keys": 0,  # 17
+    "test_distributed.py::test_two_ranks": 3,  # 70
+    "test_distributed.py::test_four_ranks": 3,  # 56
+    "test_plans.py::test_every_kernel": 3,  # 59
+    "test_lengths.py::test_every_kernel": 3,  # 31
+    "test_flash_names.py::test_continuous_batching": 4,  # 37
+    "test_training.py::test_llama_trains_alike": 3,  # 32
+    "test_generation.py::test_llama_generates_alike": 3,  # 25
+    "test_build.py::test_an_engine_and_other_packages_change_no_byte": 0,  # 17
+    "test_build.py::test_comments_and_docstrings_change_no_byte_of_an_object": 0,  # 15
+    "test_cuda.py::test_aot_inductor_package": 2,  # 21
+    "test_changed_masks.py::test_an_input_that_the_graph_changes": 3,  # 21
+    "test_numerics.py::test_forward": 2,  # 32
+    "test_gradients.py::test_gradients": 2,  # 21
+    "test_gradients.py::test_gradients_in_one_order": 2,  # 21
+    "test_masked_decode.py::test_masks": 3,  # 25
+    "test_masked_decode.py::test_where_rows_begin_and_end": 3,  # 16
+    "test_bias_gradient.py::test_biases": 3,  # 21
+    "test_bias_gradient.py::test_same_bits_in_every_order": 3,  # 17
+    "test_bias_gradient.py::test_shapes": 3,  # 13
+    "test_tile_backward.py::test_sizes": 3,  # 18
+    "test_rows_of_biases.py::test_rows_at_any_address": 3,  # 16
+    "test_biases.py::test_few_rows": 3,  # 16
+    "test_biases.py::test_gradients": 2,  # 13
+    "test_dropout.py::test_every_backward_keeps_what_its_forward_did": 3,  # 14
+    "test_badinput.py::test_same_error_or_result_as_without": 2,  # 35
+}
+
+
+def function_of(item: pytest.Item) -> str:
+    """Return a test function as the table names it."""
+    return f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+
+
+def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that only the long run has: those marked nightly, and the table's."""
+    found = {item for item in items if item.get_closest_marker("nightly")}
+    for function, group in groupby(sorted(items, key=function_of), key=function_of):
+        one_of = ONE_OF.get(function, 1)
+        # Isolated tests of a GPU and of the CPU are cases of one function: each kind keeps its share.
+        for _, cases in groupby(sorted(group, key=_kind), key=_kind):
+            found |= {item for number, item in enumerate(cases) if one_of == 0 or number % one_of}
+    return found
+
+
+def _kind(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
