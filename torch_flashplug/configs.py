@@ -402,8 +402,8 @@ def _of_sm_90a(spec: KernelSpec) -> bool:
     return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
 
 
-# The kernels that the short run of the tests compiles, by target. A kernel's code knows little of its element and of the
-# size of its tile, so that most have one element of two, and the tile that small calls get. Kernels of sm_90a are
+# The kernels that the short run of the tests compiles, by target. A kernel's code knows little of its element and of
+# the size of its tile, so that most have one element of two, and the tile that small calls get. Kernels of sm_90a are
 # interpreted by tests. Kernels of sm_80 have the same code, but for what ptxas makes of it: one of each kind with its
 # features is compiled. `./tools/dev test --all` compiles all kernels.
 SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
