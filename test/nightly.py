@@ -13,8 +13,11 @@ from itertools import groupby
 import pytest
 
 ONE_OF = {
-    "test_seams.py::test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores": 8,  # 162 s, compiles kernels
-    "test_eight_bit.py::test_errors_of_recipes": 5,  # 123
+    # Stages that no product kernel has, compiled into kernel files: 185 s, of which 162 compile 41 kernels.
+    "test_seams.py::test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores": 0,
+    "test_seams.py::test_numbers_are_those_of_fp64": 0,
+    "test_seams.py::test_a_backward_in_order_gives_the_same_bits": 0,
+    "test_eight_bit.py::test_errors_of_recipes": 15,  # 123
     "test_eight_bit.py::test_blocks_of_e4m3_at_16k_keys": 0,  # 17
     "test_distributed.py::test_two_ranks": 3,  # 70
     "test_distributed.py::test_four_ranks": 3,  # 56
