@@ -53,15 +53,10 @@ def function_of(item: pytest.Item) -> str:
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that only the long run has: those marked nightly, and the table's."""
-    found = {item for item in items if item.get_closest_marker("nightly")}
-    for function, group in groupby(sorted(items, key=function_of), key=function_of):
+    """Return the tests that only the long run has: those marked nightly, and the table's. Tests of a GPU are all run."""
+    on_cpu = [item for item in items if item.get_closest_marker("gpu") is None]
+    found = {item for item in on_cpu if item.get_closest_marker("nightly")}
+    for function, cases in groupby(sorted(on_cpu, key=function_of), key=function_of):
         one_of = ONE_OF.get(function, 1)
-        # Isolated tests of a GPU and of the CPU are cases of one function: each kind keeps its share.
-        for _, cases in groupby(sorted(group, key=_kind), key=_kind):
-            found |= {item for number, item in enumerate(cases) if one_of == 0 or number % one_of}
+        found |= {item for number, item in enumerate(cases) if one_of == 0 or number % one_of}
     return found
-
-
-def _kind(item: pytest.Item) -> bool:
-    return item.get_closest_marker("gpu") is not None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nightly
 import pytest
 
 from torch_flashplug import __main__, configs
@@ -120,3 +121,10 @@ def test_the_developers_command_shows_progress(source: str, tmp_path: Path) -> N
 
     assert done.returncode == 7
     assert done.stderr == f"  {line.strip()}\n" and not done.stdout
+
+
+def test_the_table_of_the_nightly_run_names_functions_that_there_are() -> None:
+    for name in nightly.ONE_OF:
+        file, function = name.split("::")
+        (path,) = (ROOT / "test").rglob(file)
+        assert re.search(rf"^def {function}\(", path.read_text(), re.M), name
