@@ -53,7 +53,7 @@ def function_of(item: pytest.Item) -> str:
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that only the long run has: those marked nightly, and the table's. Tests of a GPU are all run."""
+    """Return the tests that only the long run has: those marked nightly, and the table's. GPU tests are all run."""
     on_cpu = [item for item in items if item.get_closest_marker("gpu") is None]
     found = {item for item in on_cpu if item.get_closest_marker("nightly")}
     for function, cases in groupby(sorted(on_cpu, key=function_of), key=function_of):
