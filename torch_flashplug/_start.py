@@ -80,17 +80,12 @@ def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
     native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES, choices.VARLEN_ROWS)
 
 
-def register_packs() -> None:
-    """Tell C++ of the installed packs."""
-    packs.register()
-
-
 def _load_core() -> None:
     env.HOOK.get()  # raises before anything is switched on
     push_tables()
     native.set_process_backend(_process_backend())
     native.set_process_precision(_process_precision())
-    register_packs()
+    packs.register()
     up_calls.set_compile(provide)
     up_calls.set_learn(recomputation.run_probe)
     up_calls.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)

@@ -93,8 +93,8 @@ def kernels() -> Line:
         return Line(FAIL, "kernels", f"no pack, and {env.JIT.name} forbids to compile", f"unset {env.JIT.name}")
     if dsl.version() is None:
         return Line(FAIL, "kernels", "no pack and no compiler", dsl.INSTALL)
-    reasons = [kernel_cache.prepare(folder) for folder in kernel_cache.folders()]
-    if all(reasons):
+    writable, reasons = kernel_cache.writable_folders()
+    if not writable:
         return Line(FAIL, "kernels", f"no cache: {'; '.join(reasons)}", f"set {env.CACHE_DIR.name}")
     linked = "" if linker.c_compiler() else "; no C compiler is installed, so that they load in 0.6 s instead of 1 ms"
     return Line(PASS, "kernels", f"compiled at first use by CuTe DSL {dsl.version()}{linked}")

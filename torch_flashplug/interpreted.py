@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env, native, up_calls
+from . import _start, api, env, native, packs, up_calls
 from .codegen import dsl
 from .codegen.provided import Circumstances, Provided
 
@@ -112,7 +112,7 @@ def kernels(
         native.register_ops("CUDA")
         native.clear_packs()
         up_calls.set_compile(_start.provide)
-        _start.register_packs()
+        packs.register()
         _start.push_tables()
         if not was_enabled:
             api.disable()

@@ -4,13 +4,15 @@ files, the kernel packs among them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from .codegen import linker
 
 _keep: dict[str, object] = {}  # libraries that others need
 
@@ -38,12 +40,8 @@ def find_built(name: str) -> Path | None:
 
 def _preload_tvm_ffi() -> None:
     """Makes libtvm_ffi.so global, which the packs need, without importing tvm_ffi."""
-    spec = importlib.util.find_spec("tvm_ffi")
-    if spec is None or spec.origin is None:
-        return
-    library = Path(spec.origin).parent / "lib" / "libtvm_ffi.so"
-    if library.is_file():
-        _keep["tvm_ffi"] = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with contextlib.suppress(FileNotFoundError):
+        _keep["tvm_ffi"] = ctypes.CDLL(str(linker.tvm_ffi_library()), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache

@@ -159,15 +159,10 @@ def unpack(pack: InstalledPack) -> Path:
     if hashlib.sha256(code).hexdigest() != pack.report.get("sha256"):
         raise NotUnpacked("its content is not what was built. Install the wheel again")
     facts = {"name": f"flashplug_{pack.name}", "cpu": pack.report.get("cpu", [])}
-    reasons = []
-    for folder in kernel_cache.folders():
-        try:
-            if not (reason := kernel_cache.prepare(folder)):
-                return kernel_cache.write(folder, pack.key + kernel_cache.SHARED, code, facts)
-        except OSError as error:
-            reason = f"{folder}: {error.strerror or error}"
-        reasons.append(reason)
-    raise NotUnpacked(f"it cannot be unpacked ({'; '.join(reasons)})")
+    try:
+        return kernel_cache.write_to_first(kernel_cache.folders(), pack.key + kernel_cache.SHARED, code, facts)
+    except OSError as error:
+        raise NotUnpacked(f"it cannot be unpacked: {error}") from None
 
 
 def is_current(path: Path) -> bool:

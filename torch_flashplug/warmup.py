@@ -136,8 +136,9 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         return Outcome((), len(names), {}, 0.0)
     if dsl.version() is None:
         raise ValueError(f"no compiler is installed. {dsl.INSTALL}")
-    if not any(kernel_cache.prepare(folder) == "" for folder in kernel_cache.folders()):
-        raise ValueError("; ".join(map(kernel_cache.prepare, kernel_cache.folders())))
+    writable, reasons = kernel_cache.writable_folders()
+    if not writable:
+        raise ValueError("; ".join(reasons))
     start = time.monotonic()
     pool = compile_pool.Pool(workers)
     jobs = pool.request([jit.job(name, target) for name in wanted])

@@ -242,7 +242,7 @@ def test_an_entry_of_another_owner_is_not_loaded(cache, lines, monkeypatch):
     os.chown(path, 54321, -1)
     os.chown(cache.folder, 12345, -1)
 
-    with pytest.raises(kernel_cache.BrokenEntry, match="belongs to user 54321"):
+    with pytest.raises(kernel_cache.DistrustedEntry, match="belongs to user 54321"):
         kernel_cache.check(path)
 
 
@@ -255,6 +255,27 @@ def test_a_folder_that_others_can_write_is_not_used(cache, lines):
     assert answer.function and cache.compiled() == [KERNEL]
     assert str(answer.library._name).startswith(str(cache.folder.parent / "tmp"))
     assert any("can be written by other users (chmod go-w" in line for line in lines())
+
+
+def test_a_file_that_is_not_trusted_is_not_deleted(cache, lines):
+    """It may belong to another user, whose cache root looks at."""
+    path = cache.put()
+    cache.folder.chmod(0o777)
+
+    assert kernel_cache.find(path.stem) is None
+
+    assert path.exists() and len(lines()) == 1
+
+
+def test_a_fault_of_the_pool_itself_ends_the_wait(cache, monkeypatch):
+    """Such as a package that the pool needs and that is not installed."""
+
+    def fail(folder: Path, key: str) -> None:
+        raise ModuleNotFoundError("No module named 'filelock'")
+
+    monkeypatch.setattr(kernel_cache, "locked", fail)
+    answer = provide()
+    assert not answer.is_there and "ModuleNotFoundError: No module named 'filelock'" in answer.why
 
 
 def test_an_entry_of_another_cpu_is_not_loaded(cache):

@@ -72,7 +72,7 @@ def test_a_gpu_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreted
 def test_an_interpreted_kernel_passes_and_its_error_is_that_of_the_kernel() -> None:
-    """The numbers are held against another road to the same kernel: its own arithmetic rounds P to bf16 and sums in
+    """The numbers are held against another way to the same kernel: its own arithmetic rounds P to bf16 and sums in
     fp32, so that it is nearer to fp64 than math with every step in bf16, and no nearer than one rounding of the output.
     """
     line = check.interpreted_kernel()

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import torch_flashplug
-from torch_flashplug import __main__, _start, env, kernel_sets, model_config, native, up_calls, warmup
+from torch_flashplug import __main__, _start, env, kernel_sets, model_config, native, packs, up_calls, warmup
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 from torch_flashplug.codegen.provided import Circumstances, Provided
@@ -100,7 +100,7 @@ def asked() -> Iterator[list[str]]:
     native.unregister_ops()
     native.register_ops("CUDA")
     up_calls.set_compile(_start.provide)
-    _start.register_packs()
+    packs.register()
     _start.push_tables()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 import torch_flashplug
-from torch_flashplug import _start, attention, integrations, native
+from torch_flashplug import _start, attention, integrations, native, packs
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
@@ -203,7 +203,7 @@ def test_auto_leaves_to_stock_what_has_no_kernel(
         _start.push_tables()  # kernels are looked for again
         varlen.varlen_attn(*operands(door), *given(door), **GROUPED)
     finally:
-        _start.register_packs()
+        packs.register()
         _start.push_tables()
     assert not any(native.counters(reset=True).values()) and native.mode() == 0
     assert stock_on_cpu == ["forward"] * (door == "cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import torch_flashplug
-from torch_flashplug import _start, choices, doors, explain_varlen, integrations, native
+from torch_flashplug import _start, choices, doors, explain_varlen, integrations, native, packs
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 TAKES = varlen.varlen_attn.__kwdefaults__
@@ -233,7 +233,7 @@ def test_cudnns_backward_never_follows_our_forward(
         _start.push_tables()  # kernels are looked for again
         torch.autograd.grad(out.float().sum(), leaves)
     finally:
-        _start.register_packs()
+        packs.register()
         _start.push_tables()
     assert varlen_on_cpu == ["backward"] * (door == "cpu") and native.counters(reset=True)["ours_bwd"] == 0
 

@@ -59,7 +59,7 @@ class Job:
     error: str = ""
     traceback: str = ""
     seconds: float = 0.0
-    tried: float = field(default_factory=lambda: math.inf)
+    tried: float = math.inf
 
     def finish(self, path: Path | None, error: str = "", traceback: str = "", seconds: float = 0.0) -> None:
         """Make the outcome known to all that wait."""
@@ -174,16 +174,17 @@ class Pool:
     def _serve(self) -> None:
         """A thread: compile kernels until none was wanted for a while."""
         worker = Worker()
-        folders, reasons = _folders()
-        for folder in folders:
-            kernel_cache.prune(folder)
         try:
+            folders, reasons = kernel_cache.writable_folders()
+            for folder in folders:
+                kernel_cache.prune(folder)
             while (candidates := self._candidates()) is not None:
                 if not folders:
-                    for job in candidates:
-                        self._finish_at_once(job, f"no folder for compiled kernels: {'; '.join(reasons)}")
-                elif not any(self._try(job, worker, folders) for job in candidates):
+                    raise OSError(f"no folder for compiled kernels: {'; '.join(reasons)}")
+                if not self._serve_one(candidates, worker, folders):
                     time.sleep(POLL_SECONDS)
+        except BaseException as error:  # whoever waits for a kernel must not wait for ever
+            self._fail_all(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
         finally:
             worker.close()
 
@@ -195,26 +196,33 @@ class Pool:
             self._threads -= 1
             return None
 
-    def _finish_at_once(self, job: Job, error: str) -> None:
-        if self._take(job):
+    def _fail_all(self, error: str) -> None:
+        """End all kernels that wait, and the thread, which cannot go on."""
+        with self._condition:
+            jobs, self._waiting = self._waiting, []
+            self._threads -= 1
+        for job in jobs:
             job.finish(None, error)
-            self._release(job)
 
-    def _try(self, job: Job, worker: Worker, folders: Sequence[Path]) -> bool:
+    def _serve_one(self, candidates: Sequence[Job], worker: Worker, folders: Sequence[Path]) -> bool:
+        """See to the first of these kernels that can be had now; False if there is none."""
+        with contextlib.ExitStack() as locks:
+            has_slot = self._lock(locks, folders[0], *_slots())
+            return any(self._try(job, worker, folders, has_slot) for job in candidates)
+
+    def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_slot: bool) -> bool:
         """See to one kernel; False if another process or thread does, or if the host is busy."""
         job.tried = min(job.tried, time.monotonic())
+        is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of others no longer count
         with contextlib.ExitStack() as locks:
-            if not (self._is_stuck(job) or self._lock(locks, folders[0], job.key)) or not self._take(job):
+            if (entry := kernel_cache.find(job.key)) is None:
+                if not is_stuck and not (has_slot and self._lock(locks, folders[0], job.key)):
+                    return False
+                entry = kernel_cache.find(job.key)  # it may have been made between the look and the lock
+            if not self._take(job):
                 return False
             try:
-                if entry := kernel_cache.find(job.key):
-                    job.finish(entry.path)
-                elif self._is_stuck(job) or self._lock(locks, folders[0], *_slots()):
-                    job.finish(**worker.compile(job, folders))
-                else:
-                    with self._condition:
-                        self._waiting.insert(0, job)
-                    return False
+                job.finish(**({"path": entry.path} if entry else worker.compile(job, folders)))
             except BaseException as error:  # whoever waits for the kernel must not wait for ever
                 job.finish(None, f"{type(error).__name__}: {error}")
             finally:
@@ -224,10 +232,6 @@ class Pool:
     def _lock(self, locks: contextlib.ExitStack, folder: Path, *keys: str) -> bool:
         """Take the first of these locks that is free; False if none is."""
         return any(locks.enter_context(kernel_cache.locked(folder, key)) for key in keys)
-
-    def _is_stuck(self, job: Job) -> bool:
-        """Whether the kernel waits for so long that locks of others no longer count."""
-        return time.monotonic() - job.tried > LOCK_SECONDS
 
     def _take(self, job: Job) -> bool:
         """Make a kernel this thread's; False if another thread was faster."""
@@ -246,12 +250,6 @@ class Pool:
 def _slots() -> list[str]:
     """Return the names of the locks that limit how many kernels a host compiles at once."""
     return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
-
-
-def _folders() -> tuple[list[Path], list[str]]:
-    """Return the folders that entries can be written to, and why not to the others."""
-    answers = {folder: kernel_cache.prepare(folder) for folder in kernel_cache.folders()}
-    return [folder for folder, reason in answers.items() if not reason], [r for r in answers.values() if r]
 
 
 _pool = Pool()

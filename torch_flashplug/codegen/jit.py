@@ -29,14 +29,14 @@ _loaded: dict[tuple[str, str], Provided] = {}  # kernel and target -> what C++ h
 
 
 def provide(
-    name: str, target: str, given: Circumstances, next_kernels: Callable[[], Iterable[str]] = tuple
+    name: str, target: str, circumstances: Circumstances, next_kernels: Callable[[], Iterable[str]] = tuple
 ) -> Provided:
     """Return a kernel: loaded before, from the disk cache, or compiled now.
 
     Args:
         name: of a KernelSpec.
         target: a key of TARGETS.
-        given: what the call allows.
+        circumstances: what the call allows.
         next_kernels: names the kernels that the same model will want next; asked at a miss alone.
 
     Returns:
@@ -44,7 +44,7 @@ def provide(
     """
     if (name, target) not in _loaded:
         try:
-            answer = _look_up(name, target) or _compile(name, target, given, next_kernels)
+            answer = _look_up(name, target) or _compile(name, target, circumstances, next_kernels)
         except KeyboardInterrupt:
             # C++ has called us, so that the exception cannot reach the user from here.
             threading.Timer(0.05, _thread.interrupt_main).start()
@@ -61,10 +61,10 @@ def find(name: str, target: str) -> kernel_cache.Entry | None:
     An entry of another CPU serves if this CPU has all features of that one. Without a compiler here, an entry of any
     version of the compiler serves.
     """
-    mine, version = _key_of_sources(name, target), dsl.version()
+    sources_key, version = _key_of_sources(name, target), dsl.version()
     if version is not None and (entry := kernel_cache.find(_entry_key(name, target))):
         return entry
-    entries = kernel_cache.find_like(f"{mine}-*-{version}.*" if version else f"{mine}-*")
+    entries = kernel_cache.find_like(f"{sources_key}-*-{version}.*" if version else f"{sources_key}-*")
     return next((entry for entry in entries if not host_cpu.lacking(entry.facts["cpu"])), None)
 
 
@@ -146,40 +146,41 @@ def _fingerprints() -> dict[str, str]:
 
 
 def _write_memo(text: bytes) -> None:
-    for folder in kernel_cache.folders():
+    for folder in kernel_cache.writable_folders()[0]:
         with contextlib.suppress(OSError):
-            if not kernel_cache.prepare(folder):
-                kernel_cache.write_atomically(folder, _memo(), text)
-                return
+            kernel_cache.write_atomically(folder, _memo(), text)
+            return
 
 
 # ---- compile ----
 
 
-def _compile(name: str, target: str, given: Circumstances, next_kernels: Callable[[], Iterable[str]]) -> Provided:
+def _compile(
+    name: str, target: str, circumstances: Circumstances, next_kernels: Callable[[], Iterable[str]]
+) -> Provided:
     mode = env.jit_mode()
     if mode == env.NEVER:
         return Provided(why=f"{env.JIT.name}=0 forbids compiling. Unset it, or run `{WARM_UP}`")
     if dsl.version() is None:
         return Provided(why=f"no compiler is installed. {dsl.INSTALL}, or run `{WARM_UP} --out DIR` on another machine")
-    if given.capturing:
+    if circumstances.capturing:
         why = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once before"
         return Provided(why=why, later=True)
     start = time.monotonic()
     pool = compile_pool.pool()
-    (mine,) = pool.request([job(name, target)], first=True)
+    (own_job,) = pool.request([job(name, target)], first=True)
     pool.request(
         [job(other, target) for other in dict.fromkeys(next_kernels()) if other != name and not find(other, target)]
     )
-    if mode == env.BACKGROUND and not given.must_wait and not mine.done.is_set():
+    if mode == env.BACKGROUND and not circumstances.must_wait and not own_job.done.is_set():
         return Provided(why="it is being compiled in the background", later=True)
     try:
-        path = mine.result()
+        path = own_job.result()
     except compile_pool.CompileError as error:
-        log.debug("%s", mine.traceback)
+        log.debug("%s", own_job.traceback)
         return Provided(why=f"it could not be compiled: {error}")
     seconds = time.monotonic() - start
-    how = "was compiled" if mine.seconds else "was compiled by another process"
+    how = "was compiled" if own_job.seconds else "was compiled by another process"
     log.warning("torch_flashplug: kernel %s %s at its first use: the call waited %.1f s. `%s` compiles ahead of calls",
                 name, how, seconds, WARM_UP)  # fmt: skip
     return _load(name, path)

@@ -37,7 +37,11 @@ UNUSED_DAYS = 90  # after which an entry that nobody loaded is deleted
 
 
 class BrokenEntry(Exception):
-    """An entry that must not be loaded."""
+    """An entry whose content is not what was written."""
+
+
+class DistrustedEntry(Exception):
+    """An entry that other users may have written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ def _said(error: OSError) -> str:
 
 
 def find(key: str) -> Entry | None:
-    """Return the entry of a key, or None. A broken entry is reported once, and deleted where possible."""
+    """Return the entry of a key, or None. Entries that must not be loaded are reported once, broken ones deleted."""
     names = [f"{key}{suffix}" for suffix in (SHARED, OBJECT)]
     return next(_checked(folder / name for folder in folders() for name in names), None)
 
@@ -127,8 +131,12 @@ def _checked(paths: Iterable[Path]) -> Iterator[Entry]:
         try:
             if path.exists():
                 yield Entry(path, check(path))
+        except DistrustedEntry as error:
+            _report(str(error))  # the file stays: it may be another user's
         except BrokenEntry as error:
-            _report(path, str(error))
+            with contextlib.suppress(OSError):
+                path.unlink()
+            _report(str(error))
         except OSError:
             continue  # deleted by another process, or a network file system that is away
 
@@ -137,11 +145,12 @@ def check(path: Path) -> dict[str, object]:
     """Check owner, mode and content of an entry, and return its facts.
 
     Raises:
-        BrokenEntry: the entry must not be loaded; the text says why.
+        DistrustedEntry: the file or its folder belongs to another user, or others can write it.
+        BrokenEntry: the content is not what was written.
         OSError: the entry cannot be read.
     """
     if reason := distrusted(path.parent) or distrusted(path):
-        raise BrokenEntry(reason)
+        raise DistrustedEntry(reason)
     data = path.read_bytes()
     if data[-_TAIL:][: len(_MAGIC)] != _MAGIC:
         raise BrokenEntry(f"{path} is cut short")
@@ -154,10 +163,8 @@ def check(path: Path) -> dict[str, object]:
 
 
 @functools.cache
-def _report(path: Path, reason: str) -> None:
-    """Log once that an entry is not used, and delete it where possible."""
-    with contextlib.suppress(OSError):
-        path.unlink()
+def _report(reason: str) -> None:
+    """Log once that an entry is not used."""
     log.warning("torch_flashplug: an entry of the kernel cache is not used and will be made again: %s", reason)
 
 
@@ -179,6 +186,29 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 # ---- writing ----
+
+
+def writable_folders() -> tuple[list[Path], list[str]]:
+    """Return the folders that entries can be written to, and why not to the others."""
+    reasons = {folder: prepare(folder) for folder in folders()}
+    return [folder for folder, reason in reasons.items() if not reason], list(filter(None, reasons.values()))
+
+
+def write_to_first(places: Iterable[Path], name: str, code: bytes, facts: dict[str, object]) -> Path:
+    """Write an entry to the first of these folders that takes it.
+
+    Raises:
+        OSError: none of the folders takes it; the text has the reason of each.
+    """
+    reasons = []
+    for folder in places:
+        try:
+            if not (reason := prepare(folder)):  # a folder may have been deleted since it was made
+                return write(folder, name, code, facts)
+        except OSError as error:
+            reason = f"{folder}: {error.strerror or error}"
+        reasons.append(reason)
+    raise OSError(f"the kernel cache cannot be written ({'; '.join(reasons)})")
 
 
 def write(folder: Path, name: str, code: bytes, facts: dict[str, object]) -> Path:

@@ -58,17 +58,9 @@ def compile_kernel(request: dict) -> dict[str, object]:
             code = Path(scratch) / "kernel.so"
         seconds = round(time.perf_counter() - start, 2)
         facts = {"name": request["name"], "seconds": seconds, "cpu": sorted(host_cpu.features())}
-        reasons = []
-        for folder in map(Path, request["folders"]):
-            if reason := kernel_cache.prepare(folder):  # it may have been deleted since
-                reasons.append(f"{folder}: {reason}")
-                continue
-            try:
-                path = kernel_cache.write(folder, request["key"] + suffix, code.read_bytes(), facts)
-                return {"path": str(path), "seconds": seconds}
-            except OSError as error:
-                reasons.append(f"{folder}: {error.strerror or error}")
-        raise OSError(f"the kernel cache cannot be written ({'; '.join(reasons)})")
+        name, places = request["key"] + suffix, map(Path, request["folders"])
+        path = kernel_cache.write_to_first(places, name, code.read_bytes(), facts)
+    return {"path": str(path), "seconds": seconds}
 
 
 def answer_to(request: dict) -> dict[str, object]:
