@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_gpu, has_two = torch.cuda.is_available(), torch.cuda.device_count() > 1
     left_out = {item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))}
     named = any("::" in argument for argument in config.args)  # a test that is asked for by its name is run
+    on_cpu.compiles_on_demand = named
     if not (config.getoption("--nightly") or config.getoption("--in-isolation") or named):
         left_out |= nightly.left_out([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))

@@ -18,7 +18,7 @@ import torch
 
 import torch_flashplug
 from torch_flashplug import configs, interpreted, library, native
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.configs import Pack
 from torch_flashplug.testing import Case, load_pack
 
@@ -49,21 +49,34 @@ def not_built(target: str = TARGET) -> frozenset[str]:
 
 
 def need(kernel: str, target: str = TARGET) -> None:
-    """Skips where it is one that was not built."""
+    """Skip the test where this kernel was not built."""
     if kernel in not_built(target):
         pytest.skip(f"{kernel}: {NOT_BUILT}")
 
 
+compiles_on_demand = False  # whether tests compile kernels that were not built; conftest sets it
+
+
 def build(folder: Path, *kernels: str) -> Path:
-    """A pack in that folder, linked with the interpreter, of what the build left behind: these kernels of TARGET, as
-    far as they were built, or all.
+    """Link kernels of TARGET with the interpreter.
+
+    Args:
+        folder: where the pack is written.
+        kernels: the names of kernels. Those that were built are linked; if none was built, all are compiled on demand.
+            Without a name, all kernels that were built are linked.
+
+    Returns:
+        The path of the pack.
     """
-    built = [kernel for kernel in kernels if kernel not in not_built()]
-    if kernels and not built:
-        need(kernels[0])
+    wanted = [kernel for kernel in kernels if kernel not in not_built()]
+    if kernels and not wanted:
+        if not compiles_on_demand:
+            need(kernels[0])
+        wanted = list(kernels)
     command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
     command += ["--sample"] if not_built() else []
-    command += [word for kernel in built for word in ("--spec", kernel)]
+    command += [word for kernel in wanted for word in ("--spec", kernel)]
+    command += ["--compile"] if compiles_on_demand else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return Path(done.stdout.split()[-1])
@@ -81,20 +94,28 @@ def seed(file: Path, number: int) -> None:
 
 @contextlib.contextmanager
 def kernels(order: int = 0) -> Iterator[None]:
-    """F.sdpa on CPU tensors runs them, as on an H100. order: as seed() takes it."""
+    """Run F.sdpa on CPU tensors by these kernels, as on an H100. order: as seed() takes it."""
     file = pack()
-    with interpreted.kernels(file, _not_here):
+
+    def provide(name: str, cc: int, given: Circumstances) -> Provided | str:
+        if name not in not_built():
+            return "interpreted kernels are the build's"
+        if not compiles_on_demand:
+            lacked.append(name)
+            return NOT_BUILT
+        alone = interpreted.build(name)
+        seed(alone, order)
+        library = ctypes.CDLL(str(alone))
+        _loaded.append(library)
+        return Provided(function=ctypes.cast(library[f"__tvm_ffi_{name}"], ctypes.c_void_p).value, library=library)
+
+    with interpreted.kernels(file, provide):
         seed(file, order)
         yield
 
 
 lacked: list[str] = []  # kernels of not_built() that were looked for; whoever runs a test empties it
-
-
-def _not_here(name: str, cc: int, given: Circumstances) -> str:
-    if name in not_built():
-        lacked.append(name)
-    return "interpreted kernels are the build's"
+_loaded: list[ctypes.CDLL] = []  # kernels that were compiled on demand
 
 
 def _enable() -> None:
@@ -162,12 +183,17 @@ class _OnGpu:
 
 
 def function(file: Path, name: str) -> Callable[..., None]:
-    """A kernel of an interpreted pack, to be called with CPU tensors in the order of its arguments, lists of them and
-    numbers. Its own loads and stores, TMA's apart, are held to those tensors.
+    """Return a kernel of an interpreted pack, or one that is compiled on demand.
+
+    It is called with CPU tensors in the order of its arguments, lists of tensors and numbers. Its loads and stores,
+    except those of TMA, must stay within the tensors.
     """
     import tvm_ffi
 
-    need(name)
+    if not compiles_on_demand:
+        need(name)
+    elif name in not_built() and not hasattr(ctypes.CDLL(str(file)), f"__tvm_ffi_{name}"):
+        file = interpreted.build(name)
     kernel, hold_to = load_pack(file)[name], ctypes.CDLL(str(file)).interpreter_tensors
 
     def call(*values: object) -> None:

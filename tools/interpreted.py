@@ -107,7 +107,7 @@ def kernels_of(target: str, names: Iterable[str], compile_missing: bool = False)
     Raises:
         SystemExit: a build has not made one of them, and it is not to be compiled.
     """
-    store, names = aot.Store(OBJECTS, target), list(names)
+    store, names = aot.Store(OBJECTS, target, counts=False), list(names)
     if compile_missing and not all(map(store.has, names)):
         OBJECTS.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(OBJECTS / "compile.lock"):  # check and the demo may want one kernel at once

@@ -392,13 +392,21 @@ def _of_bf16(spec: KernelSpec) -> bool:
     return "bf16" in ELEMENTS[spec.dtype].operands
 
 
-def _of_usual_dims(spec: KernelSpec) -> bool:
-    """Plain ones of all head dims, others of those that models have, of families that are only forced of one."""
-    return spec.d == 64 if _only_forced(spec) else spec.d in {64, 128} or spec.features <= {"causal"}
+def _of_tested_dims(spec: KernelSpec) -> bool:
+    """Whether the short run calls kernels like this one with its head dims.
+
+    These are the usual ones of models, and 64 alone where a kernel is only forced, takes single elements, or combines a
+    mask or a bias with another feature.
+    """
+    combined = len(spec.features & {"mask", "bias", "bias32", "dropout", "cache8"}) > 1
+    if spec.elementwise or combined or _only_forced(spec):
+        return spec.d == 64
+    usual = spec.d in {64, 128}
+    return usual or (spec.features <= {"causal"} and (spec.d, spec.dv) in {(192, 128), (256, 256)})
 
 
 def _of_sm_90a(spec: KernelSpec) -> bool:
-    wanted = (_of_bf16(spec) and _of_usual_dims(spec)) or _in_fp16(spec)
+    wanted = (_of_bf16(spec) and _of_tested_dims(spec)) or _in_fp16(spec)
     return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
 
 

@@ -14,10 +14,14 @@ import on_cpu
 import pytest
 
 from torch_flashplug import configs, features, library
+from torch_flashplug.codegen import compiler
 from torch_flashplug.families import FAMILIES, TARGETS
 from torch_flashplug.spec import SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import sass  # noqa: E402
+
 SPECS = [spec for family in FAMILIES for spec in configs.specs(family.arch)]
 # Targets of which no GPU was at hand and no pack is built: what spills nothing there, either.
 COMPILED_ONLY = dict.fromkeys(
@@ -191,9 +195,21 @@ def test_kernel_spills_nothing(target, spec, reports):
     assert row["registers"] <= min(255, 65536 // most_threads(spec)), row
 
 
+def counted(row: dict, spec: KernelSpec) -> dict:
+    """Return a row of a report with counts of instructions, which the short run's build leaves out. Counting takes half
+    a second a kernel, so that in the short run those of head dim 64 are counted here.
+    """
+    if "hgmma" in row:
+        return row
+    if spec.d != 64:
+        pytest.skip("the build did not count its instructions; ./tools/dev build does")
+    cubin = ROOT / "build" / "objects" / f"{compiler.key(spec, 'sm_90a')}.cubin"
+    return row | sass.resources(cubin.read_bytes())
+
+
 @pytest.mark.parametrize("spec", configs.specs(90), ids=KernelSpec.name)
 def test_kernel_is_what_its_row_says(spec, reports):
-    row = row_of(reports, "sm_90a", spec)
+    row = counted(row_of(reports, "sm_90a", spec), spec)
     # At entry a thread has its share of the register file; the split takes over from there, where there is one.
     assert row["registers"] <= 65536 // (most_threads(spec) * (spec.ctas_per_sm if spec.is_decode else 1)), row
     assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
