@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 
+import ceilings
 import nightly
 import on_cpu
 import pytest
@@ -35,10 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
     config.addinivalue_line("markers", "nightly: left out of the short run; ./tools/dev test --all runs it")
+    if config.getoption("--ceilings") and not config.getoption("--nightly"):
+        config.pluginmanager.register(ceilings.Ceilings())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also what the short run leaves out (test/nightly.py)")
+    parser.addoption("--ceilings", action="store_true", help="fail tests that take too long (test/ceilings.py)")
     parser.addoption("--in-isolation", action="store_true", help="set in the process that an isolated test runs in")
 
 

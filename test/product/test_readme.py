@@ -72,6 +72,7 @@ def test_what_pages_name_exists(page):
     assert not [name for name in names if not list((ROOT / "test").rglob(f"{name}.py"))]
 
 
+@functools.cache
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 

@@ -1,0 +1,66 @@
+"""The ceilings on the time of tests (test/ceilings.py)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import ceilings
+import nightly
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def plugin() -> ceilings.Ceilings:
+    """Return the plugin on a machine as fast as the one that ceilings were measured on."""
+    made = ceilings.Ceilings()
+    made.factor = 1.0
+    return made
+
+
+def item(test: str = "test_one", file: str = "test_file.py") -> pytest.Item:
+    return SimpleNamespace(path=Path(file), originalname=test, name=f"{test}[0]")
+
+
+def test_a_test_that_takes_too_long_fails(plugin):
+    plugin.check(item(), 4.9)
+    with pytest.raises(pytest.fail.Exception, match=r"test_file.py::test_one took 5.1 s of CPU time, but 5.0 s"):
+        plugin.check(item(), 5.1)
+
+
+def test_a_file_that_takes_too_long_fails_once(plugin):
+    plugin.of_files["test_file.py"] = 60.1
+    with pytest.raises(pytest.fail.Exception, match=r"test_file.py took 60.1 s"):
+        plugin.check(item(), 1.0)
+    plugin.check(item(), 1.0)
+
+
+def test_rows_of_the_table_replace_the_usual_ceiling(plugin, monkeypatch):
+    monkeypatch.setitem(ceilings.SECONDS, "test_file.py::test_one", 8)
+    plugin.check(item(), 7.9)
+    with pytest.raises(pytest.fail.Exception, match=r"but 8.0 s are allowed"):
+        plugin.check(item(), 8.1)
+    with pytest.raises(pytest.fail.Exception):
+        plugin.check(item("test_other"), 7.9)
+
+
+def test_time_of_a_slow_test_is_measured(plugin):
+    """The hook is run as pytest runs it, around a test that is busy."""
+    hook = plugin.pytest_runtest_call(item())
+    next(hook)
+    start = time.process_time()
+    while time.process_time() - start < 0.1:
+        pass
+    with pytest.raises(StopIteration):
+        hook.send(None)
+    assert 0.09 < plugin.of_files["test_file.py"] < 5
+
+
+@pytest.mark.parametrize("name", [*ceilings.SECONDS, *nightly.ONE_OF])
+def test_the_tables_name_tests_that_exist(name):
+    file, _, test = name.partition("::")
+    (path,) = TESTS.rglob(file)
+    assert f"def {test}" in path.read_text()
