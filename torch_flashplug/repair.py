@@ -14,7 +14,6 @@ import logging
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import env, native
 from .overrides import first_other_owner, spend_warning
@@ -40,6 +39,9 @@ def _trace_backward(
     *rest: Tensor | float | bool | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Here a graph is being traced, so that sympy is loaded. At the top it would double the time that our import takes.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     *passed_on, dropout_p, is_causal = rest
     if not all(statically_known_true(a == b) for a, b in zip(grad_out.stride(), out.stride())):
         with mode:
