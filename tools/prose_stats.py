@@ -1,0 +1,141 @@
+"""Counts of plain language in Python sources: pronouns, first words of docstrings, and names of variables.
+
+    python tools/prose_stats.py                          this package, its tests and its tools
+    python tools/prose_stats.py DIR [DIR...]             other trees, such as an installed package
+
+The table has one row for each tree. Pronouns are counted per 100 words of comments and docstrings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PRONOUNS = frozenset(
+    "it its itself they them their theirs themselves this that these those what which who whom whose one ones "
+    "other others another we us our ours you your yours i me my mine".split()
+)
+# Words that make the first line of a docstring a fragment: neither an imperative nor a noun phrase follows them.
+STARTERS = (
+    *("Of", "What", "Whether", "Those", "As", "The same", "Likewise", "Where", "Beside", "That", "Which", "Whose"),
+    *("How", "Who", "By", "In", "With", "For", "From", "To", "At", "On", "Under", "After", "Before", "If", "And", "Or"),
+    *("Also", "Only", "Not", "Here", "There", "Both", "It", "Its", "They", "Their", "Nothing", "None", "Others", "Like"),
+)
+VAGUE_NAMES = frozenset(
+    "given found seen mine there here own whole made taken told said known wanted some one others other now what "
+    "of".split()
+)
+
+
+@dataclass(slots=True)
+class Stats:
+    """The counts of a tree."""
+
+    words: int = 0
+    pronouns: int = 0
+    docstrings: int = 0
+    fragments: int = 0
+    names: int = 0
+    vague: int = 0
+
+    @property
+    def pronouns_per_100(self) -> float:
+        """Pronouns per 100 words of comments and docstrings."""
+        return 100 * self.pronouns / max(self.words, 1)
+
+    @property
+    def fragment_percent(self) -> float:
+        """Docstrings of 100 whose first line starts with one of STARTERS."""
+        return 100 * self.fragments / max(self.docstrings, 1)
+
+    @property
+    def vague_percent(self) -> float:
+        """Variables of 100 that have one of VAGUE_NAMES."""
+        return 100 * self.vague / max(self.names, 1)
+
+
+def comments_of(source: str) -> Iterator[str]:
+    """Yield the text of each comment; directives of tools are left out."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"#\s*(noqa|fmt|type|ruff|!|SPDX)", token.string):
+            yield token.string.lstrip("#! ")
+
+
+def docstrings_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstring of the module and of each class and function that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                yield text
+
+
+def variables_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the name of each variable where a value is bound to it, and of each parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def add_file(stats: Stats, path: Path) -> None:
+    """Add the counts of one file.
+
+    Raises:
+        SyntaxError: the file is not Python of this version.
+    """
+    source = path.read_text()
+    tree = ast.parse(source)
+    docstrings = list(docstrings_of(tree))
+    for text in (*docstrings, *comments_of(source)):
+        words = re.findall(r"[A-Za-z][A-Za-z']*", text)
+        stats.words += len(words)
+        stats.pronouns += sum(word.lower() in PRONOUNS for word in words)
+    stats.docstrings += len(docstrings)
+    stats.fragments += sum(bool(re.match(rf"(?:{'|'.join(STARTERS)})\b", text)) for text in docstrings)
+    names = list(variables_of(tree))
+    stats.names += len(names)
+    stats.vague += sum(name.lstrip("_") in VAGUE_NAMES for name in names)
+
+
+def stats_of(*folders: Path) -> Stats:
+    """Return the counts of all Python files in some folders; files that this Python cannot parse are left out."""
+    stats = Stats()
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        try:
+            add_file(stats, path)
+        except (SyntaxError, UnicodeDecodeError, tokenize.TokenError) as error:
+            print(f"{path}: left out: {error}", file=sys.stderr)
+    return stats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*", help="trees to count, one row each")
+    args = parser.parse_args()
+    for folder in args.folders:
+        if not folder.is_dir():
+            parser.error(f"folder must exist, but got {folder}")
+    trees = {str(folder): (folder,) for folder in args.folders}
+    if not trees:
+        trees = {name: (ROOT / name,) for name in ("torch_flashplug", "test", "tools")}
+        trees["all"] = tuple(folder for folders in list(trees.values()) for folder in folders)
+    print(f"{'tree':24s} {'words':>8s} {'pronouns/100':>13s} {'fragments %':>12s} {'vague names %':>14s}")
+    for name, folders in trees.items():
+        stats = stats_of(*folders)
+        numbers = f"{stats.words:8,d} {stats.pronouns_per_100:13.1f} {stats.fragment_percent:12.1f}"
+        print(f"{name[-24:]:24s} {numbers} {stats.vague_percent:14.2f}")
+
+
+if __name__ == "__main__":
+    main()
