@@ -28,7 +28,7 @@ PRONOUNS = frozenset(
 STARTERS = (
     *("Of", "What", "Whether", "Those", "As", "The same", "Likewise", "Where", "Beside", "That", "Which", "Whose"),
     *("How", "Who", "By", "In", "With", "For", "From", "To", "At", "On", "Under", "After", "Before", "If", "And", "Or"),
-    *("Also", "Only", "Not", "Here", "There", "Both", "It", "Its", "They", "Their", "Nothing", "None", "Others", "Like"),
+    *("Also", "Only", "Not", "Here", "There", "Both", "It", "Its", "They", "Their", "Nothing", "None", "Others"),
 )
 VAGUE_NAMES = frozenset(
     "given found seen mine there here own whole made taken told said known wanted some one others other now what "
