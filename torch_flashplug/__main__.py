@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -214,8 +216,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         {"demo": _demo, "explain": _explain, "warmup": _warmup, "info": _info, "check": _check}[options.verb](options)
+        sys.stdout.flush()  # what cannot be written is known here, not at the end of the process
     except ValueError as error:
         sys.exit(f"{options.verb}: {error}")
+    except KeyboardInterrupt:
+        print(f"\n{options.verb}: interrupted", file=sys.stderr)
+        sys.exit(130)  # as a shell reports it: 128 + SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
+        sys.exit(141)  # 128 + SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f"{options.verb}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -96,8 +96,14 @@ def kernels() -> Line:
     writable, reasons = kernel_cache.writable_folders()
     if not writable:
         return Line(FAIL, "kernels", f"no cache: {'; '.join(reasons)}", f"set {env.CACHE_DIR.name}")
-    linked = "" if linker.c_compiler() else "; no C compiler is installed, so that they load in 0.6 s instead of 1 ms"
-    return Line(PASS, "kernels", f"compiled at first use by CuTe DSL {dsl.version()}{linked}")
+    text = f"compiled at first use by CuTe DSL {dsl.version()}"
+    if linker.c_compiler() is None:
+        text += "; no C compiler is installed, so that they load in 0.6 s instead of 1 ms"
+    elif reason := linker.failure():
+        return Line(FAIL, "kernels", reason, "set CC to a C compiler that links, or install gcc")
+    if reasons:
+        text += f"; kept in {writable[0]} ({reasons[0]})"
+    return Line(PASS, "kernels", text)
 
 
 def gpu() -> Line:

@@ -39,7 +39,7 @@ class Flag:
 
     def count(self) -> int:
         """Raises ValueError for what is no number, or less than 0."""
-        value = self.get()
+        value = self.get() or self.default
         if not (value.isascii() and value.isdigit()):
             raise ValueError(f"{self.name}={value!r}; use a number, 0 or more")
         return int(value)

@@ -6,6 +6,7 @@ This module reads and never changes anything. Versions come from metadata; no co
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import torch
 
@@ -82,11 +83,19 @@ def packs() -> list[dict[str, object]]:
 
 
 def _cache() -> dict[str, object]:
-    folder = kernel_cache.chosen_folder()
-    suffixes = {kernel_cache.SHARED, kernel_cache.OBJECT}
-    files = [path for path in folder.iterdir() if path.suffix in suffixes] if folder.is_dir() else []
-    files = [path for path in files if not path.name.startswith("flashplug_")]  # packs that were unpacked
-    return {"directory": str(folder), "kernels": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    """Return what lies in the chosen folder of the kernel cache, and in its fallback if kernels were written there."""
+    fallback = _facts_of_folder(kernel_cache.fallback_folder())
+    return _facts_of_folder(kernel_cache.chosen_folder()) | {"fallback": fallback if fallback["kernels"] else None}
+
+
+def _facts_of_folder(folder: Path) -> dict[str, object]:
+    facts: dict[str, object] = {"directory": str(folder), "kernels": 0, "bytes": 0, "problem": ""}
+    try:
+        files = [path for path in kernel_cache.entries_in(folder) if not path.name.startswith("flashplug_")]  # packs
+        facts |= {"kernels": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    except OSError as error:
+        facts["problem"] = f"it cannot be read: {error.strerror}"
+    return facts
 
 
 def hook() -> dict[str, object]:
@@ -169,7 +178,10 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     if not facts["packs"]:
         lines.append(("kernel pack", "none: kernels come from the cache, or are compiled at first use"))
     kept = facts["cache"]
-    lines.append(("cache", f"{kept['directory']}: {kept['kernels']} kernels, {kept['bytes'] / 1e6:.1f} MB"))
+    for name, folder in (("cache", kept), ("cache, fallback", kept["fallback"])):
+        if folder:
+            text = folder["problem"] or f"{folder['kernels']} kernels, {folder['bytes'] / 1e6:.1f} MB"
+            lines.append((name, f"{folder['directory']}: {text}"))
     return lines
 
 

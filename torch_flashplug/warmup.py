@@ -5,7 +5,6 @@ Warming up needs no GPU. Kernels that the cache has are not compiled again.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,9 +13,14 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env, kernel_sets, model_config, native, what_if
+from . import _start, api, kernel_sets, model_config, native, what_if
 from . import packs as installed_packs
-from .codegen import compile_pool, compiler, dsl, jit, kernel_cache
+from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
+
+_OBJECTS_ALONE = (
+    "no C compiler is installed. Kernels are kept as object files (.o), which load only where the kernel compiler is "
+    "installed. Install gcc, or set CC."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,16 @@ class Outcome:
         known: how many the packs or the cache had.
         failed: names of kernels that could not be compiled, and why.
         seconds: from the first kernel to the last.
+        by_others: names of kernels that another process compiled meanwhile.
+        folders: where the kernels lie that were compiled now.
     """
 
     compiled: tuple[str, ...]
     known: int
     failed: dict[str, str]
     seconds: float
+    by_others: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
 
 
 def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: object) -> list[str]:
@@ -109,13 +117,17 @@ def facts_of(device: str) -> dict[str, int]:
 def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
     """Return the kernels that the cache has not.
 
+    An object file counts as missing where a C compiler is installed: a shared object loads without the kernel compiler.
+
     Args:
         names: of kernels.
         target: a key of TARGETS.
         packs: whether kernels of installed packs are left out.
     """
     packed = installed_packs.held(target) if packs else set()
-    return [name for name in names if name not in packed and jit.find(name, target) is None]
+    suffixes = {kernel_cache.SHARED, *(() if linker.c_compiler() else (kernel_cache.OBJECT,))}
+    entries = {name: jit.find(name, target) for name in names if name not in packed}
+    return [name for name, entry in entries.items() if entry is None or entry.path.suffix not in suffixes]
 
 
 def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = True) -> Outcome:
@@ -139,6 +151,8 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
     writable, reasons = kernel_cache.writable_folders()
     if not writable:
         raise ValueError("; ".join(reasons))
+    if linker.c_compiler() is None:
+        print(f"warmup: {_OBJECTS_ALONE}", file=sys.stderr)
     start = time.monotonic()
     pool = compile_pool.Pool(workers)
     jobs = pool.request([jit.job(name, target) for name in wanted])
@@ -154,31 +168,37 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         bar.show()
         time.sleep(0.1)
     bar.end()
-    compiled = tuple(job.name for job in jobs if job.path is not None)
-    return Outcome(compiled, len(names) - len(wanted), failed, time.monotonic() - start)
+    made = [job for job in jobs if job.path is not None]
+    return Outcome(
+        compiled=tuple(job.name for job in made if job.seconds),
+        known=len(names) - len(wanted),
+        failed=failed,
+        seconds=time.monotonic() - start,
+        by_others=tuple(job.name for job in made if not job.seconds),
+        folders=tuple(dict.fromkeys(job.path.parent for job in made)),
+    )
 
 
 class _Bar:
-    """A progress bar on a terminal; elsewhere a line for each kernel."""
+    """A progress bar on a terminal; elsewhere a line for each kernel, and one for each long wait."""
 
     _WIDTH = 30
+    _SILENCE = 20.0  # seconds without a line, after which a line says that the process waits
 
     def __init__(self, total: int):
         self._total, self._done, self._start = total, 0, time.monotonic()
+        self._last_line = self._start
         self._on_terminal = sys.stderr.isatty()
 
     def step(self, name: str, error: str) -> None:
+        """Note that a kernel is done."""
         self._done += 1
         if error or not self._on_terminal:
-            clear = "\r\033[K" if self._on_terminal else ""
             outcome = f"failed: {error}" if error else "compiled"
-            print(
-                f"{clear}[{self._done}/{self._total}] {name} {outcome}, {self._seconds():.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._print(f"[{self._done}/{self._total}] {name} {outcome}, {self._seconds():.0f} s")
 
     def show(self) -> None:
+        """Draw the bar, or say after a long silence that kernels are waited for."""
         if self._on_terminal:
             filled = self._WIDTH * self._done // self._total
             left = (
@@ -186,23 +206,31 @@ class _Bar:
             )
             text = f"[{'#' * filled}{' ' * (self._WIDTH - filled)}] {self._done} of {self._total} kernels"
             print(f"\r\033[K{text}, {self._seconds():.0f} s{left}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last_line > self._SILENCE and self._done < self._total:
+            waiting = f"waiting for {self._total - self._done} kernels, perhaps of other processes of this host"
+            self._print(f"[{self._done}/{self._total}] {waiting}, {self._seconds():.0f} s")
 
     def end(self) -> None:
+        """End the bar's line."""
         if self._on_terminal:
             print(file=sys.stderr)
+
+    def _print(self, text: str) -> None:
+        clear = "\r\033[K" if self._on_terminal else ""
+        print(f"{clear}{text}", file=sys.stderr, flush=True)
+        self._last_line = time.monotonic()
 
     def _seconds(self) -> float:
         return time.monotonic() - self._start
 
 
 def use_folder(folder: Path) -> None:
-    """Make a folder the cache of this process and its workers.
+    """Make a folder the only cache of this process and its workers.
 
     Raises:
         ValueError: the folder cannot be written.
     """
-    env.set_cache_dir(str(folder.resolve()))
-    if reason := kernel_cache.prepare(folder):
+    if reason := kernel_cache.use_alone(folder.absolute()):
         raise ValueError(f"--out must be a folder that can be written, but got {folder}: {reason}")
 
 
@@ -217,9 +245,8 @@ def prune() -> int:
 
 def report(outcome: Outcome) -> str:
     """Return the outcome in a sentence."""
-    folder = os.fspath(kernel_cache.chosen_folder())
+    folders = ", ".join(map(str, outcome.folders or kernel_cache.folders()[:1]))
+    others = f", {len(outcome.by_others)} by other processes" if outcome.by_others else ""
     failed = f", {len(outcome.failed)} failed" if outcome.failed else ""
-    return (
-        f"{len(outcome.compiled)} kernels compiled in {outcome.seconds:.1f} s, {outcome.known} were there{failed}. "
-        f"Cache: {folder}"
-    )
+    compiled = f"{len(outcome.compiled)} kernels compiled in {outcome.seconds:.1f} s"
+    return f"{compiled}{others}, {outcome.known} were there{failed}. Cache: {folders}"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import env
+from torch_flashplug import configs, env, inventory, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
 
@@ -521,3 +521,134 @@ def test_what_nobody_used_is_deleted(cache):
     old, new = cache.put(KERNEL), cache.put(OTHER)
     os.utime(old, (0, 0))
     assert kernel_cache.prune(cache.folder) == [old] and new.exists()
+
+
+# ---- what is not the cache's own ----
+
+USERS_FILES = (".env", ".gitconfig", "config.json", "libuser.so", "main.o", "poetry.lock", "fwd_sm90-notes.so")
+
+
+def test_files_of_users_stay(cache):
+    """A folder that is given as the cache may hold a model, or be a home directory."""
+    entry = cache.put()
+    files = [cache.folder / name for name in USERS_FILES]
+    for file in files:
+        file.write_text("mine")
+        os.utime(file, (0, 0))
+    os.utime(entry, (0, 0))
+
+    assert kernel_cache.prune(cache.folder) == [entry]
+    assert warmup.prune() == 0 and list(kernel_cache.find_like("*")) == []
+    assert all(file.read_text() == "mine" for file in files)
+    assert inventory.collect()["cache"]["kernels"] == 0
+
+
+def test_own_leftovers_are_deleted(cache):
+    entry = cache.put()
+    names = (f"{entry.stem}.lock", "slot-3.lock", f"sources-{'0' * 64}.json", ".writing-abcd_123", ".probe-abcd_123")
+    files = [cache.folder / name for name in names]
+    for file in files:
+        file.touch()
+        os.utime(file, (0, 0))
+    assert set(kernel_cache.prune(cache.folder)) == set(files) and entry.exists()
+
+
+def test_names_of_entries_are_known(cache):
+    """All keys that are written match the pattern of names."""
+    assert kernel_cache.is_entry(cache.put())
+    names = [spec.name() for pack in configs.PACKS for spec in pack.specs()]
+    keys = [f"{name}-0123456789abcdef-sm_90a-O2-x86_64-01234567-4.8.1+cu13" for name in names]
+    assert all(kernel_cache.is_entry(Path(f"{key}{suffix}")) for key in keys for suffix in (".so", ".o"))
+    assert kernel_cache.is_entry(Path("flashplug_sm90a_8bit-0123456789abcdef.so"))
+
+
+def test_a_pipe_in_the_place_of_an_entry_is_not_read(cache, lines):
+    path = cache.folder / f"{jit.job(KERNEL, TARGET).key}.so"
+    kernel_cache.prepare(cache.folder)
+    os.mkfifo(path)
+    assert jit.find(KERNEL, TARGET) is None
+    assert "is not a regular file" in lines()[0]
+
+
+# ---- folders ----
+
+
+def test_out_takes_no_kernel_of_the_fallback(cache, monkeypatch):
+    """A container gets the folder alone."""
+    monkeypatch.setattr(kernel_cache, "_exclusive", False)
+    monkeypatch.setenv(env.CACHE_DIR.name, "")
+    fallback = kernel_cache.fallback_folder()
+    kernel_cache.prepare(fallback)
+    facts = {"name": KERNEL, "seconds": 1.0, "cpu": sorted(host_cpu.features())}
+    kernel_cache.write(fallback, jit.job(KERNEL, TARGET).key + ".so", cache.code.read_bytes(), facts)
+    assert warmup.missing([KERNEL], TARGET, packs=False) == []
+
+    warmup.use_folder(cache.folder)
+
+    outcome = warmup.compile_all([KERNEL], 90, packs=False)
+    assert outcome.compiled == (KERNEL,) and outcome.folders == (cache.folder,)
+    assert len(kernel_cache.entries_in(cache.folder)) == 1
+
+
+def test_another_chosen_folder_is_another_cache(cache, monkeypatch):
+    """Kernels that an earlier process left in the fallback of another folder are not used."""
+    first = kernel_cache.fallback_folder()
+    monkeypatch.setenv(env.CACHE_DIR.name, str(cache.folder / "other"))
+    assert kernel_cache.fallback_folder() != first
+
+
+def test_the_fallback_is_reported(cache, lines, monkeypatch):
+    file = cache.folder.parent / "file"
+    file.write_text("")
+    monkeypatch.setenv(env.CACHE_DIR.name, str(file))
+    outcome = warmup.compile_all([KERNEL], 90, packs=False)
+    fallback = kernel_cache.fallback_folder()
+    assert warmup.report(outcome).endswith(f"Cache: {fallback}")
+    assert f"the kernel cache is {fallback}, because {file} cannot be written" in lines()[0]
+    assert inventory.collect()["cache"]["fallback"]["kernels"] == 1
+
+
+@pytest.mark.parametrize("folder", ["~nobody_has_this_name/x", ""])
+def test_a_home_that_is_unknown(cache, folder, monkeypatch):
+    def unknown(*_: object) -> str:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setenv(env.CACHE_DIR.name, folder)
+    monkeypatch.setattr("platformdirs.user_cache_dir", unknown)
+    writable, reasons = kernel_cache.writable_folders()
+    assert writable == [kernel_cache.fallback_folder()] and "home directory" in reasons[0]
+    assert inventory.collect()["cache"]["kernels"] == 0
+    assert jit.provide(KERNEL, TARGET, CALL).is_there
+
+
+@pytest.mark.parametrize("problem", ["denied", "long"])
+def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
+    folder = cache.folder if problem == "denied" else cache.folder / ("x" * 300)
+    monkeypatch.setenv(env.CACHE_DIR.name, str(folder))
+    kernel_cache.prepare(cache.folder)
+    if problem == "denied":
+        denied = PermissionError(13, "Permission denied")
+        monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
+    facts = inventory.collect()["cache"]
+    assert facts["problem"].startswith("it cannot be read: ") and facts["kernels"] == 0
+    inventory.show(inventory.collect())
+
+
+# ---- linkers ----
+
+
+def test_a_compiler_that_writes_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "true")
+    with pytest.raises(RuntimeError, match=r"true could not link x.so: it wrote no file, and its exit status is 0"):
+        linker.link([], tmp_path / "x.so")
+    assert "true could not link" in linker.failure()
+    monkeypatch.delenv("CC")
+    assert linker.failure() == ""
+
+
+def test_object_files_are_replaced_where_a_c_compiler_is_installed(cache, monkeypatch):
+    path = cache.put()
+    path.rename(path.with_suffix(".o"))
+    assert warmup.missing([KERNEL], TARGET, packs=False) == [KERNEL]
+    monkeypatch.setattr(linker, "c_compiler", lambda: None)
+    assert warmup.missing([KERNEL], TARGET, packs=False) == []

@@ -247,6 +247,27 @@ def test_bad_options_end_with_one_line(words, said):
     assert said in str(end.value) and "\n" not in str(end.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), "info: No space left")]
+)
+def test_an_interrupted_command_ends_with_one_line(error, status, monkeypatch):
+    def raise_error(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(__main__, "_info", raise_error)
+    monkeypatch.setattr(__main__.os, "dup2", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["info"])
+    assert str(end.value.code).startswith(str(status))
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    words = "import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('torch_flashplug', run_name='__main__')"
+    command = f'"{sys.executable}" -c "{words}" | true'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+
+
 def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
     """Into the folder that was asked for."""
 
@@ -258,6 +279,7 @@ def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(compile_pool.Worker, "compile", compile_kernel)
     monkeypatch.setenv(env.CACHE_DIR.name, "")
+    monkeypatch.setattr(kernel_cache, "_exclusive", False)
     warmup.use_folder(tmp_path)
     names = [
         "fwd_sm90_bf16_d64_causal_m64n128s2",

@@ -34,11 +34,16 @@ def test_a_hook_that_there_is(monkeypatch: pytest.MonkeyPatch, value: str) -> No
     assert env.HOOK.get() == value
 
 
-@pytest.mark.parametrize("value", ["-1", "", "8.5", "many"])
+@pytest.mark.parametrize("value", ["-1", "8.5", "many"])
 def test_a_count_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(env.RING_MARGIN.name, value)
     with pytest.raises(ValueError, match=f"{env.RING_MARGIN.name}='{value}'; use a number, 0 or more"):
         env.RING_MARGIN.count()
+
+
+def test_an_empty_count_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.RING_MARGIN.name, "")
+    assert env.RING_MARGIN.count() == int(env.RING_MARGIN.default)
 
 
 @pytest.mark.parametrize("flag", [env.ENABLED, env.REPAIR], ids=lambda flag: flag.name)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import tempfile
 import time
@@ -33,6 +34,12 @@ _MAGIC = b"flashplug entry 1\n"
 _LENGTH = 8  # bytes of the length of the facts
 _TAIL = len(_MAGIC) + _LENGTH + hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# The names of the files that are written here: entries of kernels and of packs, the hashes of sources, locks, and what
+# a killed process leaves behind. A folder may hold files of its user, too, which are neither read nor deleted.
+_ENTRY_NAME = re.compile(r"(?:[\w+]+-[0-9a-f]{16}-sm_\d+a?\S*|flashplug_\w+-[0-9a-f]{16})\.(?:so|o)")
+_OTHER_NAME = re.compile(
+    r"sources-[0-9a-f]{64}\.json|slot-\d+\.lock|[\w+]+-[0-9a-f]{16}\S*\.lock|\.(?:writing|probe)-\S{8}"
+)
 UNUSED_DAYS = 90  # after which an entry that nobody loaded is deleted
 
 
@@ -61,20 +68,66 @@ class Entry:
 
 
 def chosen_folder() -> Path:
-    """Return the folder that users know: TORCH_FLASHPLUG_CACHE_DIR, else the user's cache folder."""
+    """Return the folder that users know: TORCH_FLASHPLUG_CACHE_DIR, else the user's cache folder.
+
+    The path starts with ~ where no home directory is known; entries are neither read nor written there.
+    """
     if chosen := env.CACHE_DIR.get():
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("torch_flashplug"))
+    try:
+        return Path(platformdirs.user_cache_dir("torch_flashplug"))
+    except RuntimeError:  # a user without an entry in the password file, and without HOME
+        return Path("~/.cache/torch_flashplug")
+
+
+def fallback_folder() -> Path:
+    """Return the folder that serves where the chosen one cannot be written: a read-only home or a full disk.
+
+    Each folder that TORCH_FLASHPLUG_CACHE_DIR names has a fallback of its own: an empty folder is an empty cache.
+    """
+    chosen = env.CACHE_DIR.get()
+    tag = f"-{hashlib.sha256(os.path.abspath(chosen).encode()).hexdigest()[:8]}" if chosen else ""
+    return Path(tempfile.gettempdir()) / f"torch_flashplug-{os.getuid()}{tag}"
 
 
 def folders() -> list[Path]:
-    """Return the folders that entries are looked for in and written to, in this order.
+    """Return the folders that entries are looked for in and written to, in this order."""
+    return [chosen_folder()] if _exclusive else [chosen_folder(), fallback_folder()]
 
-    The second one serves where the first one cannot be written: a read-only home or a full disk.
+
+_exclusive = False  # whether the chosen folder is the only one
+
+
+def use_alone(folder: Path) -> str:
+    """Make a folder the cache of this process and its workers, without a fallback.
+
+    Returns:
+        Why entries cannot be written there; empty where they can.
     """
-    return [chosen_folder(), Path(tempfile.gettempdir()) / f"torch_flashplug-{os.getuid()}"]
+    global _exclusive  # noqa: PLW0603
+    if not (reason := prepare(folder)):
+        env.set_cache_dir(str(folder))
+        _exclusive = True
+    return reason
+
+
+def is_entry(path: Path) -> bool:
+    """Return whether the name of a file is that of an entry."""
+    return _ENTRY_NAME.fullmatch(path.name) is not None
+
+
+def entries_in(folder: Path) -> list[Path]:
+    """Return the entries of a folder, unchecked; none where there is no folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        return sorted(filter(is_entry, folder.iterdir()))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def prepare(folder: Path) -> str:
@@ -83,6 +136,8 @@ def prepare(folder: Path) -> str:
     Returns:
         Why entries cannot be written there; empty where they can.
     """
+    if str(folder).startswith("~"):
+        return f"the home directory in {folder} is unknown"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if reason := distrusted(folder):
@@ -98,6 +153,8 @@ def prepare(folder: Path) -> str:
 def distrusted(path: Path) -> str:
     """Return why code from this file or folder is not loaded; empty where it is. Raises OSError if it is not there."""
     facts = path.stat()
+    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+        return f"{path} is not a regular file"
     if facts.st_uid not in (os.getuid(), 0):
         return f"{path} belongs to user {facts.st_uid}, not to this user or root"
     if facts.st_mode & _OTHERS_MAY_WRITE:
@@ -122,7 +179,7 @@ def find_like(pattern: str) -> Iterator[Entry]:
     """Yield the entries whose keys match a pattern of fnmatch, the newest of a folder first."""
     for folder in folders():
         with contextlib.suppress(OSError):
-            found = [path for path in folder.glob(pattern) if path.suffix in (SHARED, OBJECT)]
+            found = [path for path in folder.glob(pattern) if is_entry(path)]
             yield from _checked(sorted(found, key=lambda path: path.stat().st_mtime, reverse=True))
 
 
@@ -191,7 +248,17 @@ def load(path: Path) -> ctypes.CDLL:
 def writable_folders() -> tuple[list[Path], list[str]]:
     """Return the folders that entries can be written to, and why not to the others."""
     reasons = {folder: prepare(folder) for folder in folders()}
-    return [folder for folder, reason in reasons.items() if not reason], list(filter(None, reasons.values()))
+    writable = [folder for folder, reason in reasons.items() if not reason]
+    first, reason = next(iter(reasons.items()))
+    if reason and writable:
+        _report_fallback(first, writable[0], reason)
+    return writable, list(filter(None, reasons.values()))
+
+
+@functools.cache
+def _report_fallback(folder: Path, fallback: Path, reason: str) -> None:
+    """Log once that kernels are kept in another folder than the chosen one."""
+    log.warning("torch_flashplug: the kernel cache is %s, because %s cannot be written: %s", fallback, folder, reason)
 
 
 def write_to_first(places: Iterable[Path], name: str, code: bytes, facts: dict[str, object]) -> Path:
@@ -267,12 +334,15 @@ def locked(folder: Path, key: str) -> Iterator[bool]:
 
 
 def prune(folder: Path, days: float = UNUSED_DAYS) -> list[Path]:
-    """Delete files that were not used for so many days, also those that killed processes left. Return their paths."""
+    """Delete the cache's own files that were not used for so many days, and return their paths.
+
+    Entries, locks and what killed processes left are the cache's own. Other files in the folder stay.
+    """
     deleted = []
     oldest = time.time() - days * 86400
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.suffix in (SHARED, OBJECT, ".lock", ".json") or path.name.startswith("."):
+            if is_entry(path) or _OTHER_NAME.fullmatch(path.name):
                 with contextlib.suppress(OSError):
                     if path.stat().st_mtime < oldest:
                         path.unlink()

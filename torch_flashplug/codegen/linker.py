@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,5 +55,16 @@ def link(objects: Sequence[Path], target: Path, more: Sequence[str | Path] = ())
     command = [compiler, "-shared", "-fPIC", "-O2", "-fvisibility=hidden", "-Wl,--exclude-libs,ALL", "-o", target]
     command += [ERROR_REPORTERS, *objects, *more, dsl.runtime_archive(), tvm_ffi_library(), "-ldl"]
     done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{compiler} could not link {target.name}: {done.stderr.strip()[-2000:]}")
+    if done.returncode != 0 or not Path(target).is_file():
+        said = done.stderr.strip()[-2000:] or f"it wrote no file, and its exit status is {done.returncode}"
+        raise RuntimeError(f"{compiler} could not link {Path(target).name}: {said}")
+
+
+def failure() -> str:
+    """Return why no shared object can be linked here; empty where one can. A small one is linked for the answer."""
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            link([], Path(scratch) / "empty.so")
+        except (OSError, RuntimeError) as error:
+            return str(error)
+    return ""
