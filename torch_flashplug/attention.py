@@ -222,7 +222,7 @@ def check_before(  # noqa: PLR0913
     window_of(causal, window), softcap_of(softcap)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"attention: scale is {type(scale).__name__}; give a number, or None")
-    check_rank("q", q, 4, "give a tensor (batch, rows, heads, head dim)")
+    check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
     as_sinks(sinks, q)
     if block_table is None:
         check_operands(q, k, v)

@@ -107,13 +107,13 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
 def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
         given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{of}: {name} is {given}; {what}")
+        raise TypeError(f"{of}: {name} must be {what}, but got {given}.")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """(batch, rows, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_rank(name, x, 4, "give a tensor (batch, rows, heads, head dim)")
+        check_rank(name, x, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
 
 

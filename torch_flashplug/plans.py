@@ -56,30 +56,40 @@ class LengthsPlan(NamedTuple):
     def check(self, q: Tensor, k: Tensor, given: sequences.Lengths, window: tuple[int, int, bool]) -> None:
         """ValueError where it was made for another call, as far as the host knows; graphs compare no tensors."""
         for what, made_for, now in (
-            ("rows of q", self.rows, q.shape[0]),
-            ("rows of k", self.keys, k.shape[0]),
-            ("(left, right, whether to the bottom right)", tuple(self.window), tuple(window)),
+            ("q.shape[0]", self.rows, q.shape[0]),
+            ("k.shape[0]", self.keys, k.shape[0]),
+            ("the window (left, right, bottom_right)", tuple(self.window), tuple(window)),
         ):
             if made_for != now:
-                raise ValueError(f"attention: plan was made for {what} {made_for}, not {now}; make one of this call")
+                raise ValueError(
+                    f"attention: plan must be made for this call, but {what} was {made_for} and is {now} now. "
+                    "Create a new plan."
+                )
         if torch.compiler.is_compiling():
             return
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
         for name, x, made_of, then in zip(names, given, self.lengths, self.seen_as, strict=True):
             now = _Seen.now(x)
             if (now and now.place) != (then and then.place):
-                raise ValueError(f"attention: plan was made of another {name}; give that tensor, or make one of this")
+                raise ValueError(
+                    f"attention: plan was created from a different {name} tensor. "
+                    "Pass the same tensor, or create a new plan."
+                )
             # x.data counts for itself.
             if now and not now.version == then.version == _version(made_of):
-                raise ValueError(f"attention: {name} was written to since plan was made; make it again")
+                raise ValueError(f"attention: {name} was written to after plan was created. Create a new plan.")
 
 
 def check_is_plan(plan: object, on_end: bool) -> None:
     """What attention() asks of it ahead of anything else."""
     if not isinstance(plan, LengthsPlan):
-        raise TypeError(f"attention: plan is {type(plan).__name__}; give what torch_flashplug.plan() returned, or None")
+        raise TypeError(
+            f"attention: plan must be the result of torch_flashplug.plan() or None, but got {type(plan).__name__}."
+        )
     if not on_end:
-        raise ValueError("attention: plan is for cu_seqlens_q, without block_table and block_mask; leave it out")
+        raise ValueError(
+            "attention: plan must be used with cu_seqlens_q, and without block_table and block_mask. Leave plan out."
+        )
 
 
 @torch.inference_mode(False)  # what is kept may meet gradients later
@@ -126,7 +136,7 @@ def plan(  # noqa: PLR0913
     Raises ValueError or TypeError for what attention() does not take.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("plan: it is made outside of torch.compile; give the compiled function a plan")
+        raise RuntimeError("plan: call plan() outside of torch.compile. Pass the plan to the compiled function.")
     splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
     seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
     given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
@@ -139,7 +149,7 @@ def plan(  # noqa: PLR0913
 
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
     if gradients is not None and not isinstance(gradients, bool):
-        raise TypeError(f"plan: gradients is {type(gradients).__name__}; give True, False or None")
+        raise TypeError(f"plan: gradients must be True, False or None, but got {type(gradients).__name__}.")
     return problem.wants_grad(*operands) if gradients is None else gradients
 
 

@@ -68,7 +68,7 @@ def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> 
 def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> bool:
     """Whether k and v have 8 bits."""
     for name, x in zip("qkv", operands, strict=True):
-        check_rank(name, x, 3, "beside cu_seqlens give a tensor (rows, heads, head dim)")
+        check_rank(name, x, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
     q, (cu_q, cu_k, used_k) = operands[0], given
     check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
     check_numbers("cu_seqlens_k", cu_k, "sequences + 1", q.device)
@@ -76,7 +76,10 @@ def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> boo
         check_numbers("seqused_k", used_k, "sequences", q.device)
     if cu_q.shape != cu_k.shape or not cu_q.shape[0] or (used_k is not None and used_k.shape[0] + 1 != cu_q.shape[0]):
         shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
-        raise ValueError(f"attention: cu_seqlens and seqused_k are {shapes}; give numbers of as many sequences")
+        raise ValueError(
+            "attention: cu_seqlens_q, cu_seqlens_k and seqused_k must describe the same number of sequences, "
+            f"but have shapes {shapes}. cu_seqlens have one number more than there are sequences."
+        )
     eight = check_dtypes(*operands)
     refuse_forward_mode()
     check_fit(*operands, *((1, *x.shape) for x in operands))
@@ -92,7 +95,10 @@ def some_of_each(
     (q, k, _), eight = operands, check_dtypes(*operands)
     check_numbers("seqused_k", used, "batch", q.device)
     if used.shape[0] != q.shape[0]:
-        raise ValueError(f"attention: seqused_k is {tuple(used.shape)}; give (batch,) = ({q.shape[0]},)")
+        raise ValueError(
+            f"attention: seqused_k must have shape (batch,) = ({q.shape[0]},), but got {tuple(used.shape)}. "
+            "Pass one KV length for each sequence."
+        )
     refuse_forward_mode()
     turned = [x.transpose(1, 2) for x in operands]
     found = scales_of(eight, scales, *turned[1:])
@@ -129,16 +135,18 @@ def in_pages(  # noqa: PLR0913
     """Output and LSE, of batches or on end as q is. longest: rows of a sequence at most, where that is known."""
     (q, k, v), (cu_q, cu_k, used_k) = operands, given
     if cu_k is not None:
-        raise ValueError("attention: beside block_table give seqused_k (batch,), and no cu_seqlens_k")
+        raise ValueError(
+            "attention: cu_seqlens_k is not supported together with block_table. Pass seqused_k of shape (batch,)."
+        )
     if cu_q is not None:
-        check_rank("q", q, 3, "beside cu_seqlens_q give a tensor (rows, heads, head dim)")
+        check_rank("q", q, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
         check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
         check_pages(q.unsqueeze(0), k, v, block_table, used_k, cu_q.shape[0] - 1)
         if type(longest) is not int or longest != 1:
             return _gathered(operands, sinks, block_table, (cu_q, used_k), seen, scales, into)
         block_table, used_k = _of_rows(cu_q, q.shape[0], block_table, used_k)
     batch = q if cu_q is None else q.unsqueeze(1)
-    check_rank("q", batch, 4, "give a tensor (batch, rows, heads, head dim)")
+    check_rank("q", batch, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_pages(batch, k, v, block_table, used_k, batch.shape[0])
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
@@ -185,20 +193,25 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
     """q (..., Hq, D) of B sequences, pools (pages, rows, Hkv, D)."""
     if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.dtype != torch.int32:
         table = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
-        raise ValueError(f"attention: block_table is {table}; give int32 (batch, pages of a sequence)")
+        raise ValueError(
+            f"attention: block_table must be an int32 tensor of shape (batch, pages of a sequence), but got {table}."
+        )
     if used_k is None:
-        raise ValueError("attention: beside block_table give seqused_k (batch,)")
+        raise ValueError("attention: block_table needs seqused_k. Pass the KV lengths, shape (batch,).")
     for name, x in (("k", k), ("v", v)):
-        check_rank(name, x, 4, "beside block_table give a pool (pages, rows, heads, head dim)")
+        check_rank(name, x, 4, "a pool of shape (pages, rows of a page, heads, head dim) with block_table")
     check_numbers("seqused_k", used_k, "batch", q.device)
     if not q.device == k.device == v.device == block_table.device:
         devices = f"{q.device}, {k.device}, {v.device}, {block_table.device}"
-        raise ValueError(f"attention: q, k, v, block_table are on {devices}; give one device")
+        raise ValueError(f"attention: q, k, v and block_table must be on one device, but are on {devices}.")
     (Hq, D), (*pool, Hkv, _) = q.shape[-2:], k.shape
     fits = k.shape[3] == D and v.shape[:3] == (*pool, Hkv) and heads_fit(Hq, Hkv)
     if not fits or used_k.shape[0] != B or block_table.shape[0] != B:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, block_table, used_k))
-        raise ValueError(f"attention: {shapes} do not fit; give q (B, Sq, Hq, D), k, v (pages, rows, Hkv, D), B tables")
+        raise ValueError(
+            "attention: q (B, Sq, Hq, D), k and v (pages, rows, Hkv, D), block_table (B, n) and seqused_k (B,) must "
+            f"fit, but have shapes {shapes}."
+        )
 
 
 @torch.no_grad()
@@ -241,23 +254,31 @@ def _check_appended(
 ) -> None:  # fmt: skip
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     for name, x in tensors.items():
-        check_rank(name, x, 4, "give a tensor (batch or pages, rows, heads, head dim)", of="append_kv")
+        check_rank(name, x, 4, "a tensor of shape (batch or pages, rows, heads, head dim)", of="append_kv")
     numbers = {"seqused_k": (seqused_k, 1)} | ({} if block_table is None else {"block_table": (block_table, 2)})
     for name, (x, rank) in numbers.items():
         if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != rank or x.shape[0] != k.shape[0]:
             given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"append_kv: {name} is {given}; give int32, one row for each of {k.shape[0]} sequences")
+            raise ValueError(
+                f"append_kv: {name} must be an int32 tensor with one row for each of {k.shape[0]} sequences, "
+                f"but got {given}."
+            )
     if len({x.device for x in (*tensors.values(), *(x for x, _ in numbers.values()))}) > 1:
         devices = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
-        raise ValueError(f"append_kv: {devices}; give one device, numbers too")
+        raise ValueError(
+            f"append_kv: all tensors, including seqused_k and block_table, must be on one device, but got {devices}."
+        )
     fits = block_table is not None or len(k_cache) == len(k)
     fits = fits and all(x.shape[2:] == cache.shape[2:] for x, cache in ((k, k_cache), (v, v_cache)))
     if not fits or k.shape[:2] != v.shape[:2] or k_cache.shape[:2] != v_cache.shape[:2]:
         sizes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"append_kv: {sizes} do not fit; give (B, Snew, Hkv, D) and (B, S, Hkv, D), or pages")
+        raise ValueError(
+            "append_kv: k and v (B, Snew, Hkv, D) must fit the caches (B, S, Hkv, D) or the pools of pages, "
+            f"but got {sizes}."
+        )
     if (k.dtype, v.dtype) != (k_cache.dtype, v_cache.dtype):
         dtypes = f"{k.dtype}, {v.dtype}, caches {k_cache.dtype}, {v_cache.dtype}"
-        raise ValueError(f"append_kv: k, v are {dtypes}; give the caches'")
+        raise ValueError(f"append_kv: k and v must have the dtypes of the caches, but got {dtypes}. Cast k and v.")
 
 
 def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
@@ -274,4 +295,4 @@ def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
 def check_numbers(name: str, x: object, size: str, device: torch.device) -> None:
     if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype != torch.int32 or x.device != device:
         given = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"attention: {name} is {given}; give int32 ({size},) on {device}")
+        raise ValueError(f"attention: {name} must be an int32 tensor of shape ({size},) on {device}, but got {given}.")

@@ -133,19 +133,19 @@ def test_plans_of_other_calls(kernels_on: str) -> None:
         with pytest.raises(ValueError, match=f"attention: .*{says}"):
             attention(*(operands or call.operands), **settings | more, plan=plan)
 
-    refused("plan was made for rows of q [0-9]+, not", q[:-BEHIND], k, v)
-    refused("plan was made for rows of k [0-9]+, not", q, k[:-BEHIND], v[:-BEHIND])
+    refused("plan must be made for this call, but q.shape.0. was [0-9]+ and is", q[:-BEHIND], k, v)
+    refused("plan must be made for this call, but k.shape.0. was [0-9]+ and is", q, k[:-BEHIND], v[:-BEHIND])
     for seen in ({"window": (AHEAD, 0)}, {"causal": False}, {"causal": "top_left"}):
-        refused("plan was made for .left, right", **seen)
-    refused("plan was made of another cu_seqlens_k", cu_seqlens_k=settings["cu_seqlens_k"].clone())
-    refused("plan was made of another seqused_k", seqused_k=torch.ones(6, dtype=torch.int32, device=kernels_on))
+        refused("but the window .left, right, bottom_right. was", **seen)
+    refused("from a different cu_seqlens_k", cu_seqlens_k=settings["cu_seqlens_k"].clone())
+    refused("from a different seqused_k", seqused_k=torch.ones(6, dtype=torch.int32, device=kernels_on))
     refused("another kernel", num_splits=1)
     refused("another kernel", *(torch.cat((x, x), -1) for x in call.operands))  # of D 128
     refused("another kernel", plan=made._replace(key=made.key + (1 << 24)))  # of other facts
     same = {name: x.view(-1) for name, x in settings.items() if name != "causal"}
     attention(*call.operands, **settings | same, plan=made)  # other objects, the same numbers
     settings["cu_seqlens_q"].add_(0)
-    refused("cu_seqlens_q was written to since")
+    refused("cu_seqlens_q was written to after")
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

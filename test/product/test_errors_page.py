@@ -25,7 +25,7 @@ RAISING = (
     *("integrations/int8_cache", "integrations/context_parallel", "integrations/ring", "integrations/vmap"),
 )
 # Only made of what differs from call to call, and of texts that stand on the page themselves.
-WITHOUT_WORDS = {"attention: {}{}", "{}: {} is {}; {}", "{}: {}", "item assignment: {}"}
+WITHOUT_WORDS = {"attention: {}{}", "{}: {} must be {}, but got {}.", "{}: {}", "item assignment: {}"}
 
 
 def regex_of(message: str) -> str:

@@ -58,7 +58,7 @@ def test_what_they_refuse() -> None:
         (NotImplementedError, "dropout_p is not built", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
         (NotImplementedError, "alibi_slopes is not built", lambda: flash_attn_func(q, k, v, alibi_slopes=drawn(4))),
         (NotImplementedError, "attention_chunk is not", lambda: flash_attn_func(q, k, v, attention_chunk=4)),
-        (ValueError, "block_table is torch.float32", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
+        (ValueError, "block_table must be an int32", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
         (TypeError, "no argument is named 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
         (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
         (ValueError, "two names of one", lambda: flash_attn_with_kvcache(q, k, v, block_table=q, page_table=q)),

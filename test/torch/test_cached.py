@@ -100,8 +100,8 @@ def test_what_attention_refuses() -> None:
         (ValueError, "do not fit", lambda: attention(q, k8[:1], k8, **one)),
         (ValueError, "do not fit", lambda: attention(q[:, :, :3], k8, k8, **one)),
         (ValueError, "use False, True", lambda: attention(q, k8, k8, causal="left", **one)),
-        (TypeError, "k is 3-D", lambda: attention(q, k8[0], k8, **one)),
-        (TypeError, "q is list", lambda: attention([1], k8, k8, **one)),
+        (TypeError, "k must be a tensor .*, but got 3-D", lambda: attention(q, k8[0], k8, **one)),
+        (TypeError, "q must be a tensor .*, but got list", lambda: attention([1], k8, k8, **one)),
     ):
         with pytest.raises(error, match=says):
             call()

@@ -120,11 +120,11 @@ def test_opcheck_and_compile(device: str, pools: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({"seqused_k": None}, "beside block_table give seqused_k"),
-        ({"block_table": torch.zeros(4, 4)}, r"block_table is torch.float32 \(4, 4\); give int32"),
-        ({"block_table": torch.zeros(3, 4).int()}, "do not fit"),
-        ({"cu_seqlens_k": torch.zeros(5).int()}, "no cu_seqlens_k"),
-        ({"seqused_k": torch.zeros(4)}, "seqused_k is torch.float32"),
+        ({"seqused_k": None}, "block_table needs seqused_k"),
+        ({"block_table": torch.zeros(4, 4)}, r"block_table must be an int32 tensor .*, but got torch.float32 \(4, 4\)"),
+        ({"block_table": torch.zeros(3, 4).int()}, "must fit"),
+        ({"cu_seqlens_k": torch.zeros(5).int()}, "cu_seqlens_k is not supported"),
+        ({"seqused_k": torch.zeros(4)}, "seqused_k must be an int32 tensor .*, but got torch.float32"),
         ({"k_scale": 2.0}, "k_scale, v_scale are for"),
     ],
     ids=str,
@@ -226,9 +226,9 @@ def test_empty_pools_have_no_keys(device: str) -> None:
 
 def test_append_refuses_what_does_not_fit() -> None:
     cache, used = torch.zeros(2, 8, HKV, D), torch.zeros(2).int()
-    with pytest.raises(ValueError, match="append_kv: k .* do not fit"):
+    with pytest.raises(ValueError, match="append_kv: k .* must fit the caches"):
         append_kv(drawn(2, 1, HKV, D + 8), drawn(2, 1, HKV, D), cache, cache, used)
-    with pytest.raises(ValueError, match="give the caches'"):
+    with pytest.raises(ValueError, match="k and v must have the dtypes of the caches"):
         append_kv(*(drawn(2, 1, HKV, D).half() for _ in range(2)), cache, cache, used)
 
 

@@ -45,16 +45,16 @@ def test_another_call_is_refused_all_the_same() -> None:
     (q, k, v), cu = operands(), starts(0, 5, 17)
     made = plan(q, k, v, cu_seqlens_q=cu)
     for says, given, more in (
-        ("rows of q 17, not 16", (q[:-1], k[:-1], v[:-1]), {}),
-        ("rows of k 17, not 16", (q, k[:-1], v[:-1]), {}),
-        (r"\(-1, -1, True\), not \(-1, 0, True\)", (q, k, v), {"causal": True}),
-        ("of another cu_seqlens_q; give that tensor", (q, k, v), {"cu_seqlens_q": cu.clone()}),
-        ("of another seqused_k", (q, k, v), {"seqused_k": starts(5, 12)}),
+        ("q.shape.0. was 17 and is 16 now", (q[:-1], k[:-1], v[:-1]), {}),
+        ("k.shape.0. was 17 and is 16 now", (q, k[:-1], v[:-1]), {}),
+        (r"\(-1, -1, True\) and is \(-1, 0, True\) now", (q, k, v), {"causal": True}),
+        ("from a different cu_seqlens_q tensor. Pass the same", (q, k, v), {"cu_seqlens_q": cu.clone()}),
+        ("from a different seqused_k", (q, k, v), {"seqused_k": starts(5, 12)}),
     ):
-        with pytest.raises(ValueError, match=f"attention: plan was made .*{says}"):
+        with pytest.raises(ValueError, match=f"attention: plan .*{says}"):
             attention(*given, **{"cu_seqlens_q": cu} | more, plan=made)
     cu.copy_(starts(0, 9, 17))
-    with pytest.raises(ValueError, match="cu_seqlens_q was written to since plan was made; make it again"):
+    with pytest.raises(ValueError, match="cu_seqlens_q was written to after plan was created. Create a new plan"):
         attention(q, k, v, cu_seqlens_q=cu, plan=made)
 
 
@@ -74,44 +74,44 @@ def test_what_autograd_does_not_count() -> None:
     cu = starts(0, 5, 17)
     made = plan(q, k, v, cu_seqlens_q=cu)
     cu.data = starts(0, 9, 17)
-    refused("of another cu_seqlens_q", cu, made)
+    refused("from a different cu_seqlens_q", cu, made)
     cu = starts(0, 5, 17)
     made = plan(q, k, v, cu_seqlens_q=cu)
     torch.utils.swap_tensors(cu, starts(0, 9, 17))
-    refused("of another cu_seqlens_q", cu, made)
+    refused("from a different cu_seqlens_q", cu, made)
 
 
 def test_explain_attention_refuses_what_attention_does() -> None:
     (q, k, v), cu = operands(), starts(0, 5, 17)
     made = plan(q, k, v, causal=True, cu_seqlens_q=cu)
     assert explain_attention(q, k, v, causal=True, cu_seqlens_q=cu, plan=made).backend == "math"
-    with pytest.raises(TypeError, match="plan is int"):
+    with pytest.raises(TypeError, match="plan must be the result .*, but got int"):
         explain_attention(q, k, v, cu_seqlens_q=cu, plan=3)
-    with pytest.raises(ValueError, match="plan is for cu_seqlens_q"):
+    with pytest.raises(ValueError, match="plan must be used with cu_seqlens_q"):
         explain_attention(*(x.unsqueeze(0) for x in (q, k, v)), causal=True, plan=made)
-    with pytest.raises(ValueError, match="plan was made for .left, right"):
+    with pytest.raises(ValueError, match="but the window .left, right, bottom_right. was"):
         explain_attention(q, k, v, cu_seqlens_q=cu, plan=made)
 
 
 def test_what_is_refused() -> None:
     (q, k, v), cu = operands(), starts(0, 5, 17)
     made, batch = plan(q, k, v, cu_seqlens_q=cu), [x.unsqueeze(0) for x in (q, k, v)]
-    with pytest.raises(TypeError, match="plan is int; give what torch_flashplug.plan"):
+    with pytest.raises(TypeError, match="plan must be the result of torch_flashplug.plan.. or None, but got int"):
         attention(q, k, v, cu_seqlens_q=cu, plan=3)
     for more in ({}, {"seqused_k": starts(9)}):
-        with pytest.raises(ValueError, match="plan is for cu_seqlens_q"):
+        with pytest.raises(ValueError, match="plan must be used with cu_seqlens_q"):
             attention(*batch, **more, plan=made)
     for error, says, more in (
         (ValueError, "window=3", {"window": 3}),
         (ValueError, "softcap=-1.0", {"softcap": -1.0}),
         (ValueError, "num_splits=0", {"num_splits": 0}),
-        (ValueError, "cu_seqlens_k is", {"cu_seqlens_k": cu.long()}),
-        (ValueError, "numbers of as many sequences", {"seqused_k": cu}),
-        (TypeError, "plan: gradients is int", {"gradients": 1}),
+        (ValueError, "cu_seqlens_k must be an int32 tensor", {"cu_seqlens_k": cu.long()}),
+        (ValueError, "the same number of sequences", {"seqused_k": cu}),
+        (TypeError, "plan: gradients must be True, False or None, but got int", {"gradients": 1}),
     ):
         with pytest.raises(error, match=says):
             plan(q, k, v, **{"cu_seqlens_q": cu} | more)
-    with pytest.raises(TypeError, match="q is 4-D"):
+    with pytest.raises(TypeError, match="q must be a tensor .*, but got 4-D"):
         plan(*batch, cu_seqlens_q=cu)
 
 
@@ -161,7 +161,7 @@ def test_vmap() -> None:
     """Sequences of all that is mapped are the same ones."""
     (q, k, v), cu = operands(), starts(0, 5, 17)
     many, made = torch.stack((q, 2 * q, 3 * q)), plan(q, k, v, cu_seqlens_q=cu)
-    with pytest.raises(ValueError, match="of another cu_seqlens_q"):
+    with pytest.raises(ValueError, match="from a different cu_seqlens_q"):
         torch.func.vmap(lambda cu: attention(q, k, v, cu_seqlens_q=cu, plan=made))(torch.stack((cu, cu)))
     found = torch.func.vmap(lambda q: attention(q, k, v, cu_seqlens_q=cu, plan=made))(many)
     for got, q in zip(found, many, strict=True):
