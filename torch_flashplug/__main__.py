@@ -149,19 +149,26 @@ def _facts_of_calls(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _warmup(options: argparse.Namespace) -> None:
-    from . import warmup
+    from . import model_config, warmup
 
     if options.out is not None:
         warmup.use_folder(options.out)
     if options.prune:
         print(f"{warmup.prune()} kernels of other versions deleted")
     facts = warmup.facts_of(options.device)
+    skipped: list[bool] = []
+
+    def on_skip(skip: model_config.Skip) -> None:
+        print(f"warmup: {skip.said}", file=sys.stderr, flush=True)
+        skipped.append(skip.is_fault)
+
     names = warmup.kernels_of_models(
         options.model_config,
         facts,
         dtype=options.dtype or "",
         training=options.grad,
         deterministic=options.deterministic,
+        on_skip=on_skip,
     )
     names += warmup.kernels_of_shapes(options.shapes, options.mask, **_facts_of_calls(options))
     names += warmup.kernels_of_logs(options.from_log)
@@ -169,13 +176,13 @@ def _warmup(options: argparse.Namespace) -> None:
     if not (options.model_config or options.shapes or options.from_log):
         sys.exit(None if options.prune else "warmup: give --model-config, --shapes or --from-log")
     if not names:
-        sys.exit("warmup: no kernel of ours serves these calls; `python -m torch_flashplug explain` says why")
+        sys.exit(f"warmup: no kernel of ours serves these calls; {warmup.why_none(facts)}")
     if options.list:
         print(*names, sep="\n")
-        return
+        sys.exit(any(skipped))
     outcome = warmup.compile_all(names, facts["cc"], options.jobs, packs=options.out is None)
     print(warmup.report(outcome))
-    sys.exit(bool(outcome.failed))
+    sys.exit(bool(outcome.failed) or any(skipped))
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -1,41 +1,62 @@
 """The attention layers of a model, read from its configuration file (config.json of Hugging Face models).
 
-Configurations of language, vision, audio and diffusion models have the same few facts under several names. Nothing is
-downloaded, and no model is built.
+Configurations of language, vision, audio and diffusion models have the same few facts under several names. What a file
+leaves out is as config_classes knows it. Nothing is downloaded, and no model is built.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from . import config_classes
 from .kernel_sets import LENGTHS, Attention
 
 Config = Mapping[str, object]
 
 # Names of a fact, in the order in which they are looked for.
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "d_kv", "d_head", "kv_channels")
+_LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of multi-head latent attention
+_GLOBAL_HEAD_DIM = ("global_head_dim",)
 _LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_ENCODERS = (
-    "bert",
-    "vit",
-    "clip",
-    "siglip",
-    "dinov",
-    "electra",
-    "deberta",
-    "wav2vec",
-    "hubert",
-    "wavlm",
-    "beit",
-    "deit",
+_SMALL = (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_LATENT, *_GLOBAL_HEAD_DIM)
+_MAY_BE_ZERO = {*_HEAD_DIM, *_LATENT}  # a head dim of 0 says as little as none
+_MOST_SMALL, _MOST = 1 << 16, 1 << 53
+# Where one of these is true the scores have a bias of floats.
+_RELATIVE = (
+    *("has_relative_attention_bias", "has_spatial_attention_bias"),
+    *("use_relative_position_bias", "use_shared_relative_position_bias"),
+)
+_NO_PARTS = {"quantization_config", "compression_config", "generation_config"}
+_MOST_NESTED = 32
+# Model types, with underscores. Towers for text like CLIP's are causal, but generate nothing.
+_CAUSAL_TEXT = re.compile(r"^(clip|clipseg|owlvit|owlv2|groupvit|x_?clip|metaclip_2|aimv2)_text")
+_ENCODERS = re.compile(
+    "bert|vit|clip|dinov|electra|wav2vec|wavlm|beit|deit|canine|flava|funnel|longformer|nystromformer|roformer"
+    "|splinter|layoutlm|layoutxlm|markuplm|big_bird|data2vec|unispeech|bridgetower|mpnet|tapas|jina|qformer|parakeet"
+    "|siglip|lxmert|lightglue|superglue|fastspeech|patchtst|ernie(?!4)|(^|_)(align|bros|clap|dpr|esm|esmc|gte|lilt|luke|mra|neomme|sew|xlm|xmod|yoso)(_|$)"
+    "|(vision|audio)(_model|_config|_tower)?$|_encoder(_config)?$"
 )
 _WIDE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16"}
+
+
+class Skip(NamedTuple):
+    """A part of a model that nothing is planned for.
+
+    Attributes:
+        said: which part it is, and why, in a sentence or two.
+        is_fault: whether the part may have attention.
+    """
+
+    said: str
+    is_fault: bool
 
 
 def read(path: Path) -> dict[str, object]:
@@ -47,20 +68,50 @@ def read(path: Path) -> dict[str, object]:
     Raises:
         ValueError: the file is not there, or is no JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
-        config = json.loads(file.read_text())
+        file = path / "config.json" if path.is_dir() else path
+        config = json.loads(file.read_text(encoding="utf-8-sig"))  # with or without a byte order mark
+        is_deep = _is_deep(config)
+    except RecursionError:
+        config, is_deep = {}, True
     except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"--model-config must be a config.json or a model's folder, but {file} gave: {error}"
+            f"--model-config must be a config.json or a model's folder, but {_short(str(file))} gave: {why}"
         ) from None
+    if is_deep:
+        raise ValueError(
+            f"--model-config must be nested at most {_MOST_NESTED} deep, but {_short(str(file))} is nested deeper. "
+            "Give a model's config.json."
+        )
     if not isinstance(config, dict):
         raise ValueError(f"--model-config must hold a JSON object, but {file} holds {type(config).__name__}")
     return config
 
 
+def _is_deep(config: object) -> bool:
+    """Return whether objects and lists are nested deeper than configurations are."""
+    layer = [config]
+    for _ in range(_MOST_NESTED):
+        inner = (value.values() if isinstance(value, dict) else value for value in layer)
+        layer = [one for values in inner for one in values if isinstance(one, (dict, list))]
+        if not layer:
+            return False
+    return True
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+
+
 def attentions(
-    config: Config, *, dtype: str = "", training: bool = False, deterministic: bool = False
+    config: Config,
+    *,
+    dtype: str = "",
+    training: bool = False,
+    deterministic: bool = False,
+    on_skip: Callable[[Skip], None] = lambda _: None,
 ) -> list[Attention]:
     """Return the kinds of attention layers of a model.
 
@@ -69,88 +120,245 @@ def attentions(
         dtype: "bf16" or "fp16"; empty: what the configuration says, and bf16 if it says float32 or nothing.
         training: whether gradients are wanted.
         deterministic: whether they are to be deterministic.
+        on_skip: called with each part that nothing is planned for, but for one that the error names.
 
     Raises:
-        ValueError: no part has attention heads.
+        ValueError: nothing can be planned for any part, or a value is out of range.
     """
+    _check(config)
     found: list[Attention] = []
-    for part in _parts(config):
+    skipped: list[Skip] = []
+    for part in _parts(config, _Part({}, "", "", False), ""):
+        if (skip := _skip_of(part)) is not None:
+            skipped.append(skip)
+            continue
         element = dtype or _WIDE_DTYPES.get(
-            str(_first(part, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")), "bf16"
+            str(_first(part.facts, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")), "bf16"
         )
         for layer in _layers(part, element, training, deterministic):
             if layer not in found:
                 found.append(layer)
+    last = skipped.pop().said if skipped and not found else ""
+    for skip in skipped:
+        on_skip(skip)
+    if last:
+        raise ValueError(last)
     if not found:
         raise ValueError(f"--model-config must name attention heads, but it has none of {', '.join(_HEADS)}")
     return found
 
 
-def _parts(config: Config) -> Iterator[Config]:
-    """Yield a configuration and those inside it that have attention heads."""
-    if _first(config, *_HEADS) is not None:
-        yield config
-    for value in config.values():
+class _Part(NamedTuple):
+    """A configuration that may be that of layers.
+
+    Attributes:
+        facts: what the configuration says, with defaults where they are known.
+        name: where it stands in the file; empty: at the top.
+        kind: its model type, or where it stands in that of another, with underscores.
+        is_known: whether defaults are known.
+        length: the longest sequence by the file alone; 0: the file does not say.
+    """
+
+    facts: Config
+    name: str
+    kind: str
+    is_known: bool
+    length: int = 0
+
+    @property
+    def in_words(self) -> str:
+        return self.name or "the model"
+
+    def key(self, *names: str) -> str:
+        """Return the first of the names that is there; empty: none is."""
+        return next((name for name in names if self.facts.get(name) is not None), "")
+
+    def number(self, *names: str) -> int:
+        """Return the first of these facts that is there, of a list its first; 0 where none is."""
+        key = self.key(*names)
+        return _number(self.facts, key, self.name) if key else 0
+
+
+def _number(config: Config, key: str, name: str) -> int:
+    value = config[key]
+    value = value[0] if isinstance(value, list) and value else value
+    least, most = int(key not in _MAY_BE_ZERO), _MOST_SMALL if key in _SMALL else _MOST
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and least <= value <= most and value == int(value)):
+        raise ValueError(
+            f"--model-config: {_path(name, key)} must be a whole number from {least} to {most}, but got "
+            f"{_as_in_file(value)}. Correct the file."
+        )
+    return int(value)
+
+
+def _path(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _as_in_file(value: object) -> str:
+    return _short(json.dumps(value))
+
+
+def _check(config: Config, name: str = "") -> None:
+    """Raise ValueError for a number that is out of range, in the words of the file, before any class reads it."""
+    part = _Part(config, name, "", False)
+    if part.key(*_HEADS, "model_type"):
+        for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((one,) for one in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
+            part.number(*names)
+    for key, value in config.items():
         if isinstance(value, dict):
-            yield from _parts(value)
+            _check(value, _path(name, key))
+
+
+def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterator[_Part]:
+    """Yield a configuration and those inside it, but for those that only hold others, and what is no model's.
+
+    Args:
+        config: the configuration.
+        outer: the part that holds the configuration.
+        key: where it stands in there; empty: at the top.
+        raw: the same as the file has it, where config has defaults, too.
+    """
+    name = _path(outer.name, key) if key else ""
+    kind = str(config.get("model_type") or config.get("_class_name") or f"{outer.kind}_{key}")
+    full = config if outer.is_known else config_classes.completed(config)
+    raw = config if not outer.is_known else raw if isinstance(raw, dict) else {}
+    facts = config if full is None else full
+    length = _Part(raw, name, "", False).number(*_LENGTH)
+    part = _Part(facts, name, kind.lower().replace("-", "_"), full is not None, length)
+    if outer.is_known and not config.get("model_type") and part.key(*_HEADS):  # such as of some of the layers
+        part = part._replace(facts={**outer.facts, **config})
+    inner = [
+        one
+        for key, value in facts.items()
+        if isinstance(value, dict) and key not in _NO_PARTS
+        for one in _parts(value, part, key, raw.get(key))
+    ]
+    is_part = facts.get("model_type") or (not outer.is_known and name.endswith(("_config", "_cfg")))
+    if part.key(*_HEADS) or (is_part and not inner):
+        yield part
+    yield from inner
+
+
+def _skip_of(part: _Part) -> Skip | None:
+    """Return why a part cannot be planned; None if it can."""
+    where = f"--model-config: {part.in_words}"
+    if not part.key(*_HEADS):
+        if part.is_known:
+            kind = _short(str(part.facts.get("model_type")))
+            return Skip(f"{where} ({kind}) names no attention heads, so that nothing is planned for that part", False)
+        lacks = _HEADS
+    elif part.key(*_HEAD_DIM, *_HIDDEN) or (part.key(_LATENT[0]) and part.key(_LATENT[2])):
+        return None
+    else:
+        lacks = (*_HIDDEN, *_HEAD_DIM)
+    why = "" if part.is_known else f"; {config_classes.why_unknown(part.facts)}"
+    return Skip(
+        f"{where} must name {lacks[0]}, but it has none of {', '.join(lacks)}{why}. Add the key, or give the calls of "
+        "that part by --shapes.",
+        True,
+    )
 
 
 def _first(config: Config, *names: str) -> object:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _number(config: Config, *names: str) -> int:
-    """Return the first of these facts that is a number, of a list its first; 0 where there is none."""
-    value = _first(config, *names)
-    value = value[0] if isinstance(value, list) and value else value
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
-
-
-def _layers(config: Config, dtype: str, training: bool, deterministic: bool) -> Iterator[Attention]:
-    heads = _number(config, *_HEADS)
-    if not heads:
-        return
-    kv_heads = _number(config, *_KV_HEADS) or (1 if config.get("multi_query") else heads)
-    decoder = _is_decoder(config)
-    features = [frozenset({"causal"}), frozenset({"mask"})] if decoder else [frozenset(), frozenset({"mask"})]
+def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[Attention]:
+    config = part.facts
+    heads, kv_heads = _heads(part)
+    causal, decodes = _kind(part)
+    features = [frozenset({"causal"}) if causal else frozenset(), frozenset({"mask"})]
     if config.get("is_encoder_decoder"):
         features.insert(0, frozenset())
-    if "relative_attention_num_buckets" in config or config.get("alibi"):
+    relative = _is_relative(part)
+    if relative or config.get("alibi"):
         features += [frozenset({"bias"}), frozenset({"bias32"})]
-    if training and any(float(config.get(name) or 0) > 0 for name in _DROPOUT):
+    if training and any(_dropout(part, name) > 0 for name in _DROPOUT):
         features += [wanted | {"dropout"} for wanted in features]
-    for dims in _dims(config, heads):
+    for dims in _dims(part, heads):
         yield Attention(
             # Programs give K and V as they are, or repeated for the query heads.
             tuple(dict.fromkeys(((heads, kv_heads), (heads, heads)))),
             dims,
             dtype,
             tuple(features),
-            decodes=decoder and not training,
+            decodes=decodes and not training,
             cross_attention=bool(config.get("is_encoder_decoder")),
             training=training,
-            bias_grad="relative_attention_num_buckets" in config,
+            bias_grad=relative,
             deterministic=deterministic,
-            max_length=min(_number(config, *_LENGTH) or LENGTHS[-1], LENGTHS[-1]),
+            max_length=min(_length(part, decodes) or LENGTHS[-1], LENGTHS[-1]),
         )
 
 
-def _is_decoder(config: Config) -> bool:
-    """Whether the model attends to earlier tokens alone."""
-    if config.get("is_decoder") or config.get("is_encoder_decoder"):
+def _length(part: _Part, decodes: bool) -> int:
+    """Return the longest sequence; 0 where it is unknown. A default is no limit to those that generate."""
+    return part.length if decodes else part.length or part.number(*_LENGTH)
+
+
+def _heads(part: _Part) -> tuple[int, int]:
+    """Return how many heads the query has, and how many key and value have."""
+    heads, kv_heads = part.number(*_HEADS), part.number(*_KV_HEADS)
+    if kv_heads in {0, heads}:
+        is_shared = part.facts.get("multi_query") and not part.facts.get("new_decoder_architecture")
+        return heads, 1 if is_shared else heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"--model-config: {_path(part.name, part.key(*_HEADS))} must be a multiple of {part.key(*_KV_HEADS)}, but "
+            f"got {heads} and {kv_heads}. Correct the file."
+        )
+    return heads, kv_heads
+
+
+def _dropout(part: _Part, key: str) -> float:
+    value = part.facts.get(key) or 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(
+            f"--model-config: {_path(part.name, key)} must be a number from 0 to 1, but got {_as_in_file(value)}. "
+            "Correct the file."
+        )
+    return float(value)
+
+
+def _is_relative(part: _Part) -> bool:
+    """Return whether the scores have a learned bias of floats, by the distance of tokens."""
+    if "relative_attention_num_buckets" in part.facts or any(part.facts.get(name) for name in _RELATIVE):
         return True
-    name = str(config.get("model_type", config.get("_class_name", ""))).lower()
-    images = "patch_size" in config or "image_size" in config or "_class_name" in config
-    return not images and not any(word in name for word in _ENCODERS)
+    by_default = re.match("layoutlmv[23]|layoutxlm", part.kind)
+    return bool(by_default) and not part.key("has_relative_attention_bias", "has_spatial_attention_bias")
 
 
-def _dims(config: Config, heads: int) -> Iterator[tuple[int, int]]:
+def _kind(part: _Part) -> tuple[bool, bool]:
+    """Return whether tokens see earlier ones alone, and whether calls of few query rows follow."""
+    config = part.facts
+    if config.get("is_decoder") or config.get("is_encoder_decoder"):
+        return True, True
+    if config.get("use_bidirectional_attention") is True or config.get("is_causal") is False:
+        return False, False
+    if "patch_size" in config or "image_size" in config or "_class_name" in config:
+        return False, False
+    if _CAUSAL_TEXT.search(part.kind):
+        return True, False
+    listens = "encoder_layers" in config and "decoder_layers" not in config  # such as encoders of audio
+    decodes = "decoder" in part.kind or not (listens or _ENCODERS.search(part.kind))
+    return decodes, decodes
+
+
+def _dims(part: _Part, heads: int) -> Iterator[tuple[int, int]]:
     """Yield the pairs of head dims (of query and key, of value)."""
-    latent = _number(config, "qk_rope_head_dim"), _number(config, "qk_nope_head_dim"), _number(config, "v_head_dim")
-    if latent[0] and latent[2]:  # multi-head latent attention
-        yield latent[0] + latent[1], latent[2]
+    rope, nope, of_value = (part.number(name) for name in _LATENT)
+    if rope and of_value:
+        yield rope + nope, of_value
         return
-    dim = _number(config, *_HEAD_DIM) or _number(config, *_HIDDEN) // heads
-    for one in dict.fromkeys((dim, _number(config, "global_head_dim") or dim)):
-        if one > 0:
-            yield one, one
+    # Vision towers with depths have an embed_dim; beside it hidden_size is that of what follows.
+    hidden = ("embed_dim", *_HIDDEN) if part.key("depth", "depths") else _HIDDEN
+    dim = part.number(*_HEAD_DIM) or part.number(*hidden) // heads
+    if not dim:
+        raise ValueError(
+            f"--model-config: {_path(part.name, part.key(*hidden))} must be {part.key(*_HEADS)} or more, but got "
+            f"{part.number(*hidden)} and {heads}. Correct the file."
+        )
+    for one in dict.fromkeys((dim, part.number(*_GLOBAL_HEAD_DIM) or dim)):
+        yield one, one

@@ -336,6 +336,12 @@ def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | Non
     missing = {name for name, plain in problem_facts().items() if plain < 0} - set(problem)
     if missing:
         raise TypeError(f"problem lacks {', '.join(sorted(missing))}, which have no default")
+    q_heads, kv_heads = problem["Hq"], problem["Hkv"]
+    if kv_heads > 0 and q_heads % kv_heads:  # the dispatcher divides by query heads per KV head
+        raise ValueError(
+            f"plan: Hq must be a multiple of Hkv, but got {q_heads:g} and {kv_heads:g}. "
+            "Give KV heads that divide the query heads."
+        )
     device = facts if facts is not None else NO_DEVICE
     return _facts(problem), ints([device[name] for name in FACTS_FIELDS]), mode_word
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, kernel_sets, model_config, native, what_if
+from . import _start, api, choices, env, kernel_sets, model_config, native, what_if
 from . import packs as installed_packs
 from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
 
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: object) -> list[str]:
-    """Return the kernels that models ask for, by their configurations.
+    """Return the kernels that models ask for, by their configurations and the backend of this process.
 
     Args:
         paths: config.json files, or folders of models.
@@ -57,7 +57,28 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: ob
     """
     _start.load()
     layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
-    return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts)))
+    mode = native.effective_mode()
+    if native.backend_of(mode) in {"math", "stock"}:
+        return []
+    return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts, mode)))
+
+
+def why_none(facts: dict[str, int]) -> str:
+    """Return why calls ask for no kernel, with a remedy.
+
+    Args:
+        facts: of the GPU.
+    """
+    _start.load()
+    backend = native.backend_of(native.effective_mode())
+    if backend in {"math", "stock"}:
+        return f"{env.BACKEND.name}={backend} leaves all calls to torch; unset the variable"
+    if backend == "auto" and facts["cc"] != choices.GATE.measured_cc:
+        return (
+            f"auto takes none on a GPU of compute capability {facts['cc'] / 10:.1f}, which was not measured; set "
+            f"{env.BACKEND.name}=fa2 for the warm-up and for the program"
+        )
+    return "`python -m torch_flashplug explain` says why"
 
 
 def kernels_of_shapes(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from .api import DEVICES, Plan, explain, sdpa_backend
 from .problem import DTYPES
+
+_LIMIT = 58  # torch counts bytes in 63 bits, and numbers have up to 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,22 @@ class Shapes:
     k: tuple[int, ...]
     v: tuple[int, ...]
     mask: tuple[int, ...] | None = None
+
+
+def _check(shapes: Shapes) -> None:
+    """Raise ValueError for shapes of tensors, or of their scores, that torch cannot count.
+
+    Args:
+        shapes: the shapes of one call.
+    """
+    scores = (*shapes.q[:3], *shapes.k[2:3])
+    given = {"query": shapes.q, "key": shapes.k, "value": shapes.v, "attn_mask": shapes.mask or (), "scores": scores}
+    for name, shape in given.items():
+        if math.prod(max(size, 1) for size in shape) >= 1 << _LIMIT:
+            raise ValueError(
+                f"{name} must have fewer than 2^{_LIMIT} numbers, but got the shape {','.join(map(str, shape))}. "
+                "Give smaller sizes."
+            )
 
 
 def _place(device: str) -> tuple[str, str | None]:
@@ -38,16 +57,34 @@ def plan(
     device: str = "",
     backend: str = "auto",
 ) -> Plan:
-    """The plan for contiguous tensors of these shapes; of a mask's gradient nothing is asked. device "": this machine's
-    GPU, else the first preset.
+    """Return the plan for contiguous tensors of these shapes; of a mask's gradient nothing is asked.
+
+    Args:
+        shapes: the shapes of the call.
+        dtype: the name of the tensors' dtype.
+        mask_dtype: the name of the mask's dtype.
+        dropout: the probability of dropout.
+        causal: whether is_causal is set.
+        grad: whether gradients are wanted.
+        device: a key of DEVICES; empty: this machine's GPU, else the first preset.
+        backend: the backend that is forced, as sdpa_backend() takes it.
+
+    Raises:
+        ValueError: a size or another argument is out of range, or this machine's GPU has no room for the tensors.
     """
+    _check(shapes)
     where, preset = _place(device)
     kind = torch.bool if mask_dtype == "bool" else DTYPES[mask_dtype]
-    mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=where)
-    q, k, v = (
-        torch.empty(shape, dtype=DTYPES[dtype], device=where, requires_grad=grad)
-        for shape in (shapes.q, shapes.k, shapes.v)
-    )
+    try:
+        mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=where)
+        q, k, v = (
+            torch.empty(shape, dtype=DTYPES[dtype], device=where, requires_grad=grad)
+            for shape in (shapes.q, shapes.k, shapes.v)
+        )
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            "the tensors must fit into this machine's GPU, but it ran out of memory. Give --device."
+        ) from None
     with sdpa_backend(backend), torch.set_grad_enabled(grad):
         gqa = shapes.q[1] != shapes.k[1]
         return explain(q, k, v, mask, dropout, causal, enable_gqa=gqa, device=preset)

@@ -303,7 +303,8 @@ def test_tags_are_sets_of_features() -> None:
 _LONG = call((4, 32, 16), (4096, 4096), (64, 64), grad=1)
 _ONE_ROW, _MIXED = call((2, 4, 4), (1, 100), (64, 64)), call((2, 4, 4), (64, 64), (80, 64))
 ONE_FACT = {
-    **{size: (_LONG, 1) for size in ("B", "Hq", "Hkv", "Sq", "D", "Dv")},
+    **{size: (_LONG, 1) for size in ("B", "Sq", "D", "Dv")},
+    **{heads: (_LONG, 16) for heads in ("Hq", "Hkv")},  # KV heads divide query heads
     "Sk": (_LONG, -4095),
     **{f"dtype_{x}": (_LONG, 1) for x in "qkv"},
     **{f"last_stride_{x}": (_LONG, 1) for x in "qkv"},

@@ -27,7 +27,8 @@ TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 # each other.
 ORDER = (
     *("__main__", "demo", "warmup", "what_if", "check", "inventory", "_autoload", "__init__", "explained_varlen"),
-    *("interpreted", "explained", "api", "_start", "model_config", "kernel_sets", "composite", "repair"),
+    *("interpreted", "explained", "api", "_start", "model_config", "config_classes", "kernel_sets"),
+    *("composite", "repair"),
     *("integrations",),
     *("flash_attn", "attention", "listed", "plans"),
     *("sequences", "operands", "causal_bias", "problem", "tracing", "paged", "windowed", "block_sparse"),
@@ -45,6 +46,7 @@ NO_TORCH = {
     *STDLIB_ONLY,
     "kernel_sets",
     "model_config",
+    "config_classes",
     "native",
     "library",
     "packs",
