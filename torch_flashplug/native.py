@@ -82,7 +82,9 @@ def repair(*backends: str) -> bool:
 def open_varlen(dispatch_key: str) -> None:
     """Kernels of ours at the ops of torch.nn.attention.varlen, which need not be defined yet."""
     if lib().flashplug_open_varlen(dispatch_key.encode()) != 0:
-        raise RuntimeError(f"torch_flashplug: no door at {dispatch_key}: {last_error()}")
+        raise RuntimeError(
+            f"torch_flashplug: could not register varlen_attn kernels for dispatch key {dispatch_key}: {last_error()}"
+        )
 
 
 def close_varlen() -> None:

@@ -151,7 +151,10 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
         raise ValueError(f"attention: {given}; k and v have one of {IN_WORDS}, and q 16 bits")
     if forward_ad._current_level >= 0:
-        raise RuntimeError("attention: k and v in 8 bits have no derivative, forward mode's neither; give 16 bits")
+        raise RuntimeError(
+            "attention: gradients are not supported for 8-bit key and value, in forward mode either. "
+            "Pass bf16 or fp16 tensors."
+        )
     return True
 
 
@@ -244,13 +247,17 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
     wanted = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
     if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
         given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"attention: out is {given}; give {dtype} {wanted[0]} on {q.device}")
+        raise ValueError(f"attention: out must be {dtype} {wanted[0]} on {q.device}, but got {given}.")
     given = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
     if not torch.compiler.is_compiling():
         if out.is_neg():
-            raise ValueError("attention: out is a view that negates what is written to it; give a tensor of its own")
+            raise ValueError(
+                "attention: out must not be a lazily negated view (out.is_neg()). Pass a tensor that owns its memory."
+            )
         if _meets_itself(out) or any(_overlap(out, x) for x in given[1:]):
-            raise ValueError("attention: out shares memory with itself or an operand; give a tensor of its own")
+            raise ValueError(
+                "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
+            )
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise RuntimeError("attention: there are no gradients through out; call it under torch.no_grad(), or without")
     refuse_forward_mode()
