@@ -61,17 +61,13 @@ class Ceilings:
         self.factor = HEADROOM * max(1.0, min(loop() for _ in range(5)) / REFERENCE)
         self.of_files: dict[str, float] = defaultdict(float)
 
-    def _ceiling(self, name: str, usual: float) -> float:
-        return SECONDS.get(name, usual) * self.factor
-
     def check(self, item: pytest.Item, seconds: float) -> None:
         """Fail the test if it, or its file up to this test, took longer than its ceiling."""
         file, test = item.path.name, nightly.function_of(item)
-        found = ((test, seconds, OF_A_TEST), (file, self.of_files[file], OF_A_FILE))
-        for name, spent, usual in found:
-            if spent > self._ceiling(name, usual):
-                ceiling = self._ceiling(name, usual)
-                self.of_files[file] = 0.0  # a file fails once
+        for name, spent, usual in ((test, seconds, OF_A_TEST), (file, self.of_files[file], OF_A_FILE)):
+            ceiling = SECONDS.get(name, usual) * self.factor
+            if spent > ceiling:
+                self.of_files.pop(name, None)  # a file fails once
                 pytest.fail(f"{name} took {spent:.1f} s of CPU time, but {ceiling:.1f} s are allowed. {REMEDY}", False)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -107,7 +107,7 @@ def kernels(order: int = 0) -> Iterator[None]:
         seed(alone, order)
         library = ctypes.CDLL(str(alone))
         _loaded.append(library)
-        return Provided(function=ctypes.cast(library[f"__tvm_ffi_{name}"], ctypes.c_void_p).value, library=library)
+        return Provided.of_library(library, name)
 
     with interpreted.kernels(file, provide):
         seed(file, order)

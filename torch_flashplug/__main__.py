@@ -221,22 +221,23 @@ def _demo(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    verbs = {"demo": _demo, "explain": _explain, "warmup": _warmup, "info": _info, "check": _check}
     try:
-        {"demo": _demo, "explain": _explain, "warmup": _warmup, "info": _info, "check": _check}[options.verb](options)
-        sys.stdout.flush()  # what cannot be written is known here, not at the end of the process
+        try:
+            verbs[options.verb](options)
+        finally:
+            sys.stdout.flush()  # an output that cannot be written is known here, not at the end of the process
     except ValueError as error:
         sys.exit(f"{options.verb}: {error}")
     except KeyboardInterrupt:
         print(f"\n{options.verb}: interrupted", file=sys.stderr)
         sys.exit(130)  # as a shell reports it: 128 + SIGINT
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at the end
-        sys.exit(141)  # 128 + SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in {errno.EPIPE, errno.ENOSPC}:
             raise
+        # Python flushes once more at the end of the process, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"{options.verb}: {error.strerror}")
+        sys.exit(141 if error.errno == errno.EPIPE else f"{options.verb}: {error.strerror}")  # 128 + SIGPIPE
 
 
 if __name__ == "__main__":

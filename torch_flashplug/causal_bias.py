@@ -65,7 +65,7 @@ def _why_stock(
     if dropout_p != 0.0 or query.dtype not in {torch.bfloat16, torch.float16}:
         return "a lower-right mask with dropout or operands of other than 16 bits is stock's"
     if query.shape[1] % max(key.shape[1], 1):
-        return "a lower-right mask with KV heads that do not divide the query heads is stock's, which rejects the call"
+        return "the number of KV heads does not divide the number of query heads; stock attention rejects the call"
     if max(whole) > _LARGEST_DIM or (dims[0] != dims[1] and (list(dims) != whole or grouped)):
         return f"a lower-right mask with such head dims and heads is stock's; ours take up to {_LARGEST_DIM}"
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= few:

@@ -331,7 +331,7 @@ def _is_relative(part: _Part) -> bool:
 
 
 def _kind(part: _Part) -> tuple[bool, bool]:
-    """Return whether tokens see earlier ones alone, and whether calls of few query rows follow."""
+    """Return whether the attention is causal, and whether decode calls follow the prefill."""
     config = part.facts
     if config.get("is_decoder") or config.get("is_encoder_decoder"):
         return True, True

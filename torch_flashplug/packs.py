@@ -9,6 +9,7 @@ CPU, and a pack is not loaded on a CPU that lacks one of them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -111,8 +112,9 @@ def provide(name: str, target: str) -> Provided | None:
     for pack in _compressed():
         if pack.target == target and name in pack.kernels():
             opened = _open(pack.path)
-            if opened is not None and (symbol := getattr(opened, f"__tvm_ffi_{name}", None)):
-                return Provided(function=ctypes.cast(symbol, ctypes.c_void_p).value or 0, library=opened)
+            if opened is not None:
+                with contextlib.suppress(AttributeError):
+                    return Provided.of_library(opened, name)
     return None
 
 

@@ -33,7 +33,7 @@ class Outcome:
         failed: names of kernels that could not be compiled, and why.
         seconds: from the first kernel to the last.
         by_others: names of kernels that another process compiled meanwhile.
-        folders: where the kernels lie that were compiled now.
+        folders: where the kernels lie in the cache.
     """
 
     compiled: tuple[str, ...]
@@ -145,10 +145,15 @@ def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
         target: a key of TARGETS.
         packs: whether kernels of installed packs are left out.
     """
+    return [name for name, path in _entries(names, target, packs).items() if path is None]
+
+
+def _entries(names: Sequence[str], target: str, packs: bool) -> dict[str, Path | None]:
+    """Return the entry of each kernel, or None, as missing() counts them."""
     packed = installed_packs.held(target) if packs else set()
     suffixes = {kernel_cache.SHARED, *(() if linker.c_compiler() else (kernel_cache.OBJECT,))}
     entries = {name: jit.find(name, target) for name in names if name not in packed}
-    return [name for name, entry in entries.items() if entry is None or entry.path.suffix not in suffixes]
+    return {name: entry.path if entry and entry.path.suffix in suffixes else None for name, entry in entries.items()}
 
 
 def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = True) -> Outcome:
@@ -164,9 +169,11 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         ValueError: no compiler is installed, or no folder can be written.
     """
     target = compiler.target_of(cc)
-    wanted = missing(names, target, packs)
+    entries = _entries(names, target, packs)
+    wanted = [name for name, path in entries.items() if path is None]
+    known_in = [path.parent for path in entries.values() if path is not None]
     if not wanted:
-        return Outcome((), len(names), {}, 0.0)
+        return Outcome((), len(names), {}, 0.0, folders=tuple(dict.fromkeys(known_in)))
     if dsl.version() is None:
         raise ValueError(f"no compiler is installed. {dsl.INSTALL}")
     writable, reasons = kernel_cache.writable_folders()
@@ -196,7 +203,7 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         failed=failed,
         seconds=time.monotonic() - start,
         by_others=tuple(job.name for job in made if not job.seconds),
-        folders=tuple(dict.fromkeys(job.path.parent for job in made)),
+        folders=tuple(dict.fromkeys([*known_in, *(job.path.parent for job in made)])),
     )
 
 

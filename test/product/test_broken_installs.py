@@ -602,6 +602,13 @@ def test_another_chosen_folder_is_another_cache(cache, monkeypatch):
     assert kernel_cache.fallback_folder() != first
 
 
+def test_the_fallback_of_a_home_is_the_same_in_each_directory(cache, monkeypatch):
+    monkeypatch.setenv(env.CACHE_DIR.name, "~/kernels")
+    first = kernel_cache.fallback_folder()
+    monkeypatch.chdir(cache.folder.parent)
+    assert kernel_cache.fallback_folder() == first
+
+
 def test_the_fallback_is_reported(cache, lines, monkeypatch):
     file = cache.folder.parent / "file"
     file.write_text("")
@@ -611,6 +618,7 @@ def test_the_fallback_is_reported(cache, lines, monkeypatch):
     assert warmup.report(outcome).endswith(f"Cache: {fallback}")
     assert f"the kernel cache is {fallback}, because {file} cannot be written" in lines()[0]
     assert inventory.collect()["cache"]["fallback"]["kernels"] == 1
+    assert warmup.report(warmup.compile_all([KERNEL], 90, packs=False)).endswith(f"1 were there. Cache: {fallback}")
 
 
 @pytest.mark.parametrize("folder", ["~nobody_has_this_name/x", ""])

@@ -38,6 +38,13 @@ def test_a_file_that_takes_too_long_fails_once(plugin):
     plugin.check(item(), 1.0)
 
 
+def test_a_slow_test_leaves_the_count_of_its_file(plugin):
+    plugin.of_files["test_file.py"] = 30.0
+    with pytest.raises(pytest.fail.Exception):
+        plugin.check(item(), 5.1)
+    assert plugin.of_files["test_file.py"] == 30.0
+
+
 def test_rows_of_the_table_replace_the_usual_ceiling(plugin, monkeypatch):
     monkeypatch.setitem(ceilings.SECONDS, "test_file.py::test_one", 8)
     plugin.check(item(), 7.9)

@@ -261,6 +261,14 @@ def test_an_interrupted_command_ends_with_one_line(error, status, monkeypatch):
     assert str(end.value.code).startswith(str(status))
 
 
+@pytest.mark.parametrize("words", [("info",), ("warmup", "--shapes", "1,16,512,64", "1,16,512,64", "--list")])
+def test_a_full_disk_is_named_in_one_line(words):
+    command = [sys.executable, "-m", "torch_flashplug", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and done.stderr == f"{words[0]}: No space left on device\n"
+
+
 def test_a_reader_that_goes_away_is_no_error():
     words = "import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('torch_flashplug', run_name='__main__')"
     command = f'"{sys.executable}" -c "{words}" | true'

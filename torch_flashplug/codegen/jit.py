@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import ctypes
 import functools
 import json
 import logging
@@ -102,9 +101,7 @@ def _look_up(name: str, target: str) -> Provided | None:
 def _load(name: str, path: Path) -> Provided:
     try:
         if path.suffix == kernel_cache.SHARED:
-            library = kernel_cache.load(path)
-            function = ctypes.cast(library[f"__tvm_ffi_{name}"], ctypes.c_void_p).value
-            return Provided(function=function or 0, library=library)
+            return Provided.of_library(kernel_cache.load(path), name)
         dsl.make_importable()
         import cutlass.cute as cute
 

@@ -41,6 +41,7 @@ _OTHER_NAME = re.compile(
     r"sources-[0-9a-f]{64}\.json|slot-\d+\.lock|[\w+]+-[0-9a-f]{16}\S*\.lock|\.(?:writing|probe)-\S{8}"
 )
 UNUSED_DAYS = 90  # after which an entry that nobody loaded is deleted
+_exclusive = False  # whether the chosen folder has no fallback; use_alone() sets it
 
 
 class BrokenEntry(Exception):
@@ -87,17 +88,15 @@ def fallback_folder() -> Path:
 
     Each folder that TORCH_FLASHPLUG_CACHE_DIR names has a fallback of its own: an empty folder is an empty cache.
     """
-    chosen = env.CACHE_DIR.get()
-    tag = f"-{hashlib.sha256(os.path.abspath(chosen).encode()).hexdigest()[:8]}" if chosen else ""
+    tag = ""
+    if env.CACHE_DIR.get():
+        tag = "-" + hashlib.sha256(os.path.abspath(chosen_folder()).encode()).hexdigest()[:8]
     return Path(tempfile.gettempdir()) / f"torch_flashplug-{os.getuid()}{tag}"
 
 
 def folders() -> list[Path]:
     """Return the folders that entries are looked for in and written to, in this order."""
     return [chosen_folder()] if _exclusive else [chosen_folder(), fallback_folder()]
-
-
-_exclusive = False  # whether the chosen folder is the only one
 
 
 def use_alone(folder: Path) -> str:

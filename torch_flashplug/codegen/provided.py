@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 
@@ -22,6 +23,20 @@ class Provided:
     why: str = ""
     later: bool = False
     library: object = None
+
+    @classmethod
+    def of_library(cls, library: ctypes.CDLL, name: str) -> Provided:
+        """Return a kernel of a loaded shared object.
+
+        Args:
+            library: the shared object.
+            name: of the kernel.
+
+        Raises:
+            AttributeError: the shared object has no such kernel.
+        """
+        function = getattr(library, f"__tvm_ffi_{name}")
+        return cls(function=ctypes.cast(function, ctypes.c_void_p).value or 0, library=library)
 
     @property
     def is_there(self) -> bool:
