@@ -1,5 +1,5 @@
 // The arguments of a kernel: a call says what it has, by slot; what its kernel takes, and at which place, is a table
-// (torch_flashplug/arguments.py). With launch.cpp all that knows TVM-FFI.
+// (torch_flashplug/registry/kernel_args.py). With launch.cpp all that knows TVM-FFI.
 #pragma once
 
 #include <tvm/ffi/c_api.h>

@@ -2,7 +2,7 @@
 // masks of torch.nn.attention.bias that flash attention cannot run (D != Dv, fp32), jagged nested tensors, and stock's
 // own dense efficient attention.
 //
-//   (B, S, H, D) causal to the bottom right, of many rows   ours as attention()'s are, in auto by rows of choices.py
+//   (B, S, H, D) causal to the bottom right, of many rows   ours as attention()'s are, in auto by rows of dispatch_table.py
 //   everything else                                         stock's kernel, called below this one with operands that it
 //                                                           can read (repair.cpp)
 //

@@ -6,7 +6,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAligned = 128, kKeyOrder = 16;  // ALIGNED there; len(KEY_ORDER) of recipes.py
+constexpr int64_t kAligned = 128, kKeyOrder = 16;  // ALIGNED there; len(KEY_ORDER) of quant_recipes.py
 
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 

@@ -34,7 +34,7 @@ namespace flashplug {
 
 constexpr int kMaxDevices = 64;  // whose facts and counters a process keeps
 
-// ---- vocabulary (mirrors torch_flashplug/families.py; test_facts.py holds the two together) ----
+// ---- vocabulary (mirrors torch_flashplug/registry/architectures.py; test_facts.py holds the two together) ----
 
 // Those of our kernels follow, one for each family of the tables, in their order.
 enum class Backend : int { kAuto = 0, kMath = 1, kStock = 2, kFirstFamily = 3 };
@@ -45,7 +45,7 @@ constexpr Backend backend_of(int family) {
 constexpr bool is_ours(Backend backend) { return backend >= Backend::kFirstFamily; }
 
 // bits 0-6 backend, 7: calls that it cannot run stay stock, 8-15 num_splits (0 = auto), 16-23 precision: 0 as the
-// process says, a recipe of recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe, and whether
+// process says, a recipe of quant_recipes.py from 1 on, or one of these. effective_mode() says 0 or a recipe, and whether
 // that is what the process permits, where a block forces nothing but the backend.
 constexpr int kPrecisionShift = 16;
 constexpr int kPermitted = 0x40;          // beside a recipe
@@ -245,7 +245,7 @@ Problem as_read(const Problem& p, const Tables& tables);
 inline bool has_half_key_block(const Problem& p) { return p.Sk % 128 == 64; }
 bool efficient_takes(const Problem& p);  // stock's efficient attention, whatever the device
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
-int find_rescue(const Problem& p, const Tables& tables);  // rescues.py's row that holds the call, or -1
+int find_rescue(const Problem& p, const Tables& tables);  // stock_bugs.py's row that holds the call, or -1
 // With shapes unknown: may some call of this class be ours?
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // rows.cpp: the kernel row that should be done first, -1 where none fits; its estimate in ns; and the first measured
@@ -317,7 +317,7 @@ struct Kernel {
   std::atomic<uint64_t> devices{0};  // bit i: has run on device i, its module is loaded there
 };
 
-// The kernel pack of a target of families.py ("sm_90a"); an empty path: it is not installed.
+// The kernel pack of a target of architectures.py ("sm_90a"); an empty path: it is not installed.
 void load_pack(const char* path, const char* target);
 void clear_packs();
 // What a call that looks for a kernel allows and wants; bits, as Python reads them (torch_flashplug/up_calls.py).

@@ -93,7 +93,7 @@ consteval int64_t feature_bit(std::string_view name) {
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
-// By a mode's precision, from 1 on: RECIPES of recipes.py.
+// By a mode's precision, from 1 on: RECIPES of quant_recipes.py.
 constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;

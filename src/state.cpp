@@ -98,7 +98,7 @@ Mode effective_mode() {
 
 Mode own_op_mode(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
-    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of families.py");
+    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) + " asks for no backend of architectures.py");
   const Mode now = effective_mode(), said{baked & kModeMask};
   const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
   // Whether gradients are wanted, only who traces knows.

@@ -1,4 +1,4 @@
-// The tables of torch_flashplug/configs.py, choices.py and rescues.py as they cross from Python (rows.py mirrors every
+// The tables of torch_flashplug/registry/kernel_table.py, dispatch_table.py and stock_bugs.py as they cross from Python (rows.py mirrors every
 // struct here, and the size of each is checked), pushed once at import.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace flashplug {
 
-// Kernels that are written for one architecture, and the backend that asks for them (families.py). Their order is
+// Kernels that are written for one architecture, and the backend that asks for them (architectures.py). Their order is
 // the one in which auto asks.
 struct FamilyRow {
   const char* backend;
@@ -27,7 +27,7 @@ inline bool runs_on(const FamilyRow& family, int cc) {
 }
 constexpr int kMostFamilies = 4;
 
-enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd };  // KINDS of spec.py
+enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd };  // KINDS of kernel_spec.py
 constexpr int kNumKinds = 7;
 constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd"};
 
@@ -47,7 +47,7 @@ struct KernelRow {
   int64_t always;  // and of them those that it applies to every call
   Kind kind;
   int32_t family;                 // a row of `families`
-  int32_t element;                // what it is made of: its place in ELEMENTS of elements.py
+  int32_t element;                // what it is made of: its place in ELEMENTS of dtypes.py
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
   int32_t cost;           // ns of one KV block of one tile on one SM
@@ -67,7 +67,7 @@ struct KernelRow {
 };
 
 // What the operands of a class of calls look like to the kernel that takes them: by vectors, as far as head dims go; or
-// by what no vector fits. OPERANDS of choices.py.
+// by what no vector fits. OPERANDS of dispatch_table.py.
 enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8, kColumns = 16 };
 constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
@@ -93,7 +93,7 @@ struct RescueRow {
   int64_t facts;         // a sum of CallFact
   int64_t features;      // calls that need others were not seen
 };
-enum CallFact : int64_t {  // FACTS of rescues.py
+enum CallFact : int64_t {  // FACTS of stock_bugs.py
   kOddBase = 1,            // of any operand, as the next
   kOddOnes = 2,
   kBroadcastQuery = 4,
@@ -117,7 +117,7 @@ constexpr const char* kCallFactNames[] = {"odd_base",      "odd_ones", "broadcas
                                           "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
                                           "half_key_block"};
 
-// What a kernel of torch's varlen_attn would do, and whether auto takes such a call (VARLEN_ROWS of choices.py).
+// What a kernel of torch's varlen_attn would do, and whether auto takes such a call (VARLEN_ROWS of dispatch_table.py).
 enum VarlenKernel : int32_t { kVarlenFlash, kVarlenCudnn };
 constexpr const char* kVarlenKernelNames[] = {"flash", "cudnn"};
 constexpr const char* kVarlenKernelSaid[] = {"flash attention", "cuDNN"};
@@ -139,7 +139,7 @@ struct FeatureRow {
 };
 
 // What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
-// kernels takes: arguments.py.
+// kernels takes: kernel_args.py.
 constexpr const char* kSlotNames[] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
@@ -167,7 +167,7 @@ enum class NumberType : int32_t {
   kInt32,
   kInt64,
   kBool
-};  // DTYPES of arguments.py
+};  // DTYPES of kernel_args.py
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
   const char* name;  // one of kSlotNames, or a fact
@@ -204,7 +204,7 @@ struct Signature {
 
 constexpr int kMostInCluster = 8;
 
-// What was measured of the machine, and asked of calls of few query rows (GATE of choices.py).
+// What was measured of the machine, and asked of calls of few query rows (GATE of dispatch_table.py).
 struct GateRow {
   int64_t measured_cc;  // the GPUs that choice rows hold for
   int64_t rows;         // Sq * G up to here is decode

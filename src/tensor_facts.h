@@ -9,7 +9,7 @@
 
 namespace flashplug {
 
-// What tensors are made of: a place in kDTypes, in the order of NUMBERS in elements.py. kOther: any that is not there.
+// What tensors are made of: a place in kDTypes, in the order of NUMBERS in dtypes.py. kOther: any that is not there.
 enum class DType : int { kFirst = 0, kOther = 6 };
 struct DTypeFacts {
   const char* name;    // torch's

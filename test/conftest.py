@@ -20,9 +20,10 @@ import standin
 import torch
 from torch._functorch import config as functorch_config
 
-from torch_flashplug import _start, configs, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import _start, native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import case_named
 
 GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
@@ -156,7 +157,7 @@ def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
 
     def push(spec: KernelSpec) -> None:
         rivals = {"bwd", "detbwd", "partbwd", "tilebwd"} if spec.is_backward else {"fwd"}
-        _start.push_tables([row for row in configs.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
+        _start.push_tables([row for row in kernel_table.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
 
     yield push
     _start.push_tables()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from torch_flashplug import native, ops, sdpa_backend
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS
 
 OWN_OPS = {
     ops.namespace.sdpa_fwd.default: ("fwd", ops.ForwardArgs),

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug import configs, interpreted, library, native
+from torch_flashplug import interpreted, library, native
 from torch_flashplug.codegen.provided import Circumstances, Provided
-from torch_flashplug.configs import Pack
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.kernel_table import Pack
 from torch_flashplug.testing import Case, load_pack
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 @functools.cache
 def not_built(target: str = TARGET) -> frozenset[str]:
     """Kernels that a target's packs lack, where the build was one of samples (configs.SAMPLES); else none."""
-    packs = [pack for pack in configs.PACKS if pack.target == target]
+    packs = [pack for pack in kernel_table.PACKS if pack.target == target]
     reports = [path.with_suffix(".json") for pack in packs if (path := library.find_built(pack.file))]
     built = {row["name"] for report in reports for row in json.loads(report.read_text())["kernels"]}
     whole, samples = ({spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.sample))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_flashplug import native, rows, sdpa_backend
 from torch_flashplug.api import DEVICES
-from torch_flashplug.elements import ELEMENTS
+from torch_flashplug.registry.dtypes import ELEMENTS
 from torch_flashplug.testing import Case
 
 MOST = 255  # splits that a mode word holds

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start, choices, composite, configs, native, overrides, rescues
+from torch_flashplug import _start, composite, native, overrides
 from torch_flashplug.api import DEVICES
-from torch_flashplug.choices import ANY, ChoiceRow
+from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
+from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 
 SERVE_ALL = tuple(
     ChoiceRow(kind, "vectors", 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
@@ -25,7 +26,7 @@ SERVE_ALL = tuple(
     for grad in (False, True)
     for mask in ("full", "causal", "mask", "bias", "bias32")
 )
-OPEN_GATE = dataclasses.replace(choices.GATE, occupancy=0.0)
+OPEN_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Road:
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(configs.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, rescues.RESCUES, choices.VARLEN_ROWS)
+    native.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
         overrides.spend_warning()
         native.set_facts_override(DEVICES["h100"])

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import dropped
-from torch_flashplug.arguments import OF_KIND
 from torch_flashplug.lists import turns
-from torch_flashplug.spec import BACKWARD_TILE, LISTED, SCRATCH_UNITS, WARPGROUP, KernelSpec
+from torch_flashplug.registry.kernel_args import OF_KIND
+from torch_flashplug.registry.kernel_spec import BACKWARD_TILE, LISTED, SCRATCH_UNITS, WARPGROUP, KernelSpec
 from torch_flashplug.testing import (
     Case,
     Inputs,

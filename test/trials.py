@@ -29,7 +29,7 @@ from torch_flashplug.kernels.parts.scores.dropout import Dropout
 from torch_flashplug.kernels.parts.scores.words import Bits, ListedBits, Words
 from torch_flashplug.kernels.parts.seams import Seams
 from torch_flashplug.kernels.parts.walk import Walk
-from torch_flashplug.spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
+from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
 @dataclass(frozen=True)

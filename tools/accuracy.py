@@ -23,12 +23,12 @@ from harness import Bench, facts_of, refusal, row_of
 from report import SHOWN
 from torch import Tensor
 
-from torch_flashplug import recipes
 from torch_flashplug.demo.model import next_byte_loss
 from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, learned
 from torch_flashplug.demo.record import Call, Recorder
 from torch_flashplug.demo.text import read_text
 from torch_flashplug.demo.train import windows
+from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import Case, Inputs, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
 from torch_flashplug.testing.eight_bit import attend, by_amax
@@ -86,8 +86,8 @@ def _by_tensor(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
 
 def _kernels(case: Case, inputs: Inputs) -> Calls:
     """Whole calls, whose kernels can be timed: ours, and FlashAttention-3's where its wheel is installed."""
-    found = {recipe: our_call(inputs, case, recipe) for recipe in recipes.RECIPES}
-    found["ours_16bit"] = our_call(inputs, case, recipes.SIXTEEN)
+    found = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
+    found["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
     for name, cast in (("fa3_fp8", by_head), ("fa3_fp8_tensor", _by_tensor)):
         if both := fa3_calls(inputs, case, cast):
             found[name] = both[0]
@@ -97,7 +97,7 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
 def _others(case: Case, inputs: Inputs) -> Calls:
     def by_tensor() -> Tensor:
         made = by_amax(*inputs, BLOCK)
-        return attend(made, recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
+        return attend(made, quant_recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
 
     def cache(kind: str) -> Tensor:
         q, key, value = cached(replace(inputs, q=inputs.q[:, :, -ROWS:]), kind)

@@ -54,13 +54,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import sass  # noqa: E402
 
-from torch_flashplug import configs  # noqa: E402
 from torch_flashplug.codegen import host_cpu  # noqa: E402
 from torch_flashplug.codegen.compiler import compile_spec, key  # noqa: E402
 from torch_flashplug.codegen.fingerprint import source_fingerprint  # noqa: E402
 from torch_flashplug.codegen.linker import link  # noqa: E402
-from torch_flashplug.families import BY_ARCH, TARGETS  # noqa: E402
-from torch_flashplug.spec import KernelSpec  # noqa: E402
+from torch_flashplug.registry import kernel_table  # noqa: E402
+from torch_flashplug.registry.architectures import BY_ARCH, TARGETS  # noqa: E402
+from torch_flashplug.registry.kernel_spec import KernelSpec  # noqa: E402
 
 
 def check_sources() -> None:
@@ -179,7 +179,7 @@ def write(file: Path, names: list[str], store: Store) -> None:
     rows = [store.row(name) for name in names]
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
-        raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in configs.py")
+        raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in kernel_table.py")
     link([store.path(name, ".o") for name in names], file)
     report = {
         "arch": store.target,
@@ -193,7 +193,7 @@ def write(file: Path, names: list[str], store: Store) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    packs = {pack.name: pack for pack in configs.PACKS}
+    packs = {pack.name: pack for pack in kernel_table.PACKS}
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
     what.add_argument("--arch", choices=TARGETS, help="all packs of that target; with --spec: what to compile for")
@@ -213,12 +213,12 @@ def main() -> None:
         file = args.out / f"flashplug_{args.arch.replace('_', '')}.so"
         build({file: args.spec}, Store(objects, args.arch, args.counts), args.jobs)
         return
-    wanted = [pack for pack in configs.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
+    wanted = [pack for pack in kernel_table.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
     for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for one alone
         store = Store(objects, target, args.counts)
         specs = {pack: pack.sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
         build({args.out / pack.file: [spec.name() for spec in of] for pack, of in specs.items()}, store, args.jobs)
-        store.drop_others([spec.name() for arch in TARGETS[target] for spec in configs.specs(arch)])
+        store.drop_others([spec.name() for arch in TARGETS[target] for spec in kernel_table.specs(arch)])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ picture.
     --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, blocks of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
     --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
-                             torch_flashplug/choices.py are filled from
+                             torch_flashplug/registry/dispatch_table.py are filled from
     --suite grouped          forward + backward of grouped heads with few keys, ours (forced) against stock's default,
                              replayed from a CUDA graph: where few blocks of keys leave SMs idle
     --suite odd              the same for calls that Hopper's kernels cannot read, on those for every GPU (fa2, forced),
@@ -65,7 +65,7 @@ from records import GRADIENT_FLOP
 from rich.console import Console
 
 from torch_flashplug import native, problem
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
     Case,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_flashplug import QuantizedTensor, sdpa_backend
 from torch_flashplug.quantised import in_int8, mean_of_finite, rotate
-from torch_flashplug.recipes import LARGEST
+from torch_flashplug.registry.quant_recipes import LARGEST
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 LARGEST_ERROR = {"int8": 0.014, "e4m3": 0.06}  # relative, of normal inputs: more is a wrong number

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_flashplug.recipes import LARGEST
+from torch_flashplug.registry.quant_recipes import LARGEST
 from torch_flashplug.testing import Case, Inputs
 
 

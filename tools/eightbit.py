@@ -18,7 +18,8 @@ from harness import Bench, facts_of, refusal, row_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from torch_flashplug import recipes, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -37,7 +38,7 @@ ROUND_MS = 8.0  # of one candidate in one round
 
 def calls() -> Iterator[tuple[str, Case, str]]:
     for case in workloads.eight_bits():
-        for recipe in recipes.RECIPES:
+        for recipe in quant_recipes.RECIPES:
             yield f"{recipe}_{case.name}", case, recipe
 
 
@@ -58,7 +59,7 @@ def our_call(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]
 def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     """(B, S, H, D) in e4m3 and its scales, (B, kv_heads), each of the heads that share a KV head."""
     grouped = x.transpose(1, 2).unflatten(2, (kv_heads, -1))
-    scale = grouped.abs().amax((1, 3, 4)).float() / recipes.LARGEST["e4m3"]
+    scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.LARGEST["e4m3"]
     return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
@@ -115,7 +116,7 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
     inputs = make_inputs(case, bench.device)
     refused: dict[str, str] = {}
     with torch.no_grad():
-        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, recipes.SIXTEEN)
+        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
         try:
             error = _error(case, inputs, ours())
         except RuntimeError as reason:  # no kernel of that recipe holds these head dims

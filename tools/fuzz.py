@@ -35,7 +35,7 @@ from rich.table import Table
 
 import torch_flashplug
 from torch_flashplug import env
-from torch_flashplug.recipes import RECIPES
+from torch_flashplug.registry.quant_recipes import RECIPES
 
 DEVICES = {"cuda": "cuda", "cpu": "cpu", INTERPRETED: "cpu"}  # torch's names for them
 WORK = {"cuda": 1 << 29, "cpu": 1 << 20, INTERPRETED: 1 << 25}  # multiply-adds of a call's two products
@@ -44,7 +44,7 @@ STALL, START, ALONE = 60.0, 180.0, 90.0  # seconds: without progress; to the fir
 GRACE = 25.0  # seconds that are kept to ask again what was found
 AT_ONCE = 3  # questions
 ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
-MODES = ("auto", "fa3", "fa2")  # and, if asked for, recipes of 8 bits (recipes.py)
+MODES = ("auto", "fa3", "fa2")  # and, if asked for, recipes of 8 bits (quant_recipes.py)
 CACHED = 1 << 30  # bytes that a worker may keep from one call to the next: its neighbours need the GPU's memory, too
 SHORT = 200  # characters of what is said of a fault that is known
 

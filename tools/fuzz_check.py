@@ -28,8 +28,8 @@ from torch_flashplug import dropped, env, native
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.ops import empty_in_layout_of
 from torch_flashplug.quantised import Quantised, quantise
-from torch_flashplug.recipes import RECIPES
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry.kernel_spec import KernelSpec
+from torch_flashplug.registry.quant_recipes import RECIPES
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, bias_grad_math, grads_math
 from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_bias_sums, cancelled_sums
 from torch_flashplug.testing.eight_bit import attend as emulate

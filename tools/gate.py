@@ -15,10 +15,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch_flashplug import choices, configs, native, sdpa_backend
-from torch_flashplug.choices import Gate
-from torch_flashplug.configs import KernelRow
-from torch_flashplug.spec import CLUSTER
+from torch_flashplug import native, sdpa_backend
+from torch_flashplug.registry import dispatch_table, kernel_table
+from torch_flashplug.registry.dispatch_table import Gate
+from torch_flashplug.registry.kernel_spec import CLUSTER
+from torch_flashplug.registry.kernel_table import KernelRow
 from torch_flashplug.testing import Case
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -57,7 +58,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             runs = {}
             for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
                 # a cluster wherever there can be one
-                native.push_rows(configs.KERNEL_ROWS, (), replace(packing(choices.GATE), cluster=limit, combine_ns=1e9))
+                native.push_rows(kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9))
                 splits, tiles = planned(case, facts, wanted)
                 if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
                     continue
@@ -123,7 +124,7 @@ def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate,
     """Rows and gate with the least loss, from today's: one constant or row after another, until none gains. measured:
     facts and times of each machine.
     """
-    rows, gate = configs.KERNEL_ROWS, choices.GATE
+    rows, gate = kernel_table.KERNEL_ROWS, dispatch_table.GATE
     decodes = [i for i, row in enumerate(rows) if row.kind == "decode"]
     best, gained = losses(cases, measured, rows, gate), True
     while gained:
@@ -138,7 +139,7 @@ def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate,
 
 
 def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
-    """Prints what to paste into choices.py and configs.py, and every call that still loses."""
+    """Prints what to paste into dispatch_table.py and kernel_table.py, and every call that still loses."""
     import report
     import workloads
 
@@ -151,7 +152,7 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     documents = [json.loads(path.read_text()) for path in times_from]
     measured = [(document["facts"], times_of(document)) for document in documents]
     cases = [case for case in workloads.gate() if all(case.name in times for _, times in measured)]
-    print(f"today: {losses(cases, measured, configs.KERNEL_ROWS, choices.GATE):.5f}")
+    print(f"today: {losses(cases, measured, kernel_table.KERNEL_ROWS, dispatch_table.GATE):.5f}")
     rows, gate, least = fit(cases, measured)
     print(f"fitted: {least:.5f}\n{gate}")
     for row in rows:
@@ -164,4 +165,4 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
             if known[taken] > 1.03 * known[best]:
                 slow, fast = (f"{written(n)} ({known[n]:.1f} us)" for n in (taken, best))
                 print(f"  {case.name} {state}, {facts['memory_rate']} B/ns: {written(splits)} as {slow}, best {fast}")
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, choices.GATE)
+    native.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.GATE)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import _start, configs, spec
+from torch_flashplug import _start
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
+from torch_flashplug.registry import kernel_spec, kernel_table
 
 ONE_ORDER = "_det"  # suffix of the names of deterministic variants
 Attend = Callable[..., torch.Tensor]  # (q, k, v, **F.sdpa keywords) in (B, H, S, D) -> (B, H, S, Dv)
@@ -119,8 +120,8 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 @contextmanager
 def tall_tiles() -> Iterator[None]:
     """Ours, with bool masks in the tallest tiles that there are."""
-    rows = configs.KERNEL_ROWS
-    kernels = [replace(row, cost=1) if (row.features, row.tile_m) == (configs.MASK, spec.TALL) else row for row in rows]
+    rows = kernel_table.KERNEL_ROWS
+    kernels = [replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row for row in rows]
     _start.push_tables(kernels)
     try:
         with torch_flashplug.sdpa_backend("fa3"):

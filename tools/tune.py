@@ -1,12 +1,12 @@
 """Finds the tiles of a head-dim family: every legal one is compiled, those that spill are dropped, the rest are checked
-and timed beside stock; prints replacement rows for torch_flashplug/configs.py.
+and timed beside stock; prints replacement rows for torch_flashplug/registry/kernel_table.py.
 
     python tools/tune.py compile --dims 192x128 --out DIR        a pack of candidates and tune.json (no GPU needed)
     python tools/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR              only these tiles
     python tools/tune.py time --pack DIR --out results           on the GPU: numbers first, then interleaved rounds
     python tools/tune.py gate --out results                      constants of the decode gate, timed and fitted
 
-Legal is what torch_flashplug/spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
+Legal is what torch_flashplug/registry/kernel_spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
 is written into the table: a row is pasted by whoever has read the times above it. To compare two versions of a kernel,
 give `time` one pack of each, made by its own tree's `compile`.
 """
@@ -76,7 +76,7 @@ class Trial:
 
 def candidates(family: Family) -> Iterator:
     """Every tile of the family that the hardware can hold."""
-    from torch_flashplug.spec import KernelSpec
+    from torch_flashplug.registry.kernel_spec import KernelSpec
 
     for tile_m in TILE_MS:
         for tile_n in TILE_NS:
@@ -109,7 +109,7 @@ def compile_candidates(args: argparse.Namespace) -> None:
 
 
 def load_trials(packs: list[Path]) -> list[Trial]:
-    from torch_flashplug.spec import KernelSpec
+    from torch_flashplug.registry.kernel_spec import KernelSpec
     from torch_flashplug.testing import load_pack
 
     return [

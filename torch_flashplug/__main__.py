@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from . import __version__, env
-from .elements import WIDE
+from .registry.dtypes import WIDE
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -11,25 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from . import (
-    choices,
-    configs,
-    env,
-    integrations,
-    kernel_sets,
-    native,
-    packs,
-    problem,
-    recipes,
-    recomputation,
-    rescues,
-    tracing,
-    up_calls,
-)
+from . import env, integrations, kernel_sets, native, packs, problem, recomputation, tracing, up_calls
 from .codegen import compiler, jit
 from .codegen.provided import Circumstances, Provided
-from .families import BACKENDS
-from .spec import KernelSpec
+from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
+from .registry.architectures import BACKENDS
+from .registry.kernel_spec import KernelSpec
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -44,7 +31,7 @@ def _process_backend() -> int:
 def _process_precision() -> int:
     name = env.PRECISION.get()
     try:
-        return recipes.number_of(name) if name else 0
+        return quant_recipes.number_of(name) if name else 0
     except ValueError as error:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
@@ -74,10 +61,10 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     return jit.provide(name, target, given, following)
 
 
-def push_tables(kernels: Sequence[configs.KernelRow] | None = None) -> None:
+def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
     """The measured tables, of all kernels or of these."""
-    kernels = configs.KERNEL_ROWS if kernels is None else kernels
-    native.push_rows(kernels, choices.CHOICE_ROWS, choices.GATE, rescues.RESCUES, choices.VARLEN_ROWS)
+    kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
+    native.push_rows(kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
 
 
 def _load_core() -> None:

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, choices, composite, configs, env, integrations, native, problem, recipes, repair, rescues, tracing
+from . import _start, composite, env, integrations, native, problem, repair, tracing
 from .cached import QuantizedTensor, readable
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
-from .families import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from .ops import never_a_frame
+from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
+from .registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
 
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
 
 _MIB = 1 << 20
 # DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
-# for). A GPU's compute capability is its own; which kernels run there, families.py says.
+# for). A GPU's compute capability is its own; which kernels run there, architectures.py says.
 DEVICES: dict[str, dict[str, int]] = {
     "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB, "memory_rate": 3352},
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},
@@ -41,7 +42,7 @@ DEVICES: dict[str, dict[str, int]] = {
 
 def _cache_mark() -> str:
     """What a traced graph depends on besides the program: the table, the flags that decide what is traced, and how."""
-    table = zlib.crc32(repr((FAMILIES, configs.KERNEL_ROWS, choices.CHOICE_ROWS, rescues.RESCUES)).encode())
+    table = zlib.crc32(repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode())
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
     flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
     return f"|torch_flashplug:{flags}:{table:08x}"
@@ -58,7 +59,7 @@ def enable(*, precision: str | None = None) -> None:
     """
     _start.load()
     if precision is not None:
-        native.set_process_precision(recipes.number_of(precision))
+        native.set_process_precision(quant_recipes.number_of(precision))
     native.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
@@ -117,7 +118,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
     `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
     scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None:
-    what the process permits (enable). Operands are made ahead of each call, rotated and with scales (recipes.py,
+    what the process permits (enable). Operands are made ahead of each call, rotated and with scales (quant_recipes.py,
     quantised.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
     was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it is an order.
 
@@ -133,7 +134,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"use 1 to {MAX_SPLITS}, with {_ours_in_words()}"
             raise ValueError(f"num_splits={num_splits} with {backend!r}; {allowed}")
-        field = native.PRECISION_OF_PROCESS if precision is None else recipes.number_of(precision)
+        field = native.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
         if field and backend in ("math", "stock"):
             raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {_ours_in_words()}")
         if precision is not None and not field:
@@ -205,7 +206,7 @@ class Plan:
         lines = [("call", self.call), ("part", self.part), ("backend", taken), ("kernel", kernel), ("row", self.row)]
         lines.append(("gate", self.gate))
         if self.precision:
-            lines.append(("precision", f"{self.precision}: {recipes.in_words(self.precision)}"))
+            lines.append(("precision", f"{self.precision}: {quant_recipes.in_words(self.precision)}"))
         lines += [("16 bits", self.whole), ("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
         shared = f", the query heads of a KV head shared among {self.sharing} tiles" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]
@@ -362,8 +363,8 @@ def _explain_cached(
             # The first reason may be the dtypes themselves.
             reasons[backend] = made["reasons"].get(backend, "").rpartition("also: ")[2]
         why = reasons[KERNEL_BACKENDS[-1]]
-        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > choices.GATE.rows:
-            why = f"more than {choices.GATE.rows} query rows for each KV head"
+        if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
+            why = f"more than {dispatch_table.GATE.rows} query rows for each KV head"
     whole = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
     plan = explain(query, *whole, attn_mask, dropout_p, is_causal, **settings, device=device)
     return replace(plan, whole=f"key and value are made 16 bits first ({why})")

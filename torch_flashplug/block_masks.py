@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from . import digested
-from .blocks import KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from .spec import LISTED, TALL
+from .registry.kernel_spec import LISTED, TALL
+from .registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .words import words
 
 _AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them

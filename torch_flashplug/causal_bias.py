@@ -10,8 +10,9 @@ import sys
 import torch
 from torch import Tensor
 
-from . import choices, features, native, problem
-from .families import BACKENDS, KERNEL_BACKENDS
+from . import native, problem
+from .registry import dispatch_table, features
+from .registry.architectures import BACKENDS, KERNEL_BACKENDS
 
 _DIM_STEP, _LARGEST_DIM = 8, 256  # of doors.cpp
 
@@ -55,7 +56,7 @@ def _why_stock(
     """Return what keeps the call from our kernels before they are asked; empty: nothing does."""
     asked, dims = native.backend_of(mode), (query.shape[-1], value.shape[-1])
     grouped = query.shape[1] != key.shape[1]
-    few, whole = choices.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
+    few, whole = dispatch_table.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
     if not native.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if asked in {"math", "stock"}:
@@ -70,6 +71,6 @@ def _why_stock(
         return f"a lower-right mask with such head dims and heads is stock's; ours take up to {_LARGEST_DIM}"
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= few:
         return f"a lower-right mask of at most {few} query rows for each KV head is stock's, which splits their keys"
-    if asked == "auto" and facts["cc"] != choices.GATE.measured_cc:
+    if asked == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
         return "auto takes only what was measured, on GPUs of compute capability 9.0"
     return ""

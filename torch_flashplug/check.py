@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from . import env, interpreted, inventory, library, native
 from .api import sdpa_backend
 from .codegen import dsl, kernel_cache, linker
-from .families import FAMILIES
+from .registry.architectures import FAMILIES
 from .testing import Masking, assert_within_budget, attention_math, grads_math
 from .testing.budget import GRAD_FACTOR, OUT_FACTOR
 from .testing.timing import Candidate, paired_ratio, time_interleaved

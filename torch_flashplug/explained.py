@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from . import _start, features, native, paged, problem
+from . import _start, native, paged, problem
 from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
 from .block_masks import BlockLists, block_lists
-from .families import BACKENDS, KERNEL_BACKENDS
 from .operands import check_out, window_of
 from .plans import check_is_plan
+from .registry import features
+from .registry.architectures import BACKENDS, KERNEL_BACKENDS
 from .windowed import Window, namespace
 
 _F_SDPA = F.scaled_dot_product_attention

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from . import _start, doors, integrations, native, problem
 from .api import DEVICES, Plan, sdpa_backend
 from .explained import explain_attention
-from .families import KERNEL_BACKENDS
+from .registry.architectures import KERNEL_BACKENDS
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes, in which cuDNN reads

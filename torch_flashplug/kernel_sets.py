@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import configs, native
-from .elements import WHOLE
+from . import native
+from .registry import kernel_table
+from .registry.dtypes import WHOLE
+from .registry.kernel_spec import KernelSpec
 from .rows import DTYPE_IDS
-from .spec import KernelSpec
 
 Call = Mapping[str, float]  # facts of a call, as native.plan() takes them
 
@@ -129,7 +130,7 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
 
 def _alike(spec: KernelSpec, training: bool) -> list[str]:
     """Return the kernels of attention() with the same dims, element and features."""
-    specs = (other for row in configs.KERNEL_ROWS if row.arch == spec.arch for other in row.specs())
+    specs = (other for row in kernel_table.KERNEL_ROWS if row.arch == spec.arch for other in row.specs())
     return [
         other.name()
         for other in specs

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import features, rows
-from .families import BACKENDS, KERNEL_BACKENDS
+from . import rows
 from .library import doubles, ints, lib, text
+from .registry import features
+from .registry.architectures import BACKENDS, KERNEL_BACKENDS
 
 if TYPE_CHECKING:
-    from . import choices, configs, rescues
+    from .registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 # Of a mode word (Mode in src/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
@@ -251,11 +252,11 @@ def _push(add: Callable[[ctypes.Structure, int], int], row: ctypes.Structure) ->
 
 
 def push_rows(
-    kernel_rows: Sequence[configs.KernelRow],
-    choice_rows: Sequence[choices.ChoiceRow],
-    gate: choices.Gate,
-    rescue_rows: Sequence[rescues.Rescue] = (),
-    varlen_rows: Sequence[choices.VarlenRow] = (),
+    kernel_rows: Sequence[kernel_table.KernelRow],
+    choice_rows: Sequence[dispatch_table.ChoiceRow],
+    gate: dispatch_table.Gate,
+    rescue_rows: Sequence[stock_bugs.Rescue] = (),
+    varlen_rows: Sequence[dispatch_table.VarlenRow] = (),
 ) -> None:
     """Replaces the tables."""
     clear_rows()

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from . import problem, tracing
 from .cached import FORMATS, IN_WORDS, multiplied_in
-from .spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from .registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from .windowed import Window
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256

@@ -217,7 +217,7 @@ def check_arguments(a: ForwardArgs) -> None:
         lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
     )
     torch._check(
-        native.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/families.py"
+        native.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py"
     )
     _check_bias(a)
 

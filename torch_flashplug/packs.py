@@ -20,9 +20,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import configs, library, native
+from . import library, native
 from .codegen import host_cpu, kernel_cache
 from .codegen.provided import Provided
+from .registry import kernel_table
 
 log = logging.getLogger("torch_flashplug.packs")
 
@@ -75,7 +76,7 @@ class InstalledPack:
 def installed() -> list[InstalledPack]:
     """Return the packs that are installed, in the order of configs.PACKS. A compressed one counts where no other is."""
     packs = []
-    for pack in configs.PACKS:
+    for pack in kernel_table.PACKS:
         path = library.find_built(pack.file) or library.find_built(pack.file + COMPRESSED)
         if path is not None:
             report = path.with_name(pack.file).with_suffix(".json")
@@ -98,7 +99,7 @@ def register() -> None:
             _report(pack.path, reason)
         elif not pack.is_compressed:
             usable[pack.name] = pack.path
-    for pack in configs.PACKS:
+    for pack in kernel_table.PACKS:
         native.load_pack(usable.get(pack.name), pack.target)
 
 

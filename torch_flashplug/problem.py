@@ -16,8 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from . import digested, native, ops, rows
-from .elements import NUMBERS
-from .spec import ROWS_PER_WARPGROUP
+from .registry.dtypes import NUMBERS
+from .registry.kernel_spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from ctypes import c_char_p, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING
 
-from . import arguments, features
-from .choices import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
-from .elements import ELEMENTS, NUMBERS
-from .families import FAMILIES
-from .rescues import FACTS
-from .spec import CLUSTER, KINDS
+from .registry import features, kernel_args
+from .registry.architectures import FAMILIES
+from .registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
+from .registry.dtypes import ELEMENTS, NUMBERS
+from .registry.kernel_spec import CLUSTER, KINDS
+from .registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
-    from . import choices, configs, rescues
+    from .registry import dispatch_table, kernel_table, stock_bugs
 
 DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # any other: the next
 
@@ -95,7 +95,7 @@ def _element(name: str) -> int:
     return list(ELEMENTS).index(name)
 
 
-def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
+def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
     """One for each of its kernels."""
     for spec in row.specs():
         yield _same(
@@ -115,7 +115,7 @@ def of_kernels(row: configs.KernelRow) -> Iterator[KernelRow]:
         )
 
 
-def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
+def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     operands = ("square", "mixed") if row.operands == "vectors" else (row.operands,)
     return _same(
         ChoiceRow,
@@ -130,12 +130,12 @@ def of_choice(row: choices.ChoiceRow) -> ChoiceRow:
     )
 
 
-def of_rescue(row: rescues.Rescue) -> RescueRow:
+def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
     facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
     return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
 
 
-def of_varlen(row: choices.VarlenRow) -> VarlenRow:
+def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
     facts = sum(1 << VARLEN_FACTS.index(fact) for fact in row.facts)
     told = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
     return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **told)
@@ -146,14 +146,14 @@ def of_features() -> Iterator[FeatureRow]:
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
-    for kind, taken in arguments.OF_KIND.items():
+    for kind, taken in kernel_args.OF_KIND.items():
         for one in taken:
             bringing = features.bringing(one.name) if one.optional else 0
             if one.optional and not bringing:
                 raise ValueError(f"argument {one.name} is optional, and no feature of features.py brings it")
-            dtype = arguments.DTYPES.index(one.dtype)
+            dtype = kernel_args.DTYPES.index(one.dtype)
             yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
 
 
-def of_gate(gate: choices.Gate) -> GateRow:
+def of_gate(gate: dispatch_table.Gate) -> GateRow:
     return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))

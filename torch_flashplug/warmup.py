@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, choices, env, kernel_sets, model_config, native, what_if
+from . import _start, api, env, kernel_sets, model_config, native, what_if
 from . import packs as installed_packs
 from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
+from .registry import dispatch_table
 
 _OBJECTS_ALONE = (
     "no C compiler is installed. Kernels are kept as object files (.o), which load only where the kernel compiler is "
@@ -73,7 +74,7 @@ def why_none(facts: dict[str, int]) -> str:
     backend = native.backend_of(native.effective_mode())
     if backend in {"math", "stock"}:
         return f"{env.BACKEND.name}={backend} leaves all calls to torch; unset the variable"
-    if backend == "auto" and facts["cc"] != choices.GATE.measured_cc:
+    if backend == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
         return (
             f"auto takes none on a GPU of compute capability {facts['cc'] / 10:.1f}, which was not measured; set "
             f"{env.BACKEND.name}=fa2 for the warm-up and for the program"

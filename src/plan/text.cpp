@@ -76,7 +76,7 @@ std::string needs_text(int64_t needs) {
 
 // Of features that kernels have, but none has all of them.
 std::string together_reason(int64_t needs) {
-  if (needs == 0) return "every kernel has features that this call does not need (torch_flashplug/features.py)";
+  if (needs == 0) return "every kernel has features that this call does not need (torch_flashplug/registry/features.py)";
   if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
     return "is_causal is given beside attn_mask, which torch does not define (its math raises); pass one mask for both";
   return "none of these kernels has exactly " + needs_text(needs) + " together; stock attention serves this call";
@@ -225,7 +225,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
       return "no kernel row " + (p.needs == 0 ? "" : "for " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
              ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
-             "; see torch_flashplug/configs.py";
+             "; see torch_flashplug/registry/kernel_table.py";
     case Why::kSplits:
       return "num_splits=" + given + ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
     case Why::kUnmeasuredDevice:

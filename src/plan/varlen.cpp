@@ -1,5 +1,5 @@
 // The rule of torch's varlen_attn: a mode that forces kernels first, then the measured rows of the kernel that torch
-// itself would run (VARLEN_ROWS of choices.py).
+// itself would run (VARLEN_ROWS of dispatch_table.py).
 #include "varlen.h"
 
 #include <algorithm>
@@ -69,7 +69,7 @@ std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
              "; use sdpa_backend('fa3') or sdpa_backend('fa2')";
     case VarlenExit::kUnmeasured:
       return "torch would run " + stock +
-             ", and no row of VARLEN_ROWS (choices.py) compares ours with it; use sdpa_backend('fa3')";
+             ", and no row of VARLEN_ROWS (dispatch_table.py) compares ours with it; use sdpa_backend('fa3')";
     case VarlenExit::kSlower:
       return "torch would run " + stock + ", which was measured to be faster";
     case VarlenExit::kCount:

@@ -17,10 +17,11 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, dropped, native
-from torch_flashplug.arguments import DBIAS
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import dropped, native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_args import DBIAS
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
@@ -37,7 +38,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, can
 from torch_flashplug.testing.direct import in_order
 
 SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
-SPECS = {spec.name(): spec for spec in configs.specs(90, "dbias")}
+SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 NAMES = ("dq", "dk", "dv")
 # Which of (B, Hq, Sq, Sk) a bias has.

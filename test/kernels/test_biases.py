@@ -15,9 +15,10 @@ from splits import MOST, forced, planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
@@ -37,7 +38,7 @@ SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 BACKENDS = {90: "fa3", 80: "fa2"}
 # Others: test_dropout.
-BIASED = [spec for arch in BACKENDS for spec in configs.specs(arch) if spec.features in ({"bias"}, {"bias32"})]
+BIASED = [spec for arch in BACKENDS for spec in kernel_table.specs(arch) if spec.features in ({"bias"}, {"bias32"})]
 
 
 def drawn(*sizes: int) -> Tensor:

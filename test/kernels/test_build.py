@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import configs
+from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = configs.specs(90) + configs.specs(80)
+SPECS = kernel_table.specs(90) + kernel_table.specs(80)
 
 # --- the tool that builds packs takes the sources beside it
 
@@ -64,13 +64,13 @@ def test_a_checkout_compiles_its_own_kernels(checkout):
     from torch_flashplug.codegen.fingerprint import source_fingerprint
 
     package = checkout / "torch_flashplug"
-    for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py"):
+    for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
     run = run_aot(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
-    assert loaded == {package / name for name in ("configs.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py")}
+    assert loaded == {package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py")}
     report = json.loads((checkout / "out" / "flashplug_sm90a.json").read_text())
     assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
     assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
@@ -84,7 +84,7 @@ def test_another_checkouts_sources_are_refused(checkout):
     run = run_aot(checkout, "-c", code)
     assert run.returncode != 0
     assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in run.stderr
-    assert str(ROOT / "torch_flashplug" / "configs.py") in run.stderr
+    assert str(ROOT / "torch_flashplug" / "kernel_table.py") in run.stderr
 
 
 # --- objects are kept, and two builds compared
@@ -113,9 +113,9 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/parts/arguments/dbias.py", lambda spec: spec.kind == "dbias"),
         ("kernels/parts/arguments/tilebwd.py", lambda spec: spec.kind == "tilebwd"),
         ("kernels/parts/summed.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
-        ("spec.py", lambda spec: True),
+        ("kernel_spec.py", lambda spec: True),
         ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
-        ("arguments.py", lambda spec: False),  # likewise
+        ("kernel_args.py", lambda spec: False),  # likewise
     ):
         original = (package / changed).read_text()
         (package / changed).write_text(original + "\nCHANGED = 1\n")
@@ -160,7 +160,7 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     shutil.copytree(ROOT / "torch_flashplug", tmp_path / "torch_flashplug", ignore=shutil.ignore_patterns("*.so"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("results"))
-    for path in [*(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"), tmp_path / "torch_flashplug" / "spec.py"]:
+    for path in [*(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"), tmp_path / "torch_flashplug" / "kernel_spec.py"]:
         first, future, rest = path.read_text().partition("from __future__ import annotations\n")
         path.write_text(f"{first}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
     objects = {}

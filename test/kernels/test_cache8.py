@@ -12,15 +12,16 @@ import torch
 from splits import planned
 from torch import Tensor
 
-from torch_flashplug import configs, native
+from torch_flashplug import native
 from torch_flashplug.cached import dequantised
-from torch_flashplug.elements import FORMATS
 from torch_flashplug.quantised import in_int8, rotate
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import FORMATS
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import new_case
 
 SEED = 20261125
-SPECS = [spec for spec in configs.specs(80, "decode") if "cache8" in spec.features and "paged" not in spec.features]
+SPECS = [spec for spec in kernel_table.specs(80, "decode") if "cache8" in spec.features and "paged" not in spec.features]
 BY_FORMAT = pytest.mark.parametrize("kv", FORMATS)
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 TORCH["e5m2"] = torch.float8_e5m2

@@ -19,7 +19,8 @@ from standin import Road
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torch_flashplug import configs, native, sdpa_backend
+from torch_flashplug import native, sdpa_backend
+from torch_flashplug.registry import kernel_table
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -41,7 +42,7 @@ SEED = 20261122
 CAPACITY = 1100  # keys of a cache
 FAMILIES = {90: "fa3", 80: "fa2"}  # by the architecture of their kernels
 BY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values())
-KERNELS = [spec for arch in FAMILIES for spec in configs.specs(arch, "decode") if not spec.features]
+KERNELS = [spec for arch in FAMILIES for spec in kernel_table.specs(arch, "decode") if not spec.features]
 
 
 # ---- on both roads ----

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import digested, library
-from torch_flashplug.blocks import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from torch_flashplug.spec import LISTED, TALL
+from torch_flashplug.registry.kernel_spec import LISTED, TALL
+from torch_flashplug.registry.mask_layout import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from torch_flashplug.words import words
 
 ROOT = Path(__file__).resolve().parents[2]

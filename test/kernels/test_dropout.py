@@ -18,9 +18,10 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, dropped, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import dropped, native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -39,7 +40,7 @@ SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 BACKENDS = {90: "fa3", 80: "fa2"}
 DROPPED = [
-    spec for arch in BACKENDS for spec in configs.specs(arch) if "dropout" in spec.features and spec.kind != "dbias"
+    spec for arch in BACKENDS for spec in kernel_table.specs(arch) if "dropout" in spec.features and spec.kind != "dbias"
 ]
 bits_of = torch.ops.torch_flashplug.dropout_mask
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import quantised, recipes
+from torch_flashplug import quantised
 from torch_flashplug.quantised import KEY_ORDER, SAMPLES, Quantised, quantise, rotate
-from torch_flashplug.recipes import RECIPES, Recipe
+from torch_flashplug.registry import quant_recipes
+from torch_flashplug.registry.quant_recipes import RECIPES, Recipe
 from torch_flashplug.testing import Case, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
 from torch_flashplug.testing.eight_bit import attend, by_amax
@@ -272,7 +273,7 @@ def test_values_come_back() -> None:
 
 
 def test_precisions_have_names() -> None:
-    assert recipes.named("fp8") == "8bit" and recipes.named("16bit") == "16bit"
-    assert [recipes.named(name) for name in RECIPES] == list(RECIPES)
+    assert quant_recipes.named("fp8") == "8bit" and quant_recipes.named("16bit") == "16bit"
+    assert [quant_recipes.named(name) for name in RECIPES] == list(RECIPES)
     with pytest.raises(ValueError, match="precision='int4'; use one of 16bit, qk8, 8bit, e4m3, fp8"):
-        recipes.named("int4")
+        quant_recipes.named("int4")

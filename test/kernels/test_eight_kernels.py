@@ -15,9 +15,9 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import native, quantised
-from torch_flashplug.configs import KERNEL_ROWS
-from torch_flashplug.recipes import KEY_ORDER, LONGEST_SUM, RECIPES
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry.kernel_spec import KernelSpec
+from torch_flashplug.registry.kernel_table import KERNEL_ROWS
+from torch_flashplug.registry.quant_recipes import KEY_ORDER, LONGEST_SUM, RECIPES
 from torch_flashplug.testing import attention_math
 from torch_flashplug.testing.eight_bit import attend
 

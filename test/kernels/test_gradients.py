@@ -17,9 +17,10 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, choices, configs, native, rescues
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.families import FAMILIES, Family
+from torch_flashplug import _start, native
+from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
+from torch_flashplug.registry.architectures import FAMILIES, Family
+from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
@@ -72,7 +73,7 @@ def test_every_row_is_hit_by_a_case(family: Family) -> None:
     plans = [
         planned(case.with_dtype(dtype), backend=family.backend, **more) for case, more in calls for dtype in WHOLE
     ]
-    backwards = configs.specs(family.arch, "bwd", "detbwd", "partbwd")
+    backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
     rows = [spec for spec in backwards if spec.features <= {"causal"}]  # others: test_masks, test_dropout, ...
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # Of D 64, full, gradients in parts are faster where dQ alone is wanted: test_some_gradients.
@@ -135,8 +136,8 @@ SHARED = (
 @contextlib.contextmanager
 def spared(rows: int) -> Iterator[None]:
     """Heads are shared where that spares a tile so many rows."""
-    gate = dataclasses.replace(choices.GATE, rows_spared=rows)
-    native.push_rows(configs.KERNEL_ROWS, choices.CHOICE_ROWS, gate, rescues.RESCUES)
+    gate = dataclasses.replace(dispatch_table.GATE, rows_spared=rows)
+    native.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.RESCUES)
     try:
         yield
     finally:

@@ -16,16 +16,17 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_within_budget
 from torch_flashplug.windowed import Window
 
 SEED, HEADS, KV_HEADS = 20261125, 4, 2
 AHEAD, BEHIND = 70, 5  # rows and keys that are no sequence's
 OP = torch.ops.torch_flashplug.attention_fwd
-SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if {"window", "ragged"} <= spec.features]
+SPECS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if {"window", "ragged"} <= spec.features]
 BACKENDS = {90: "fa3", 80: "fa2"}
 # Rows and keys of each: none of either, one, more rows than keys, several tiles, many short ones.
 LENGTHS = {

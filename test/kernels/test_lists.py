@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_flashplug.lists import turns
-from torch_flashplug.spec import LISTED, SHARE
+from torch_flashplug.registry.kernel_spec import LISTED, SHARE
 
 CALLS = [(1, 1, 200, 100), (1, 2, 1000, 130), (2, 1, 700, 1300), (2, 3, 2048, 1984)]  # batch, heads, Sq, Sk
 

@@ -16,9 +16,10 @@ from test_masks import BACKENDS, on
 from test_masks import drawn as drawn_by_share
 from torch import Tensor
 
-from torch_flashplug import configs, native, sdpa_backend
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import native, sdpa_backend
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -32,7 +33,7 @@ from torch_flashplug.testing import (
 )
 
 SEED = 20261124
-KERNELS = [spec for arch in (90, 80) for spec in configs.specs(arch, "decode") if spec.features == {"mask"}]
+KERNELS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "decode") if spec.features == {"mask"}]
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
 GROUPS = 352  # of a CTA's list (kernels/parts/seen.py); machines with a GPU may have no DSL

@@ -16,9 +16,10 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, configs, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import LISTED, TALL, KernelSpec
+from torch_flashplug import _start, native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import LISTED, TALL, KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
@@ -175,7 +176,7 @@ def test_hidden_blocks_are_not_read(kernels_on: str, mask: str) -> None:
 
 
 NAMES = ("dq", "dk", "dv")
-MASKED = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features == {"mask"}]
+MASKED = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if spec.features == {"mask"}]
 BACKENDS = {90: "fa3", 80: "fa2"}
 
 
@@ -203,8 +204,8 @@ def check_gradients(
 def only() -> Iterator[Callable]:
     """Pushes these rows alone."""
 
-    def push(of: Callable[[configs.KernelRow], bool]) -> None:
-        _start.push_tables([row for row in configs.KERNEL_ROWS if of(row)])
+    def push(of: Callable[[kernel_table.KernelRow], bool]) -> None:
+        _start.push_tables([row for row in kernel_table.KERNEL_ROWS if of(row)])
 
     yield push
     _start.push_tables()

@@ -18,10 +18,11 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, library, native
-from torch_flashplug.elements import WHOLE, elements_of
-from torch_flashplug.families import BACKENDS, FAMILIES
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import library, native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.architectures import BACKENDS, FAMILIES
+from torch_flashplug.registry.dtypes import WHOLE, elements_of
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
@@ -45,7 +46,7 @@ GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
 # Of what cases can say; masked ones: test_masks.
-FORWARDS = [spec for arch in (90, 80) for spec in configs.specs(arch, "fwd") if spec.features <= {"causal"}]
+FORWARDS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_DTYPE = pytest.mark.parametrize("dtype", WHOLE)
@@ -96,7 +97,7 @@ def test_every_row_is_hit_by_a_case(family):
     if family == "fa2":
         cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in WHOLE]
     hit = {planned(case, backend=family, **facts)["kernel"] for case, facts in cases}
-    known = (*FORWARDS, *configs.specs(ARCHS[family], "decode"))  # with masks: test_masked_decode, test_biases
+    known = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # with masks: test_masked_decode, test_biases
     missed = {one.name() for one in known if one.arch == ARCHS[family] and not one.features - {"causal"}} - hit
     assert not missed, f"no case in torch_flashplug/testing/cases.py reaches {sorted(missed)}"
 
@@ -115,7 +116,7 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_at_its_tile_edges(spec):
     """Past the dispatcher, which picks some rows for large grids only."""
-    pack = library.find_built(next(p.file for p in configs.PACKS if p.target == "sm_90a" and spec in p.specs()))
+    pack = library.find_built(next(p.file for p in kernel_table.PACKS if p.target == "sm_90a" and spec in p.specs()))
     at_edges(spec, load_pack(pack)[spec.name()], "cuda", (2, 4, 2), tile_edges(spec))
 
 

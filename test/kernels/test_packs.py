@@ -13,16 +13,17 @@ from pathlib import Path
 import on_cpu
 import pytest
 
-from torch_flashplug import configs, features, library
+from torch_flashplug import library
 from torch_flashplug.codegen import compiler
-from torch_flashplug.families import FAMILIES, TARGETS
-from torch_flashplug.spec import SMEM_BYTES, KernelSpec
+from torch_flashplug.registry import features, kernel_table
+from torch_flashplug.registry.architectures import FAMILIES, TARGETS
+from torch_flashplug.registry.kernel_spec import SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import sass  # noqa: E402
 
-SPECS = [spec for family in FAMILIES for spec in configs.specs(family.arch)]
+SPECS = [spec for family in FAMILIES for spec in kernel_table.specs(family.arch)]
 
 
 def _compiled_elsewhere(spec: KernelSpec) -> bool:
@@ -30,13 +31,13 @@ def _compiled_elsewhere(spec: KernelSpec) -> bool:
     if spec.dtype != "bf16" or spec.d not in {64, 128} or spec.kind == "detbwd" or spec.tile_n == 112:
         return False
     if on_cpu.not_built():  # the short run compiles one kernel of each kind
-        return spec == next(x for x in configs.specs(80, spec.kind) if x.dtype == "bf16" and x.d == 64)
+        return spec == next(x for x in kernel_table.specs(80, spec.kind) if x.dtype == "bf16" and x.d == 64)
     small = spec.kind != "bwd" or spec.d == 64 or spec.elementwise
     return small and spec.features <= {"causal", "mask"}
 
 
-COMPILED_ONLY = dict.fromkeys(("sm_100", "sm_120"), list(filter(_compiled_elsewhere, configs.specs(80))))
-BUILT = [(pack.target, spec) for pack in configs.PACKS for spec in pack.specs()]
+COMPILED_ONLY = dict.fromkeys(("sm_100", "sm_120"), list(filter(_compiled_elsewhere, kernel_table.specs(80))))
+BUILT = [(pack.target, spec) for pack in kernel_table.PACKS for spec in pack.specs()]
 BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
 # At most so many kernels: each costs every clean build seconds and 90 KB. A feature gets a pack of its own.
 # Those of every GPU have theirs among the others: 72 in sm90a_fa2 and in sm80. Masks are in 30 of sm90a.
@@ -45,7 +46,7 @@ CEILINGS["sm90a_window"] = 130  # D 192: 1.25 to 1.4 x the kernels of 256; D 32 
 
 
 def test_every_kernel_of_the_table_is_in_a_pack():
-    packed = {spec for pack in configs.PACKS for spec in pack.specs()}
+    packed = {spec for pack in kernel_table.PACKS for spec in pack.specs()}
     assert not {spec.name() for spec in {*SPECS} - packed}, "configs.PACKS leaves them out: no machine would have them"
 
 
@@ -64,7 +65,7 @@ def row_of(reports: dict[str, dict[str, dict]], target: str, spec: KernelSpec) -
     return reports[target][spec.name()]
 
 
-def built(pack: configs.Pack) -> Path:
+def built(pack: kernel_table.Pack) -> Path:
     """Of this build: packs are not compiled a second time."""
     path = library.find_built(pack.file)
     assert path is not None, f"{pack.file} was not built; run ./tools/dev build"
@@ -87,7 +88,7 @@ def packs(tmp_path_factory) -> dict[str, list[Path]]:
     """By target: the build's, and those that are only compiled."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     found = {target: [compiled(target, tmp_path_factory.mktemp(target))] for target in COMPILED_ONLY}
-    for pack in configs.PACKS:
+    for pack in kernel_table.PACKS:
         found.setdefault(pack.target, []).append(built(pack))
     return found
 
@@ -110,13 +111,13 @@ def test_row_is_legal_and_named_once(spec):
 
 
 def test_samples_have_every_family_and_feature():
-    for pack in configs.PACKS:
+    for pack in kernel_table.PACKS:
         samples, whole = (
             {(spec.kind, spec.arch, spec.mask, spec.elementwise) for spec in specs}
             for specs in (pack.sample(), pack.specs())
         )
         assert samples == whole, pack.name
-    few, all_of_them = (sum(map(len, map(take, configs.PACKS))) for take in (configs.Pack.sample, configs.Pack.specs))
+    few, all_of_them = (sum(map(len, map(take, kernel_table.PACKS))) for take in (kernel_table.Pack.sample, kernel_table.Pack.specs))
     assert f"{few:,} of {all_of_them:,}" in (ROOT / "docs" / "developing.md").read_text()
 
 
@@ -213,7 +214,7 @@ def counted(row: dict, spec: KernelSpec) -> dict:
     return row | sass.resources(cubin.read_bytes())
 
 
-@pytest.mark.parametrize("spec", configs.specs(90), ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", kernel_table.specs(90), ids=KernelSpec.name)
 def test_kernel_is_what_its_row_says(spec, reports):
     row = counted(row_of(reports, "sm_90a", spec), spec)
     # At entry a thread has its share of the register file; the split takes over from there, where there is one.
@@ -241,6 +242,6 @@ def test_builds_name_the_packs_that_there_are():
     cmake, pip = ((ROOT / name).read_text() for name in ("CMakeLists.txt", "pyproject.toml"))
     (auto,) = re.findall(r"set\(AUTO_PACKS (.*)\)", cmake)
     (others,) = re.findall(r"set\(PACKS_OF_TIER_all \${AUTO_PACKS} (.*)\)", cmake)
-    assert {*auto.split(), *others.split()} == {pack.name for pack in configs.PACKS}
+    assert {*auto.split(), *others.split()} == {pack.name for pack in kernel_table.PACKS}
     assert not {"sm80", "sm90a_8bit"} & set(auto.split())
     assert 'set(FLASHPLUG_PACKS "" CACHE' in cmake and 'env = "FLASHPLUG_PACKS", default = ""' in pip

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import configs, native
+from torch_flashplug import native
 from torch_flashplug.quantised import in_int8
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 from torch_flashplug.windowed import Window
 
 SEED = 20261126
 OP = torch.ops.torch_flashplug.paged_fwd
-SPECS = [spec for spec in configs.specs(80, "decode") if "paged" in spec.features]
+SPECS = [spec for spec in kernel_table.specs(80, "decode") if "paged" in spec.features]
 IN_16, IN_8 = ([spec for spec in SPECS if ("cache8" in spec.features) == eight] for eight in (False, True))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = (8, 2)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_flashplug import digested
-from torch_flashplug.blocks import TILE
-from torch_flashplug.spec import LISTED, TALL
+from torch_flashplug.registry.kernel_spec import LISTED, TALL
+from torch_flashplug.registry.mask_layout import TILE
 
 listed = pytest.importorskip("torch_flashplug.kernels.parts.listed", reason="the DSL is needed for kernels")
 pieces = pytest.importorskip("torch_flashplug.kernels.parts.pieces")

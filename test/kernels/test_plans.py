@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import attention, native, plan
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

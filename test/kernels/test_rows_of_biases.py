@@ -13,7 +13,7 @@ from test_biases import HEADS, SEED, attend, check_few, check_gradients, drawn, 
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug.elements import WHOLE
+from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.testing import Case, assert_within_budget, make_inputs, new_case
 
 # Keys, elements from one row to the next, elements ahead of the first.

@@ -15,7 +15,7 @@ import on_cpu
 import pytest
 import trial_calls
 
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 
 ROOT = Path(__file__).resolve().parents[2]

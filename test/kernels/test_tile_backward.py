@@ -13,8 +13,9 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Masking,
@@ -29,7 +30,7 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
 
 SEED = 20261127
-SPECS = configs.specs(90, "tilebwd")
+SPECS = kernel_table.specs(90, "tilebwd")
 NAMES = ("dq", "dk", "dv")
 SIZES = ((49, 49), (64, 64), (1, 5), (17, 64), (64, 3), (33, 50))
 FACTS = {"grad": 1, "bias": 1, "bias_grad": 1}

@@ -15,9 +15,10 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import configs, native
-from torch_flashplug.elements import WHOLE
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug import native
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -33,7 +34,7 @@ SEED = 20261125
 HEADS = (1, 4, 2)  # B, Hq, Hkv
 OP = torch.ops.torch_flashplug.attention_fwd
 KINDS = ({"window"}, {"window", "softcap"})
-SPECS = [spec for arch in (90, 80) for spec in configs.specs(arch) if spec.features in KINDS]
+SPECS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if spec.features in KINDS]
 FORWARDS = [spec for spec in SPECS if not spec.is_backward]
 BACKWARDS = [spec for spec in SPECS if spec.is_backward]
 BACKENDS = {90: "fa3", 80: "fa2"}

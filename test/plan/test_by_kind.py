@@ -12,10 +12,11 @@ import torch
 from plans import Call, call, made_of
 from torch import Tensor
 
-from torch_flashplug import configs, native
+from torch_flashplug import native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.families import BACKENDS
 from torch_flashplug.operands import MOST_SPLITS, SPLIT_UNIT, check_split_size
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.architectures import BACKENDS
 
 GPUS = {"h100": DEVICES["h100"], "h200": DEVICES["h200"]}
 BATCHES = (1, 2, 9, 64, 300)
@@ -118,7 +119,7 @@ def test_a_size_changes_splits_of_pages_alone(kind: str) -> None:
 
 
 def test_sizes_are_whole_blocks_of_every_kernel() -> None:
-    tiles = {spec.tile_n for spec in configs.specs(80, "decode") if "paged" in spec.features}
+    tiles = {spec.tile_n for spec in kernel_table.specs(80, "decode") if "paged" in spec.features}
     assert tiles and all(SPLIT_UNIT % tile_n == 0 for tile_n in tiles)
 
 

@@ -16,25 +16,15 @@ import torch
 from plans import call, made_of
 from torch.utils.dlpack import to_dlpack
 
-from torch_flashplug import (
-    _start,
-    arguments,
-    choices,
-    configs,
-    elements,
-    families,
-    features,
-    library,
-    native,
-    rescues,
-    rows,
-)
+from torch_flashplug import _start, library, native, rows
 from torch_flashplug.api import DEVICES
-from torch_flashplug.choices import ANY
 from torch_flashplug.codegen import compiler
-from torch_flashplug.configs import KernelRow
-from torch_flashplug.families import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
-from torch_flashplug.spec import CLUSTER, KINDS
+from torch_flashplug.registry import architectures, dispatch_table, features, kernel_args, kernel_table, stock_bugs
+from torch_flashplug.registry import dtypes as elements
+from torch_flashplug.registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
+from torch_flashplug.registry.dispatch_table import ANY
+from torch_flashplug.registry.kernel_spec import CLUSTER, KINDS
+from torch_flashplug.registry.kernel_table import KernelRow
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +36,8 @@ def own_table() -> Iterator[None]:
 
 def test_ids_are_mirrored() -> None:
     """Names and positions have one Python home; C++ answers with the same."""
-    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": choices.OPERANDS,
-             "call facts": rescues.FACTS, "number types": arguments.DTYPES}  # fmt: skip
+    homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": dispatch_table.OPERANDS,
+             "call facts": stock_bugs.FACTS, "number types": kernel_args.DTYPES}  # fmt: skip
     assert {of: native.names(of) for of in homes} == homes
 
 
@@ -75,7 +65,7 @@ def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pyt
     """One that is new here, and that kernels of ours are made of, is none of its own by that."""
     for name in elements.NUMBERS:
         monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
-    native.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), choices.GATE)
+    native.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def backward(name: str) -> str:
         dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
@@ -138,7 +128,7 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
         return native.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
 
     for order in ((plain, many, causal), (causal, many, plain)):
-        native.push_rows(order, (), choices.GATE)
+        native.push_rows(order, (), dispatch_table.GATE)
         assert kernel() == plain.specs()[0].name()
         assert kernel(dropout=1, dropout_p=0.5) == many.specs()[0].name()
         assert kernel(causal=1) == causal.specs()[0].name()
@@ -147,7 +137,7 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
             "none of these kernels has exactly causal and dropout together"
         )
         assert "together" not in reason(mask=1, dropout=1, dropout_p=0.5)
-    native.push_rows((causal,), (), choices.GATE)
+    native.push_rows((causal,), (), dispatch_table.GATE)
     assert kernel() == ""
     assert "every kernel has features" in reason()
 
@@ -164,7 +154,7 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "FAMILIES", (*FAMILIES, Family("fa4", 100, later=False, gpus="exactly 10.0")))
     monkeypatch.setattr(rows, "of_kernels", of_kernels)
     older, newer = (KernelRow("fwd", 80, 64, 64, ("full",), tile_m, 64, 1) for tile_m in (128, 64))
-    native.push_rows((older, newer), (), choices.GATE)
+    native.push_rows((older, newer), (), dispatch_table.GATE)
     gpu, fa4 = DEVICES["h100"] | {"cc": 100}, len(BACKENDS)
     plan = native.plan(shape, gpu, fa4)
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
@@ -187,9 +177,9 @@ def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPat
         return row.sector_bytes, row.max_cluster, row.whole_sectors(row.specs()[0])
 
     assert asked() == (1, 1, False)
-    used = dataclasses.replace(families.BY_ARCH[80], tma=True, clusters=True)
-    monkeypatch.setitem(families.BY_ARCH, 80, used)
-    assert asked() == (configs.SECTOR_BYTES, CLUSTER, True)
+    used = dataclasses.replace(architectures.BY_ARCH[80], tma=True, clusters=True)
+    monkeypatch.setitem(architectures.BY_ARCH, 80, used)
+    assert asked() == (kernel_table.SECTOR_BYTES, CLUSTER, True)
 
 
 def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +202,9 @@ def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyP
 
 def test_auto_takes_elements_that_were_measured() -> None:
     kernels = (KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2),)
-    measured = choices.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
+    measured = dispatch_table.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
-        native.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), choices.GATE)
+        native.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
         plain = call((1, 8, 8), (4096, 4096), (64, 64))
         plans = [native.plan(plain | made_of(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
         assert tuple(plans) == served
@@ -229,7 +219,7 @@ def test_a_family_has_a_gpu_to_be_asked_about(family: Family) -> None:
 def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
     """A dtype that another one has does not help, and is not said."""
     hopper = KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2, elements=("fp16",))
-    native.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), choices.GATE)
+    native.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.GATE)
     plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
     names = [native.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
     assert names == ["", "fwd_sm80_bf16"]
@@ -244,7 +234,7 @@ def test_limits_are_those_of_the_calls_element() -> None:
     wide, narrow = (
         KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16"))
     )
-    native.push_rows((wide, narrow), (), choices.GATE)
+    native.push_rows((wide, narrow), (), dispatch_table.GATE)
 
     def reason(name: str, d: int) -> str:
         dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
@@ -260,7 +250,7 @@ def test_limits_are_those_of_the_calls_element() -> None:
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
-    native.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), choices.GATE)
+    native.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def kernel(d: int, name: str) -> str:
         dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
@@ -273,22 +263,22 @@ def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_combinations_are_what_rows_have() -> None:
     """Each has a kernel of every kind and architecture that it names; a kernel without one is refused."""
-    rows_of = {(spec.mask, spec.kind, spec.arch) for family in FAMILIES for spec in configs.specs(family.arch)}
+    rows_of = {(spec.mask, spec.kind, spec.arch) for family in FAMILIES for spec in kernel_table.specs(family.arch)}
     named = {
         (tag, kind, arch) for tag, one in features.TAGS.items() for arch, kinds in one.kinds.items() for kind in kinds
     }
     assert rows_of == named
-    spec = next(spec for spec in configs.specs(90, "decode"))
+    spec = next(spec for spec in kernel_table.specs(90, "decode"))
     refused = dataclasses.replace(spec, mask="causal").check()
     assert "features causal; a decode of sm_90 has full" in refused
 
 
 def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels without the feature get None for them; and there are no other optional ones."""
-    known = {one.name for taken in arguments.OF_KIND.values() for one in taken if one.optional}
+    known = {one.name for taken in kernel_args.OF_KIND.values() for one in taken if one.optional}
     assert {name for feature in features.FEATURES for name in feature.arguments} == known
-    nobodys = arguments._number("Sq", "int32", "a fact that no feature brings", optional=True)
-    monkeypatch.setitem(arguments.OF_KIND, "fwd", (nobodys, *arguments.FORWARD))
+    nobodys = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
+    monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (nobodys, *kernel_args.FORWARD))
     with pytest.raises(ValueError, match=r"argument Sq is optional, and no feature"):
         _start.push_tables()
 

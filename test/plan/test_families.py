@@ -10,13 +10,14 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start, choices, configs, native
+from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
-from torch_flashplug.choices import ANY, ChoiceRow
 from torch_flashplug.codegen import compiler
-from torch_flashplug.configs import KernelRow
-from torch_flashplug.families import BACKENDS, TARGETS
-from torch_flashplug.spec import SMEM_BYTES, KernelSpec
+from torch_flashplug.registry import dispatch_table, kernel_table
+from torch_flashplug.registry.architectures import BACKENDS, TARGETS
+from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
+from torch_flashplug.registry.kernel_spec import SMEM_BYTES, KernelSpec
+from torch_flashplug.registry.kernel_table import KernelRow
 
 FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
 BOTH = ("fa3", "fa2")
@@ -57,7 +58,7 @@ def served(operands: str, grad: bool = False) -> ChoiceRow:
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
-    native.push_rows(kernels, rows, choices.GATE)
+    native.push_rows(kernels, rows, dispatch_table.GATE)
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +217,7 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
 
 
 def test_a_kernel_fits_the_shared_memory_of_its_gpu() -> None:
-    push(configs.KERNEL_ROWS)
+    push(kernel_table.KERNEL_ROWS)
     for device in ("l4", "a100"):
         for d in (*range(1, 9), *range(16, 257, 8)):
             problem = call((1, 8, 8), (1024, 1024), (d, d))
@@ -282,7 +283,7 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
 )
 def test_rows_of_what_no_vector_fits_are_apart(name, kind) -> None:
     for measured in ("odddims", "columns", "unaligned", "vectors"):
-        push(configs.KERNEL_ROWS, (served(measured),))
+        push(kernel_table.KERNEL_ROWS, (served(measured),))
         plan = native.plan(BY_ELEMENT[name], DEVICES["h100"])
         assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
 
@@ -320,7 +321,7 @@ def test_a_preference_keeps_gradients_deterministic() -> None:
 
 def test_a_preference_leaves_both_directions_to_stock_where_one_is_missing() -> None:
     """On 99 KB devices no backward holds 130 columns element by element."""
-    push(configs.KERNEL_ROWS)
+    push(kernel_table.KERNEL_ROWS)
     wide = call((1, 32, 32), (4096, 4096), (130, 130), grad=1)
     plan = native.plan(wide, DEVICES["l4"], FA2 | native.PREFERENCE)
     assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa2"]
@@ -386,7 +387,7 @@ def test_a_gpu_without_target_is_named(cc):
 
 
 def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
-    hopper, ampere = (configs.specs(arch)[0] for arch in (90, 80))
+    hopper, ampere = (kernel_table.specs(arch)[0] for arch in (90, 80))
     with pytest.raises(ValueError, match=r"fwd_sm90_.*: sm_80 runs kernels that are written for sm_80"):
         compiler.compile_spec(hopper, "sm_80")
     with pytest.raises(ValueError, match="target 'sm_75'; use one of sm_80"):
@@ -395,5 +396,5 @@ def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
 
 def test_a_cached_kernel_is_of_one_target() -> None:
     pytest.importorskip("cutlass", reason="the key names the compiler's version")
-    ampere = configs.specs(80)[0]
+    ampere = kernel_table.specs(80)[0]
     assert len({compiler.key(ampere, target) for target in TARGETS}) == len(TARGETS)

@@ -14,8 +14,9 @@ from graphs import AUTO, FA3
 from splits import CAUSAL_TEXT, MOST, planned
 
 import torch_flashplug
-from torch_flashplug import _start, choices, configs, native, sdpa_backend
+from torch_flashplug import _start, native, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing import new_case
 
 
@@ -29,12 +30,12 @@ def restored() -> Iterator[None]:
 @pytest.fixture
 def own_table(restored: None) -> None:
     """Round figures: 1 us for a block of keys, 1.2 us for a cluster, 1.5 us for a second kernel."""
-    rows = [configs.KernelRow("fwd", 90, 64, 64, configs.BOTH, 64, 128, 2)]
-    gate = choices.Gate(
+    rows = [kernel_table.KernelRow("fwd", 90, 64, 64, kernel_table.BOTH, 64, 128, 2)]
+    gate = dispatch_table.Gate(
         rows=64, wide_rows=64, wide_ns=0, occupancy=0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500,
         combine_rate=1500, read_share=1,
     )  # fmt: skip
-    native.push_rows((*rows, configs.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), gate)
+    native.push_rows((*rows, kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), gate)
 
 
 @pytest.mark.usefixtures("own_table")
@@ -79,8 +80,8 @@ def test_other_calls_are_not_split():
 @pytest.mark.usefixtures("restored")
 def test_more_rows_are_packed_where_that_is_faster():
     """1 us for a block of 64 rows, 1.5 for one of 128, packed or not; 3 us more where packed."""
-    fwd, narrow = (configs.KernelRow(kind, 90, 64, 64, ("full",), 64, 64, 4, 1000) for kind in ("fwd", "decode"))
-    gate = replace(choices.GATE, rows=64, wide_rows=256, wide_ns=3000, read_share=1)
+    fwd, narrow = (kernel_table.KernelRow(kind, 90, 64, 64, ("full",), 64, 64, 4, 1000) for kind in ("fwd", "decode"))
+    gate = replace(dispatch_table.GATE, rows=64, wide_rows=256, wide_ns=3000, read_share=1)
     native.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), gate)
     calls = {
         "decode, 64 rows": (((1, 32, 8), (16, 1024)), "decode_sm90_bf16_d64_full_m64n64s4"),

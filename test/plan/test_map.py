@@ -1,5 +1,5 @@
 """What auto decides, as a map: classes of head dims, masks and lengths -> whose kernels, on an H100. A hole in the rows
-of choices.py, or between them, shows as a dot among digits. No GPU.
+of dispatch_table.py, or between them, shows as a dot among digits. No GPU.
 
 A change of rows shows as a diff here. After reading it: EXPECTTEST_ACCEPT=1 pytest test/plan/test_map.py
 """
@@ -14,7 +14,7 @@ from plans import Call, call
 
 from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.families import FAMILIES
+from torch_flashplug.registry.architectures import FAMILIES
 
 LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
 SIZES = ((1, 8), (1, 32), (16, 32))  # batch, heads: a letter of a cell each

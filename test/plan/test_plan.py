@@ -12,14 +12,15 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start, choices, configs, native
+from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.choices import ANY, ChoiceRow
-from torch_flashplug.configs import KernelRow
-from torch_flashplug.elements import ELEMENTS, NUMBERS, elements_of
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry import dispatch_table, kernel_table
+from torch_flashplug.registry.architectures import BACKENDS
+from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
+from torch_flashplug.registry.dtypes import ELEMENTS, NUMBERS, elements_of
+from torch_flashplug.registry.kernel_spec import KernelSpec
+from torch_flashplug.registry.kernel_table import KernelRow
 from torch_flashplug.rows import DTYPE_IDS
-from torch_flashplug.spec import KernelSpec
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.
@@ -58,7 +59,7 @@ CHOICES = (
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
-    native.push_rows(kernels, rows, choices.GATE)
+    native.push_rows(kernels, rows, dispatch_table.GATE)
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +326,7 @@ train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       gradients: stock's efficient backward; ours: no kernel row for causal takes D=128, Dv=128,
-        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/configs.py
+        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/registry/kernel_table.py
   a100
     stock
       fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
@@ -345,7 +346,7 @@ torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 
   - value has head dim 264, kernels take up to 128; stock attention serves larger ones
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
-  - no kernel row for causal takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/configs.py
+  - no kernel row for causal takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/registry/kernel_table.py
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """,
         )
@@ -366,9 +367,9 @@ def test_a_kernel_is_named_for_its_element_type() -> None:
 def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
     """cuDNN's backward follows none of our forwards, and any other is slower than stock's both."""
     trained = call((4, 16, 16), (4096, 4096), (128, 128), grad=1)
-    forwards = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
+    forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
     assert native.plan(trained, DEVICES["h100"])["backend"] == "fa3"
-    push(forwards, choices.CHOICE_ROWS)
+    push(forwards, dispatch_table.CHOICE_ROWS)
     plan = native.plan(trained, DEVICES["h100"])
     assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa3"]
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug import _start, choices, configs, native
+from torch_flashplug import _start, native
 from torch_flashplug.api import DEVICES, sdpa_backend
-from torch_flashplug.choices import ChoiceRow
+from torch_flashplug.registry import dispatch_table, kernel_table
+from torch_flashplug.registry.dispatch_table import ChoiceRow
 
 PLAIN, LONG, FEW = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
-FORWARDS = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
+FORWARDS = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
-NO_BIAS_GRADIENT = tuple(row for row in configs.KERNEL_ROWS if row.kind != "dbias")
-SHUT = dataclasses.replace(choices.GATE, occupancy=0.8)
+NO_BIAS_GRADIENT = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind != "dbias")
+SHUT = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Met:
     device: str = "h100"
     mode: int = 0
     family: str = "fa3"
-    kernels: tuple[configs.KernelRow, ...] = configs.KERNEL_ROWS
-    rows: tuple[ChoiceRow, ...] = choices.CHOICE_ROWS
+    kernels: tuple[kernel_table.KernelRow, ...] = kernel_table.KERNEL_ROWS
+    rows: tuple[ChoiceRow, ...] = dispatch_table.CHOICE_ROWS
 
 
 MET = {

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import env, features, spec
+from torch_flashplug import env
+from torch_flashplug.registry import features, kernel_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
@@ -299,7 +300,7 @@ def test_module_says_what_it_owns(path):
 
 # ---- words and their homes ----
 
-# What kernels and the host count in alike: file and name there -> its value in spec.py.
+# What kernels and the host count in alike: file and name there -> its value in kernel_spec.py.
 SHARED_NUMBERS = {
     ("scratch", "UNITS"): "SCRATCH_UNITS",
     ("combine", "AT_ONCE"): "PEERS_AT_ONCE",
@@ -314,7 +315,7 @@ def test_numbers_that_kernels_and_host_share(where):
         for node in tree_of(PACKAGE / "kernels" / "parts" / f"{part}.py").body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     ]
-    assert values == [getattr(spec, SHARED_NUMBERS[where])]
+    assert values == [getattr(kernel_spec, SHARED_NUMBERS[where])]
 
 
 @pytest.mark.parametrize("pattern", HOMES)

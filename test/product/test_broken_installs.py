@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import configs, env, inventory, warmup
+from torch_flashplug import env, inventory, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL, TARGET = "decode_sm80_bf16_d64_full_m64n128s2", "sm_90a"
@@ -561,7 +562,7 @@ def test_own_leftovers_are_deleted(cache):
 def test_names_of_entries_are_known(cache):
     """All keys that are written match the pattern of names."""
     assert kernel_cache.is_entry(cache.put())
-    names = [spec.name() for pack in configs.PACKS for spec in pack.specs()]
+    names = [spec.name() for pack in kernel_table.PACKS for spec in pack.specs()]
     keys = [f"{name}-0123456789abcdef-sm_90a-O2-x86_64-01234567-4.8.1+cu13" for name in names]
     assert all(kernel_cache.is_entry(Path(f"{key}{suffix}")) for key in keys for suffix in (".so", ".o"))
     assert kernel_cache.is_entry(Path("flashplug_sm90a_8bit-0123456789abcdef.so"))

@@ -24,7 +24,7 @@ from torch_flashplug.__main__ import main
 from torch_flashplug.api import DEVICES
 from torch_flashplug.demo import measured, show, train, without_gpu
 from torch_flashplug.demo import model as gpt
-from torch_flashplug.families import FAMILIES
+from torch_flashplug.registry.architectures import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import features
+from torch_flashplug.registry import features
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"

@@ -13,8 +13,9 @@ from pathlib import Path
 import nightly
 import pytest
 
-from torch_flashplug import __main__, configs
+from torch_flashplug import __main__
 from torch_flashplug.codegen import compile_pool, kernel_cache
+from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(sys.executable).parent  # of the development set
@@ -84,7 +85,7 @@ def test_packs_that_the_install_page_names_exist() -> None:
     named = re.search(r'such as `"([\w;]+)"`', PAGE)[1].split(";")
     tiers = re.findall(r"set\(PACKS_OF_TIER_(\w+) ", (ROOT / "CMakeLists.txt").read_text())
 
-    assert set(named) <= {pack.name for pack in configs.PACKS}
+    assert set(named) <= {pack.name for pack in kernel_table.PACKS}
     assert not [tier for tier in tiers if f"| `{tier}` |" not in PAGE]
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import torch_flashplug
 from torch_flashplug import __main__, _start, config_classes, model_config, native, warmup, what_if
 from torch_flashplug.api import DEVICES
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS
 
 H100 = DEVICES["h100"]
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import choices
+from torch_flashplug.registry import dispatch_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -43,7 +43,7 @@ def test_pages_are_within_their_width(page):
 
 def test_readme_says_from_which_ratio_on_auto_takes_calls():
     told = " ".join((ROOT / "README.md").read_text().split())
-    assert f"measured at {choices.SERVE_RATIO} x stock torch's speed or more" in told
+    assert f"measured at {dispatch_table.SERVE_RATIO} x stock torch's speed or more" in told
 
 
 def test_one_range_of_torch_is_claimed():

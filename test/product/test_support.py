@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug import choices, native
+from torch_flashplug import native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.families import BACKENDS
 from torch_flashplug.native import PREFERENCE
+from torch_flashplug.registry import dispatch_table
+from torch_flashplug.registry.architectures import BACKENDS
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "support.md").read_text().split())
 AUTO, FA3, FA2 = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2"))
@@ -140,5 +141,5 @@ def test_blackwell_is_stock_in_auto_and_fa2_by_opting_in(cc: int) -> None:
 
 
 def test_numbers_of_the_gate_are_the_tables() -> None:
-    assert f"Sq x Hq / Hkv up to {choices.GATE.rows}," in PAGE
-    assert f"{choices.GATE.rows + 1} to {choices.GATE.wide_rows} where packing should be faster" in PAGE
+    assert f"Sq x Hq / Hkv up to {dispatch_table.GATE.rows}," in PAGE
+    assert f"{dispatch_table.GATE.rows + 1} to {dispatch_table.GATE.wide_rows} where packing should be faster" in PAGE

@@ -17,7 +17,7 @@ from torch_flashplug import __main__, _start, env, kernel_sets, model_config, na
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 from torch_flashplug.codegen.provided import Circumstances, Provided
-from torch_flashplug.spec import KernelSpec
+from torch_flashplug.registry.kernel_spec import KernelSpec
 
 H100 = DEVICES["h100"]
 SMALL = {"num_hidden_layers": 1, "vocab_size": 128, "intermediate_size": 64}

@@ -24,10 +24,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start, check, configs, env, inventory, kernel_sets, library, native, packs, warmup
+from torch_flashplug import _start, check, env, inventory, kernel_sets, library, native, packs, warmup
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -273,7 +274,7 @@ def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compr
     monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
     packs.register()
     packs.register()
-    assert loaded == [None] * 2 * len(configs.PACKS) and packs.provide(KERNEL, TARGET) is None
+    assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
     (line,) = lines()
     assert f"{pack.path.name} is not used: it was compiled for a CPU with avx1024, which this CPU lacks" in line
     assert packs.held(TARGET) == set() and inventory.packs()[0]["unusable"]
@@ -303,7 +304,7 @@ def test_a_plain_pack_is_loaded_by_c(install, monkeypatch):
     loaded: list[Path | None] = []
     monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
     packs.register()
-    assert [path for path in loaded if path] == [pack.path] and len(loaded) == len(configs.PACKS)
+    assert [path for path in loaded if path] == [pack.path] and len(loaded) == len(kernel_table.PACKS)
     assert packs.provide(KERNEL, TARGET) is None
 
 
@@ -344,7 +345,7 @@ GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decod
 def test_core_packs_hold_what_usual_layers_ask_for(dtype):
     """Prompts, decoding and training, by all lengths and batches of kernel_sets."""
     _start.load()
-    core = {spec.name() for pack in configs.PACKS if pack.name in configs.CORE for spec in pack.specs()}
+    core = {spec.name() for pack in kernel_table.PACKS if pack.name in kernel_table.CORE for spec in pack.specs()}
     asked = set()
     for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):
         layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch_flashplug
 from torch_flashplug import native, ops, problem, sdpa_backend
 from torch_flashplug.api import DEVICES
-from torch_flashplug.families import KERNEL_BACKENDS
+from torch_flashplug.registry.architectures import KERNEL_BACKENDS
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")

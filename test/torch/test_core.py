@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start, arguments, choices, features, native, ops, rows, up_calls
+from torch_flashplug import _start, native, ops, rows, up_calls
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
-from torch_flashplug.arguments import BACKWARD, DECODE, FORWARD, Argument
 from torch_flashplug.codegen.provided import Circumstances
-from torch_flashplug.configs import KernelRow
-from torch_flashplug.families import BACKENDS, TARGETS
+from torch_flashplug.registry import dispatch_table, features, kernel_args
+from torch_flashplug.registry.architectures import BACKENDS, TARGETS
+from torch_flashplug.registry.kernel_args import BACKWARD, DECODE, FORWARD, Argument
+from torch_flashplug.registry.kernel_table import KernelRow
 
 KERNELS = (
     KernelRow("fwd", 90, 64, 64, ("full",), 128, 128, 2),
@@ -103,7 +104,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """The whole road down to a pack's symbol, on CPU memory; the kernel only notes its arguments."""
     (tmp_path / "pack.c").write_text(FAKE_PACK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
-    native.push_rows(KERNELS, (), choices.GATE)
+    native.push_rows(KERNELS, (), dispatch_table.GATE)
     native.set_facts_override(DEVICES["h100"])
     native.set_standin(2)
     native.clear_packs()
@@ -165,7 +166,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
     q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [4, 1, 1], "partials": [1]}
-    native.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), choices.GATE)
+    native.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.GATE)
     for splits, cluster in ((1, 1), (2, 2), (9, 1)):
         native.set_mode(FA3 | splits << SPLITS_SHIFT)
         CARRIER(query, key, key)
@@ -176,7 +177,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
 def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
     """All gradients by one kernel; in parts, with what is wanted, where dQ alone is."""
     rows = (KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4), KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4))
-    native.push_rows((*KERNELS, *rows), (), choices.GATE)
+    native.push_rows((*KERNELS, *rows), (), dispatch_table.GATE)
     of_rows, of_keys = [17920, 64, 256, 1], [25600, 12800, 64, 1]
     strides = dict.fromkeys(("q", "o", "do", "dq"), of_rows) | dict.fromkeys(("k", "v", "dk", "dv"), of_keys)
     strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
@@ -207,8 +208,8 @@ def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
-        monkeypatch.setitem(arguments.OF_KIND, "fwd", (argument, *FORWARD))
-        native.push_rows(KERNELS, (), choices.GATE)
+        monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
+        native.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)
         return seen_by_kernel(fake_pack)[:3]
 
@@ -220,17 +221,17 @@ COUNT = len(FORWARD) + 2  # and the stream
 
 def test_a_kernel_gets_all_that_it_takes(take: Callable[..., list[int]]) -> None:
     """A fact of the call by itself; what no launch can have, or this one does not, is an error."""
-    assert take(arguments._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
+    assert take(kernel_args._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
     with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
-        take(arguments._tensor("scratch", 1, "fp32", "no forward's"))
+        take(kernel_args._tensor("scratch", 1, "fp32", "no forward's"))
     with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
-        take(arguments._number("fnord", "int32", "no call's"))
+        take(kernel_args._number("fnord", "int32", "no call's"))
 
 
 def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[..., list[int]]) -> None:
-    fact = arguments._number("dropout_p", "fp32", "filled by itself", optional=True)
-    said = arguments._number("splits", "int32", "said by every forward", optional=True)
-    scratch = arguments._tensor("scratch", 1, "fp32", "said by none", optional=True)
+    fact = kernel_args._number("dropout_p", "fp32", "filled by itself", optional=True)
+    said = kernel_args._number("splits", "int32", "said by every forward", optional=True)
+    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", optional=True)
     assert take(fact) == take(said) == take(scratch) == [COUNT, NONE, TENSOR]
     assert take(fact, dropout=True) == [COUNT, REAL, TENSOR]
     assert take(said, dropout=True) == [COUNT, INTEGER, 1]

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import _start, api, composite, env, native, sdpa_backend, up_calls
-from torch_flashplug.families import BACKENDS, KERNEL_BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
 
 
 def ours(took: dict[str, int]) -> int:

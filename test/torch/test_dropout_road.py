@@ -19,8 +19,9 @@ from standin import OPEN_GATE, Road
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import _start, choices, configs, dropped, native, ops, sdpa_backend
+from torch_flashplug import _start, dropped, native, ops, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing.budget import assert_dropped_alike
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
@@ -129,8 +130,8 @@ def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, 
 
 def test_plans_never_let_the_efficient_attention_follow() -> None:
     """Of forwards of ours that no backward of ours could follow: where it does without dropout."""
-    forwards = tuple(row for row in configs.KERNEL_ROWS if row.kind == "fwd")
-    native.push_rows(forwards, (), choices.GATE)
+    forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
+    native.push_rows(forwards, (), dispatch_table.GATE)
     try:
         for p, follower in ((0.0, "stock's efficient"), (P, "math's")):
             call = facts_of((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
@@ -295,9 +296,9 @@ def test_compiled(any_road: Road, dynamic: bool) -> None:
 @pytest.mark.parametrize("D", [64, 100])
 def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
     """When such a graph runs, what kernels do not take would be math's, in memory of Sq x Sk: it is stock's at once."""
-    sizes = (1, 128, 1, choices.ANY, 1, choices.ANY, 0)
-    row = choices.ChoiceRow("fwd", "square", 90, True, "dropout", *sizes, ratio=2.0, measured="test")
-    native.push_rows(configs.KERNEL_ROWS, (row,), OPEN_GATE)
+    sizes = (1, 128, 1, dispatch_table.ANY, 1, dispatch_table.ANY, 0)
+    row = dispatch_table.ChoiceRow("fwd", "square", 90, True, "dropout", *sizes, ratio=2.0, measured="test")
+    native.push_rows(kernel_table.KERNEL_ROWS, (row,), OPEN_GATE)
     recorder = Recorder()
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)
     compiled = torch.compile(attend, fullgraph=True, backend=recorder, dynamic=True)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_flashplug
 from torch_flashplug import native, problem, sdpa_backend
 from torch_flashplug.api import DEVICES as GPUS
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS
 
 # What the router counts: the call is ours and ran; is ours and was only traced; is stock's; or nothing, since stock
 # refuses it first, or math is the answer before the router looks at it.

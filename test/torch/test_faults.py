@@ -1,4 +1,4 @@
-"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (rescues.py), those that another of
+"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (stock_bugs.py), those that another of
 stock's backends has right (stock_faults.cpp); scales that are not positive; what else a call with gradients is owed:
 the plan that the router made, and a math backward that is a step of ring attention.
 """
@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import configs, native, ops, rescues
+from torch_flashplug import native, ops
 from torch_flashplug.api import DEVICES
-from torch_flashplug.choices import ANY, ChoiceRow
+from torch_flashplug.registry import kernel_table, stock_bugs
+from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
 
 sdpa = F.scaled_dot_product_attention
@@ -55,7 +56,7 @@ def test_auto_takes_what_stock_fails(name: str) -> None:
     assert not native.plan(plain, DEVICES["h100"])["rescue"]
     rescued = native.plan(plain | fault, DEVICES["h100"])
     assert rescued["backend"] in {"fa3", "fa2"} and rescued["kernel"]
-    assert any(rescued["rescue"] == f"{row.stock} ({row.evidence})" for row in rescues.RESCUES)
+    assert any(rescued["rescue"] == f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES)
     assert rescued["row"] == "" and bool(rescued["gradients"]) == bool(plain.get("grad"))
     assert native.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was seen there
 
@@ -77,7 +78,7 @@ def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -
 
 def test_every_rescue_is_tried() -> None:
     tried = {native.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
-    assert tried == {f"{row.stock} ({row.evidence})" for row in rescues.RESCUES}
+    assert tried == {f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES}
 
 
 FAULTS = {
@@ -257,7 +258,7 @@ def test_the_op_keeps_the_routers_plan(road: Road) -> None:
         ChoiceRow("fwd", operands, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
         for operands, grad, ratio in (("square", True, 2.0), ("vectors", False, 0.5))
     ]
-    native.push_rows(configs.KERNEL_ROWS, rows, OPEN_GATE)
+    native.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
     for grad in (True, False):
         q, k, v = road.qkv(grad=grad)
         road.took()

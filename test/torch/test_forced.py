@@ -14,9 +14,10 @@ from standin import OPEN_GATE, SERVE_ALL, Road, road_to
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import composite, configs, native, sdpa_backend
-from torch_flashplug.choices import ANY, ChoiceRow
-from torch_flashplug.families import BACKENDS
+from torch_flashplug import composite, native, sdpa_backend
+from torch_flashplug.registry import kernel_table
+from torch_flashplug.registry.architectures import BACKENDS
+from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 
 CLOSE = {"atol": 2e-2, "rtol": 2e-2}
 
@@ -225,7 +226,7 @@ def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
         for mask in ("full", "causal")
     )
     for rows, taken in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
-        native.push_rows(configs.KERNEL_ROWS, rows, OPEN_GATE)
+        native.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
         composite._forget_decisions()
         for name in ELEMENTWISE:
             args, kwargs = calls(any_road)[name]

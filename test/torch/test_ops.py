@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import composite, native, ops
-from torch_flashplug.families import BACKENDS
+from torch_flashplug.registry.architectures import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FORCE_FA3 = BACKENDS.index("fa3")

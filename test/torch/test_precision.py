@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug import _start, env, native, sdpa_backend
-from torch_flashplug.recipes import RECIPES, number_of
+from torch_flashplug.registry.quant_recipes import RECIPES, number_of
 
 SHIFT = native.PRECISION_SHIFT
 

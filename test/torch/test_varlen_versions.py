@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import torch_flashplug
-from torch_flashplug import _start, choices, doors, explain_varlen, integrations, native, packs
+from torch_flashplug import _start, doors, explain_varlen, integrations, native, packs
+from torch_flashplug.registry import dispatch_table
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 TAKES = varlen.varlen_attn.__kwdefaults__
@@ -160,10 +161,10 @@ def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> No
 
 
 def test_rows_are_of_known_kernels_and_facts() -> None:
-    assert choices.VARLEN_KERNELS == native.names("varlen kernels")
-    assert choices.VARLEN_FACTS == native.names("varlen fact bits")
-    for row in choices.VARLEN_ROWS:
-        assert row.stock in choices.VARLEN_KERNELS and set(row.facts) <= set(choices.VARLEN_FACTS)
+    assert dispatch_table.VARLEN_KERNELS == native.names("varlen kernels")
+    assert dispatch_table.VARLEN_FACTS == native.names("varlen fact bits")
+    for row in dispatch_table.VARLEN_ROWS:
+        assert row.stock in dispatch_table.VARLEN_KERNELS and set(row.facts) <= set(dispatch_table.VARLEN_FACTS)
         assert bool(row.wrong) != bool(row.ratio) and row.measured
 
 

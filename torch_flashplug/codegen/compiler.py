@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..elements import misfit
-from ..families import TARGETS, targets_of
-from ..spec import KernelSpec
+from ..registry.architectures import TARGETS, targets_of
+from ..registry.dtypes import misfit
+from ..registry.kernel_spec import KernelSpec
 from . import dsl
 from .fingerprint import fingerprint
 

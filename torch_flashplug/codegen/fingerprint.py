@@ -12,10 +12,10 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import features
-from ..arguments import OF_KIND
-from ..elements import ELEMENTS, NUMBERS
-from ..spec import KernelSpec
+from ..registry import features
+from ..registry.dtypes import ELEMENTS, NUMBERS
+from ..registry.kernel_args import OF_KIND
+from ..registry.kernel_spec import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def _tables() -> list[Path]:
 
 
 def _all_sources() -> list[Path]:
-    return sorted([*_tables(), _PACKAGE / "spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
+    return sorted([*_tables(), _PACKAGE / "kernel_spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
 
 
 def _hash_of(files: list[Path], more: str = "") -> str:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .. import env
-from ..families import TARGETS
-from ..spec import KernelSpec
+from ..registry.architectures import TARGETS
+from ..registry.kernel_spec import KernelSpec
 from . import compile_pool, compiler, dsl, fingerprint, host_cpu, kernel_cache
 from .provided import Circumstances, Provided
 

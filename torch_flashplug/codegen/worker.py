@@ -45,7 +45,7 @@ def compile_kernel(request: dict) -> dict[str, object]:
         ValueError, RuntimeError: the kernel does not compile or does not link.
     """
     from torch_flashplug.codegen import compiler, host_cpu, kernel_cache, linker
-    from torch_flashplug.spec import KernelSpec
+    from torch_flashplug.registry.kernel_spec import KernelSpec
 
     start = time.perf_counter()
     compiled = compiler.compile_spec(KernelSpec.from_name(request["name"]), request["target"])

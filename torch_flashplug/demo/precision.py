@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_flashplug
 
-from .. import recipes
+from ..registry import quant_recipes
 from . import model as gpt
 from .record import Recorder, distinct
 from .scopes import Scope
@@ -35,8 +35,8 @@ def learned(recipe: Recipe, content: bytes, device: str) -> gpt.ByteGPT:
 def _scopes(precision: str, on_gpu: bool) -> dict[str, Scope]:
     """16 bits, and what is asked for, also where it is not faster; without a GPU there are no kernels to force."""
     backend = "fa3" if on_gpu else "auto"
-    named = recipes.named(precision)
-    names = [recipes.SIXTEEN] + [named] * (named != recipes.SIXTEEN)
+    named = quant_recipes.named(precision)
+    names = [quant_recipes.SIXTEEN] + [named] * (named != quant_recipes.SIXTEEN)
     return {name: lambda name=name: torch_flashplug.sdpa_backend(backend, precision=name) for name in names}
 
 
@@ -68,7 +68,7 @@ def run(precision: str, file: str | None = None, *, console: Console | None = No
             with Recorder() as recorder:
                 perplexity, chosen = _read(model, text)
             kinds = distinct(recorder.calls, torch_flashplug.explain)
-        calls = sum(kind.count for kind in kinds if (kind.plan.precision or recipes.SIXTEEN) == name)
+        calls = sum(kind.count for kind in kinds if (kind.plan.precision or quant_recipes.SIXTEEN) == name)
         first = chosen if first is None else first
         same = int((chosen == first).cumprod(0).sum())
         written = repr(bytes(chosen[:SHOWN].tolist()))
@@ -78,5 +78,5 @@ def run(precision: str, file: str | None = None, *, console: Console | None = No
         console.print("no GPU here: nothing multiplies in 8 bits, and the rows are alike")
     console.print(table)
     for name in scopes:
-        if name != recipes.SIXTEEN:
-            console.print(f"{name}: {recipes.in_words(name)}")
+        if name != quant_recipes.SIXTEEN:
+            console.print(f"{name}: {quant_recipes.in_words(name)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torch_flashplug
 
-from ..families import KERNEL_BACKENDS
+from ..registry.architectures import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from . import without_gpu

@@ -1,7 +1,7 @@
 """torch.nn.attention.varlen on kernels of ours: what src/varlen.cpp, whose kernels stand at its private ops, cannot
 know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
 
-In auto calls are ours where VARLEN_ROWS (choices.py) has the kernel that torch would run; else where a block of
+In auto calls are ours where VARLEN_ROWS (dispatch_table.py) has the kernel that torch would run; else where a block of
 sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as stock has it; a gradient
 of the LSE is torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a
 second or more.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from .. import features
+from ..registry import features
 
 # (kind, arch) -> module.class; the one place that knows which file builds which spec.
 BUILDERS = {

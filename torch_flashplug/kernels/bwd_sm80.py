@@ -23,7 +23,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ..spec import FP32_BYTES, SLAB, WARP, AmpereSpec
+from ..registry.kernel_spec import FP32_BYTES, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.backward import BackwardCall, Gradients
 from .parts.arguments.operands import Scales

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import BackwardCall, Gradients
 from .parts.arguments.operands import Scales

@@ -20,7 +20,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.dbias import BiasGradient, BiasGradientCall
 from .parts.arguments.operands import Scales

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ..spec import RESULT_PAD, SLAB, WARP, AmpereSpec
+from ..registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.decode import DecodeCall, FewRows
 from .parts.arguments.operands import Scales

@@ -19,7 +19,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.decode import DecodeCall, FewRows
 from .parts.arguments.operands import Scales

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales

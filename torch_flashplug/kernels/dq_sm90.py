@@ -16,7 +16,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.backward import Gradients
 from .parts.arguments.operands import Scales

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
-from ..spec import SLAB, AmpereSpec
+from ..registry.kernel_spec import SLAB, AmpereSpec
 from .parts import fragments, sm80
 from .parts.arguments.forward import Call, ForwardCall
 from .parts.arguments.operands import Scales

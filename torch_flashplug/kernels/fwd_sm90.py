@@ -19,7 +19,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..spec import ROWS_PER_WARPGROUP, HopperSpec
+from ..registry.kernel_spec import ROWS_PER_WARPGROUP, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.forward import Call, ForwardCall
 from .parts.arguments.operands import Scales

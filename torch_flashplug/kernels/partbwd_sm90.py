@@ -10,7 +10,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
-from ..spec import HopperSpec
+from ..registry.kernel_spec import HopperSpec
 from .dkdv_sm90 import KeyGradientsSm90
 from .dq_sm90 import QueryGradientSm90
 from .parts.arguments.backward import WANT_DKDV, WANT_DQ, BackwardCall, Gradients

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ..spec import TILE_BACKWARD, HopperSpec
+from ..registry.kernel_spec import TILE_BACKWARD, HopperSpec
 from .parts import fragments, sm90
 from .parts.arguments.operands import Scales
 from .parts.arguments.tilebwd import TileBackwardCall, TileGradients

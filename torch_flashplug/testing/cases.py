@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..elements import NUMBERS
+from ..registry.dtypes import NUMBERS
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import FORWARD, Argument
+from ..registry.kernel_args import FORWARD, Argument
 from .cases import Case, Inputs
 
 
@@ -26,7 +26,7 @@ def load_pack(path: Path):
 
 
 def in_order(taken: Sequence[Argument], values: Mapping[str, object]) -> tuple:
-    """Values by name in the order of a table of arguments.py; None for optional ones that are not there. KeyError for
+    """Values by name in the order of a table of kernel_args.py; None for optional ones that are not there. KeyError for
     others that are not, and for what the kernel does not take.
     """
     names = {one.name for one in taken}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantised import Quantised, in_key_order
-from ..recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
+from ..registry.quant_recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
 from .oracle import Attention
 
 ACCUMULATED = 32  # keys that a tensor core adds up at once in 8 bits

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...spec import SLAB, WARP
+from ...registry.kernel_spec import SLAB, WARP
 from .scores.bias_read import Lines, Read, room, starts_of
 from .scores.chain import Chain, Place, Stage
 from .scores.natural import add

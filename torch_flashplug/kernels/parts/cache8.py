@@ -20,9 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
-from ...elements import ELEMENTS as MADE_OF
-from ...recipes import ROTATION
-from ...spec import SLAB, WARP, KernelSpec
+from ...registry.dtypes import ELEMENTS as MADE_OF
+from ...registry.kernel_spec import SLAB, WARP, KernelSpec
+from ...registry.quant_recipes import ROTATION
 from . import element as of_kernels
 from . import sm80
 from .fragments import OperandA, column_of, target_from

@@ -18,7 +18,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
-from ...spec import WARP
+from ...registry.kernel_spec import WARP
 from .element import Element
 from .fragments import LOG2_E, target_from
 from .scores.chain import Chain

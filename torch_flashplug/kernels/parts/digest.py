@@ -20,8 +20,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
-from ...blocks import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from ...spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
+from ...registry.kernel_spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
+from ...registry.mask_layout import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .fragments import single_bit
 from .listed import Lists
 from .scores.words import shifted

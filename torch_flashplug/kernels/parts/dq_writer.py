@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ...spec import DQ_WRITERS
+from ...registry.kernel_spec import DQ_WRITERS
 from . import sm90
 from .element import Element
 from .pieces import Pieces

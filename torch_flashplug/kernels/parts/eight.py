@@ -1,4 +1,4 @@
-"""Products in 8 bits (recipes.py): operands are made of the caller's ahead of the kernel, in scratch."""
+"""Products in 8 bits (quant_recipes.py): operands are made of the caller's ahead of the kernel, in scratch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8
 
-from ...recipes import KEY_ORDER, RAISED, RECIPES, Recipe
+from ...registry.quant_recipes import KEY_ORDER, RAISED, RECIPES, Recipe
 from .element import EIGHT_BITS, Element, QuantisedElement
 from .quantise import Made, Quantise
 from .scaled import Scaling, ScalingOfWhole

@@ -59,7 +59,7 @@ class Element:
 
 
 class EightBits:
-    """Q and K, or P and V, of a recipe (recipes.py)."""
+    """Q and K, or P and V, of a recipe (quant_recipes.py)."""
 
     bytes = 1
 

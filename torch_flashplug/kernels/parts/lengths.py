@@ -18,7 +18,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.base_dsl import Arch
 
-from ...spec import BACKWARD_TILE, WARP, WARPGROUP
+from ...registry.kernel_spec import BACKWARD_TILE, WARP, WARPGROUP
 from .fragments import target_from
 from .pieces import Tile
 from .ragged import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList

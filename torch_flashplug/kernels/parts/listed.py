@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from ...blocks import FLAGS
-from ...spec import LISTED, TALL
+from ...registry.kernel_spec import LISTED, TALL
+from ...registry.mask_layout import FLAGS
 from .fragments import zero_of
 from .pieces import Tile
 from .walk import Run, RunOfKeys, Section, Sizes, Walk
@@ -102,7 +102,7 @@ class BoundLists:
 
     def turn(self, n_block: Int32, run: QueriesRun, j: Int32, num_n_blocks: Int32) -> Int32:
         """How many KV blocks add to the block of queries at a position before this one: those of later listed blocks,
-        counted by SHAREs of keys (spec.py), then what follows in its own.
+        counted by SHAREs of keys (kernel_spec.py), then what follows in its own.
         """
         later = run.turn(j)
         if self.tile_n == LISTED:

@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 
-from ...spec import TALL
+from ...registry.kernel_spec import TALL
 from .digest import Digest, Digested, Turns
 from .listed import Listed, TallListed
 from .scores.chain import Stage

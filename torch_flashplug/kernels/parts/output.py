@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...recipes import LONGEST_SUM
-from ...spec import ROWS_PER_WARPGROUP
+from ...registry.kernel_spec import ROWS_PER_WARPGROUP
+from ...registry.quant_recipes import LONGEST_SUM
 from . import sm90
 from .element import ELEMENTS
 from .fragments import rows_and_columns

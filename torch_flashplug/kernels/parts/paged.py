@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
-from ...spec import WARP
+from ...registry.kernel_spec import WARP
 from . import sm80
 from .cache8 import FLOAT, InEightBits, Scales
 from .pieces import Dense, Tile

@@ -15,7 +15,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...recipes import (
+from ...registry.kernel_spec import WARP
+from ...registry.quant_recipes import (
     CHANNEL_RMS,
     CLEAR_MEAN,
     ENDS,
@@ -28,7 +29,6 @@ from ...recipes import (
     SMALLEST_SCALE,
     Recipe,
 )
-from ...spec import WARP
 from .element import QuantisedElement
 from .rotate import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
 from .scratch import vector_at

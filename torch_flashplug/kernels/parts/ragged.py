@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...spec import BACKWARD_TILE
+from ...registry.kernel_spec import BACKWARD_TILE
 from . import sm90
 from .pieces import Launch, Pieces, Tile
 from .scheduler import TileOrder

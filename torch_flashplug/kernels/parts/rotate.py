@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...recipes import ROTATION, SMALLEST_SCALE
-from ...spec import WARP
+from ...registry.kernel_spec import WARP
+from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
 from .element import QuantisedElement
 from .scratch import vector_at
 

@@ -1,5 +1,5 @@
 """Online softmax over scores that are whole numbers, or small ones, times scales: one for each row of Q, and for each
-block of keys (recipes.py).
+block of keys (quant_recipes.py).
 
 Domains, stated once:  S scores as products give them;  factor = scale of the row * scale of the block * log2(e) times
 the softmax scale;  row_max = running maximum of S * factor, in powers of two, or little less;  row_sum = sum of
@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...recipes import SLACK
+from ...registry.quant_recipes import SLACK
 from .fragments import LOG2_E, column_of
 from .pieces import Launch, Tile
 from .scores.chain import Chain

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
-from ... import features
-from ...elements import ELEMENTS as MADE_OF
-from ...spec import KernelSpec
+from ...registry import features
+from ...registry.dtypes import ELEMENTS as MADE_OF
+from ...registry.kernel_spec import KernelSpec
 from .element import ELEMENTS, Element
 from .pieces import Dense, Pieces
 from .scores.chain import Chain, Stage

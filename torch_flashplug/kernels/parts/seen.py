@@ -17,7 +17,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Uint16
 
-from ...spec import SLAB, WARP
+from ...registry.kernel_spec import SLAB, WARP
 from .digest import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from .fragments import column_of
 from .scores.chain import Place, Stage

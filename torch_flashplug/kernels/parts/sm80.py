@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 from cutlass.cute.nvgpu import warp
 
-from ...spec import SLAB, WARP
+from ...registry.kernel_spec import SLAB, WARP
 from .element import Element
 from .fragments import OperandA, rows_and_columns, target_from
 from .scratch import vector_at

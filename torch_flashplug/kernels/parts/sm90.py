@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
+from ...registry.kernel_spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 from .element import Element
 from .fragments import rows_and_columns
 

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32
 
-from ...spec import SLAB, WARP, WARPGROUP
+from ...registry.kernel_spec import SLAB, WARP, WARPGROUP
 from .scores.chain import Place, Stage
 from .walk import Sizes, Split
 from .window import InWindow, KeysInWindow, Reach, Window, Windowed

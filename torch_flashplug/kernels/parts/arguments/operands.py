@@ -1,4 +1,4 @@
-"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/arguments.py, by which
+"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/registry/kernel_args.py, by which
 src/arguments.cpp packs them; the stream, which src/launch.cpp gives, is last.
 """
 
@@ -10,9 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
-from .... import features
-from ....arguments import OF_KIND
-from ....spec import KernelSpec
+from ....registry import features
+from ....registry.kernel_args import OF_KIND
+from ....registry.kernel_spec import KernelSpec
 from ..element import Element
 
 NUMBERS = {"fp32": Float32, "int32": Int32}

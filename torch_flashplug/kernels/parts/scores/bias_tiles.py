@@ -23,7 +23,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 
-from ....spec import COPY_UNIT
+from ....registry.kernel_spec import COPY_UNIT
 from .. import sm90
 from .chain import Form
 

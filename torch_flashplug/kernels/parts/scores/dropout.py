@@ -24,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
-from ....spec import SLAB
+from ....registry.kernel_spec import SLAB
 from ..arguments.operands import Drawn
 from ..fragments import single_bit, zero_of
 from .chain import Kept, Place, Stage

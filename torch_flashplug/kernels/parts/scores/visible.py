@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ....blocks import BITS
+from ....registry.mask_layout import BITS
 from ..fragments import column_of, single_bit
 from .chain import Place, Stage
 

@@ -23,8 +23,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from ....blocks import BITS, THREADS, TILE
-from ....spec import SLAB
+from ....registry.kernel_spec import SLAB
+from ....registry.mask_layout import BITS, THREADS, TILE
 from ..fragments import single_bit, zero_of
 from .chain import Place, Stage
 

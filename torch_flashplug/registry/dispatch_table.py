@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .spec import CLUSTER
+from .kernel_spec import CLUSTER
 
 # What operands look like to the kernel that takes them: D == Dv or not; or, to element-wise ones, by what no vector
 # fits: head dims that are no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are
@@ -309,7 +309,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
     # Bool masks (410 cells of more rows than decode has, 216 of decode). Where the ratio is below 1 stock is wrong all
-    # the same for rows that see no key (rescues.py). Of decode the lowest are random bits by head; caches filled in
+    # the same for rows that see no key (stock_bugs.py). Of decode the lowest are random bits by head; caches filled in
     # part have 1.8 to 45, whole ones 0.78 (D 80), 1.01 (D 64) and more.
     ChoiceRow("decode", "square", 90, False, "mask", 1, 64, 1, ANY, 1, ANY, 0, 0.688, _CACHES),
     ChoiceRow("decode", "square", 90, False, "mask", 65, 128, 1, ANY, 1, ANY, 0, 0.638, _CACHES),
@@ -325,7 +325,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, 512, 4097, ANY, 0, 0.868, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
     # Float masks (370 cells, of which 41 of decode). Where the ratio is below 1, stock is wrong all the same for rows
-    # that see no key (rescues.py). Padding masks (B, 1, 1, S) have 0.96 and more since they are read as one row (H200).
+    # that see no key (stock_bugs.py). Padding masks (B, 1, 1, S) have 0.96 and more since they are read as one row (H200).
     # Of fp32 ones the lowest is D 64, Sq 16384: bytes of the bias. With gradients the lowest are of one tile or of 256
     # keys. Rows do not tell whether the mask's own gradient is wanted: with it the lowest is 1.78 (16 cells).
     ChoiceRow("decode", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.943, _BIASES_AGAIN),

@@ -1,5 +1,5 @@
 """The table of kernels. Data only; the dispatcher (src/plan/) reads these rows, and adds its estimate of a launch's
-time. Which calls auto mode gives to them is in choices.py.
+time. Which calls auto mode gives to them is in dispatch_table.py.
 
 The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). A retune
 is a change of rows with its date and machine.
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import features
-from .elements import ELEMENTS, brought_by_elements, elements_of, misfit
-from .families import BY_ARCH, TARGETS
-from .spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
+from .architectures import BY_ARCH, TARGETS
+from .dtypes import ELEMENTS, brought_by_elements, elements_of, misfit
+from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 # Sets of features.py, by the tags in kernels' names.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
@@ -60,7 +60,7 @@ class KernelRow:
     last_tile: float = 1.0  # what the least of a head's last tiles costs, of a full one's time
     dkdv_alone: bool = True  # in parts: dK and dV alone take less time than the fused kernel
     at_once: int = 1  # decode: CTAs of an SM that read faster than one does
-    elements: tuple[str, ...] = ()  # names of elements.py; none: all that such kernels are made of
+    elements: tuple[str, ...] = ()  # names of dtypes.py; none: all that such kernels are made of
 
     def specs(self) -> list[KernelSpec]:
         """Raises ValueError for an element that is not for such kernels."""
@@ -113,7 +113,7 @@ class KernelRow:
 # tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
 # but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192. fwd of sm_80: 2026-11-22, the
 # same way; D 64 128x112 by what it takes at 512 keys.
-# decode: 2026-11-22, fitted together with GATE of choices.py; tiles of 128 rows, (192, 128) and 192 by whether packing
+# decode: 2026-11-22, fitted together with GATE of dispatch_table.py; tiles of 128 rows, (192, 128) and 192 by whether packing
 # pays (bench --suite decode --filter wide_). at_once: 2026-11-24, H200, D 64 beside a mask, 537 MB in 2, 3, 4 splits of
 # 64 tiles: 152, 141, 130 us; D 128 242, 281, 250.
 # decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, brought to the scale of Hopper's rows; 256 by

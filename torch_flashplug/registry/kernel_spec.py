@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from . import features
-from .elements import DTYPES, ELEMENTS
+from .dtypes import DTYPES, ELEMENTS
 
 # detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
 # of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.

@@ -80,4 +80,4 @@ def misfit(name: str, kind: str, arch: int, tag: str = "") -> str | None:
     if name in known:
         return None
     beside = f" with {tag}" * brought_by_elements(tag.split("+"))
-    return f"{name}: a {kind} of sm_{arch}{beside} is made of {' or '.join(known)} (elements.py)"
+    return f"{name}: a {kind} of sm_{arch}{beside} is made of {' or '.join(known)} (dtypes.py)"

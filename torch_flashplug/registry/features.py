@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .recipes import RECIPES, Recipe
+from .quant_recipes import RECIPES, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Feature:
     tag: str  # in names of kernels
     said: str  # of a call that needs it, in words; empty: left out
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
-    arguments: tuple[str, ...] = ()  # optional ones (arguments.py), which its kernels take
+    arguments: tuple[str, ...] = ()  # optional ones (kernel_args.py), which its kernels take
     part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
     decode: str = ""  # the same of decode kernels, where these do it in another way
     detbwd: str = ""  # and of backwards in order
@@ -28,7 +28,7 @@ class Feature:
     always: bool = False  # no value of it means "none": kernels that have it run no call without it
     score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
     key_bytes: int = 0  # and for every key of one, beside K and V
-    recipe: str = ""  # of recipes.py: what its kernels multiply operands in
+    recipe: str = ""  # of quant_recipes.py: what its kernels multiply operands in
     lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
     short: bool = False  # its calls may have many tiles of few rows and keys, all start and end
 
