@@ -320,7 +320,7 @@ struct Kernel {
 // The kernel pack of a target of architectures.py ("sm_90a"); an empty path: it is not installed.
 void load_pack(const char* path, const char* target);
 void clear_packs();
-// What a call that looks for a kernel allows and wants; bits, as Python reads them (torch_flashplug/up_calls.py).
+// What a call that looks for a kernel allows and wants; bits, as Python reads them (torch_flashplug/dispatch/callbacks.py).
 enum Circumstances : int {
   kCapturing = 1,  // the call is recorded in a CUDA graph: nothing is compiled
   kRequired = 2,   // stock must not serve the call

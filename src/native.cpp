@@ -1,4 +1,4 @@
-// The C functions that torch_flashplug/native.py binds with ctypes: no Python objects, no exceptions across the
+// The C functions that torch_flashplug/dispatch/bindings.py binds with ctypes: no Python objects, no exceptions across the
 // boundary.
 #include <algorithm>
 #include <array>
@@ -43,7 +43,7 @@ Tables& changing_tables() {
 template <typename Row, typename Add>
 int pushed(const Row& row, size_t size, Add add) {
   return guarded([&] {
-    if (size != sizeof(Row)) throw std::runtime_error("torch_flashplug: _C was built for other rows than rows.py's");
+    if (size != sizeof(Row)) throw std::runtime_error("torch_flashplug: _C was built for other rows than table_structs.py's");
     add(changing_tables(), row);
   });
 }
@@ -203,7 +203,7 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
-// Rows of src/tables.h as rows.py mirrors them, whose sizes must say so. Texts are copied.
+// Rows of src/tables.h as table_structs.py mirrors them, whose sizes must say so. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   const uint64_t version = t.version;

@@ -1,4 +1,4 @@
-// The tables of torch_flashplug/registry/kernel_table.py, dispatch_table.py and stock_bugs.py as they cross from Python (rows.py mirrors every
+// The tables of torch_flashplug/registry/kernel_table.py, dispatch_table.py and stock_bugs.py as they cross from Python (table_structs.py mirrors every
 // struct here, and the size of each is checked), pushed once at import.
 #pragma once
 

@@ -20,7 +20,8 @@ import standin
 import torch
 from torch._functorch import config as functorch_config
 
-from torch_flashplug import _start, native
+from torch_flashplug import _start
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -169,7 +170,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert native.mode() == 0
+    assert bindings.mode() == 0
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from standin import Road
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_flashplug import native, ops, sdpa_backend
+from torch_flashplug import ops, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
 OWN_OPS = {
@@ -41,7 +42,7 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
         )
         if own is not None:
             name, fields = OWN_OPS[call[own]]
-            found.append((name, fields(*call[own + 1 :]).mode & (1 << native.PRECISION_SHIFT) - 1))
+            found.append((name, fields(*call[own + 1 :]).mode & (1 << bindings.PRECISION_SHIFT) - 1))
         elif "attention" in str(node.target) or "softmax" in str(node.target):
             found.append((str(node.target), -1))
     return found

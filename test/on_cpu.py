@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug import interpreted, library, native
+from torch_flashplug import interpreted
 from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_table import Pack
 from torch_flashplug.testing import Case, load_pack
@@ -121,14 +122,14 @@ _loaded: list[ctypes.CDLL] = []  # kernels that were compiled on demand
 
 def _enable() -> None:
     torch_flashplug.enable()
-    assert native.install(native.CPU_SLOT) == 0, native.last_error()
+    assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
 
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Stock, as if the plugin had never been enabled."""
     torch_flashplug.disable()
-    native.uninstall(native.CPU_SLOT)
+    bindings.uninstall(bindings.CPU_SLOT)
     try:
         yield
     finally:

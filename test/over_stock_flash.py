@@ -13,7 +13,8 @@ import on_cpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_flashplug  # noqa: E402
-from torch_flashplug import integrations, native, sdpa_backend  # noqa: E402
+from torch_flashplug import integrations, sdpa_backend  # noqa: E402
+from torch_flashplug.dispatch import bindings  # noqa: E402
 
 aten = torch.ops.aten
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -57,7 +58,7 @@ def arguments_arrive() -> None:
     operands = (packed, packed, packed, cu, cu)
     lse = aten._flash_attention_forward_no_dropout_inplace(out, *operands, 9, 9, 0.5, True, False)
     assert bool((out == 8).all()) and lse.tolist() == told(**on_end, p=0.5, causal=1)
-    assert not any(native.counters(reset=True).values())
+    assert not any(bindings.counters(reset=True).values())
 
 
 def errors_are_stocks() -> None:
@@ -76,17 +77,17 @@ def a_backward_follows_its_forward() -> None:
     with sdpa_backend("fa3"):
         ours = forward(packed, cu, cu, causal=True)[0]
         (grad,) = torch.autograd.grad(stocks.float().sum(), packed)
-    assert bool((grad == (3 + 16) + (9 + 6) + (9 + 32)).all()) and native.counters(reset=True) == counted("ours_fwd")
+    assert bool((grad == (3 + 16) + (9 + 6) + (9 + 32)).all()) and bindings.counters(reset=True) == counted("ours_fwd")
     with sdpa_backend("stock"):
         torch.autograd.grad(ours.float().sum(), packed)
-    assert native.counters(reset=True) == counted("ours_bwd")
+    assert bindings.counters(reset=True) == counted("ours_bwd")
     # Keys that do not all count: no backward is told of them, stock's as little as ours.
     state = forward(packed, cu, cu, seqused_k=cu[1:])[2]
-    assert native.counters(reset=True) == counted("ours_fwd") and state.storage_offset() == 0
+    assert bindings.counters(reset=True) == counted("ours_fwd") and state.storage_offset() == 0
 
 
 def counted(path: str) -> dict[str, int]:
-    return dict.fromkeys(native.PATHS, 0) | {path: 1}
+    return dict.fromkeys(bindings.PATHS, 0) | {path: 1}
 
 
 def a_name_takes_few_rows() -> None:
@@ -100,7 +101,7 @@ def a_name_takes_few_rows() -> None:
 with on_cpu.kernels():
     integrations.flash_door.install("CPU")
     assert all(has_kernel(op, "CPU") for op in OPS)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     arguments_arrive()
     errors_are_stocks()
     a_backward_follows_its_forward()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from torch_flashplug import native
-from torch_flashplug.rows import DTYPE_IDS
+from torch_flashplug.dispatch import bindings
+from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 
 Call = Mapping[str, int | float]
 
@@ -74,7 +74,7 @@ def table_of(
         lines.append(name)
         answers: dict[str, list[str]] = {}
         for device, facts in devices.items():
-            answers.setdefault("\n".join(described(native.plan(problem, facts, mode), backends)), []).append(device)
+            answers.setdefault("\n".join(described(bindings.plan(problem, facts, mode), backends)), []).append(device)
         for answer, names in answers.items():
             lines += [f"  {' '.join(names)}", answer]
     return "\n".join(lines) + "\n"

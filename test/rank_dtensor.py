@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_flashplug
-from torch_flashplug import native, ops, tracing
+from torch_flashplug import ops, tracing
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Case, Inputs, assert_within_budget, attention_math
 from torch_flashplug.testing.oracle import Masking
 
@@ -204,4 +205,4 @@ def case_forced_stock(rank: Rank) -> None:
             with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
                 F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())
     assert "ours_fwd" not in rank.took()
-    assert native.mode() == 0
+    assert bindings.mode() == 0

@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import env, integrations, native, ops
+from torch_flashplug import env, integrations, ops
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.integrations import ring as ring_module
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
 
@@ -240,7 +241,7 @@ def case_mode_of_the_forward(rank: Rank) -> None:
     inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
 
     def watch(*args: object) -> tuple:
-        seen.append(native.backend_of(ops.BackwardArgs(*args).mode))
+        seen.append(bindings.backend_of(ops.BackwardArgs(*args).mode))
         return real.sdpa_bwd(*args)
 
     with ring(rank, case.Sq, Way()) as module:
@@ -259,8 +260,8 @@ def case_margin(rank: Rank) -> None:
 
     def watched(op: Callable) -> Callable:
         def run(*args: object) -> tuple:
-            seen.append(native.set_cta_margin(0))
-            native.set_cta_margin(seen[-1])
+            seen.append(bindings.set_cta_margin(0))
+            bindings.set_cta_margin(seen[-1])
             return op(*args)
 
         return run
@@ -269,7 +270,7 @@ def case_margin(rank: Rank) -> None:
     with mock.patch.dict(os.environ, {env.RING_MARGIN.name: "8"}), mock.patch.object(ring_module, "namespace", steps):
         with ring(rank, case.Sq, Way()) as module:
             out, grads = attend(case, part_of(rank, inputs, True), module)
-    assert seen == [8] * 2 * rank.world and native.set_cta_margin(0) == 0, seen
+    assert seen == [8] * 2 * rank.world and bindings.set_cta_margin(0) == 0, seen
     assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch_flashplug import native, rows, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings, table_structs
 from torch_flashplug.registry.dtypes import ELEMENTS
 from torch_flashplug.testing import Case
 
@@ -21,5 +22,5 @@ def planned(
 ) -> dict:
     """The plan of a forced call; facts: of its operands (native.problem_facts())."""
     made = zip("qkv", ELEMENTS[case.dtype].operands)
-    dtypes = {f"dtype_{operand}": rows.DTYPE_IDS[number] for operand, number in made}
-    return native.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))
+    dtypes = {f"dtype_{operand}": table_structs.DTYPE_IDS[number] for operand, number in made}
+    return bindings.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

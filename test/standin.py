@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start, composite, native, overrides
+from torch_flashplug import _start, composite, overrides
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 
@@ -57,15 +58,15 @@ class Road:
     def enable(self) -> None:
         torch_flashplug.enable()
         if self.device == "cpu" and self.hook == "router":
-            assert native.install(native.CPU_SLOT) == 0, native.last_error()
+            assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
         elif self.hook == "plan_b":
-            native.uninstall(native.CUDA_SLOT)
+            bindings.uninstall(bindings.CUDA_SLOT)
             composite.install(self.device.upper())
 
     def disable(self) -> None:
         torch_flashplug.disable()
         if self.device == "cpu":
-            native.uninstall(native.CPU_SLOT)
+            bindings.uninstall(bindings.CPU_SLOT)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -78,30 +79,30 @@ class Road:
 
     def took(self) -> dict[str, int]:
         """Paths taken since the last call, those above zero."""
-        return {path: count for path, count in native.counters(reset=True).items() if count}
+        return {path: count for path, count in bindings.counters(reset=True).items() if count}
 
 
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
-    native.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
         overrides.spend_warning()
-        native.set_facts_override(DEVICES["h100"])
-        native.set_standin(True)
-        native.register_ops("CPU")
+        bindings.set_facts_override(DEVICES["h100"])
+        bindings.set_standin(True)
+        bindings.register_ops("CPU")
         torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     road = Road(device, hook)
     road.enable()
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     try:
         yield road
     finally:
         road.disable()
         torch_flashplug.enable()
         if device == "cpu":
-            native.set_standin(False)
-            native.set_facts_override(None)
-            native.unregister_ops()
-            native.register_ops("CUDA")
+            bindings.set_standin(False)
+            bindings.set_facts_override(None)
+            bindings.unregister_ops()
+            bindings.register_ops("CUDA")
         _start.push_tables()

@@ -64,7 +64,8 @@ from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from records import GRADIENT_FLOP
 from rich.console import Console
 
-from torch_flashplug import native, problem
+from torch_flashplug import problem
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.testing import (
     Candidate,
@@ -84,9 +85,9 @@ def _tiles(case: Case, inputs: Inputs, ours: str) -> int:
     """Tiles of the kernel of `ours` ("ours_fa3", "ours_fa2") that would take the case: the number that
     ChoiceRow.min_tiles bounds.
     """
-    facts = native.device_facts(inputs.q.device.index) if inputs.q.is_cuda else native.NO_DEVICE
+    facts = bindings.device_facts(inputs.q.device.index) if inputs.q.is_cuda else bindings.NO_DEVICE
     call = problem.describe(*inputs, None, 0.0, case.causal, case.scale)
-    return native.plan(call, facts, BACKENDS.index(ours.removeprefix("ours_")))["tiles"]
+    return bindings.plan(call, facts, BACKENDS.index(ours.removeprefix("ours_")))["tiles"]
 
 
 def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:

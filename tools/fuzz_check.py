@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import dropped, env, native
+from torch_flashplug import dropped, env
 from torch_flashplug.demo.scopes import plugin_off
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import empty_in_layout_of
 from torch_flashplug.quantised import Quantised, quantise
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -325,26 +326,26 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
 def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
     """Makes the call in one mode and judges what comes back; inside of `off()` the plugin is disabled."""
     call = posed.call
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     status, detail = "right", ""
     try:
         with as_told(call, mode):
             if call.first == "stock":
                 with off():
                     attend(posed, posed.first_grad)
-                native.counters(reset=True)
+                bindings.counters(reset=True)
             if call.first == "memory" and posed.q.is_cuda:
                 with little_memory(posed):
                     attend(posed, posed.grad_out)
-                native.counters(reset=True)
+                bindings.counters(reset=True)
             grads = [posed.first_grad] * (call.first == "same") + [posed.grad_out] * (1 + call.deterministic)
             runs = [attend(posed, grad) for grad in grads]
-        if call.dropout and native.counters().get("ours_fwd"):
+        if call.dropout and bindings.counters().get("ours_fwd"):
             answers = answer(posed, kept_by_ours(posed))
-        if mode in RECIPES and native.counters().get("ours_fwd"):
+        if mode in RECIPES and bindings.counters().get("ours_fwd"):
             faults = _faults_of_recipe(posed, runs, mode)
         else:
-            faults = _faults(posed, answers, runs, native.counters())
+            faults = _faults(posed, answers, runs, bindings.counters())
         detail = "; ".join(dict.fromkeys(faults))[:1000]
         status = "wrong" if detail else "right"
     except Exception as error:  # of any kind: that a call raises is what is looked for
@@ -352,7 +353,7 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
         may_refuse = mode in {"fa3", "fa2", *RECIPES} or call.allow
         if may_refuse and isinstance(error, RuntimeError) and any(words in detail for words in NOT_SERVED):
             status, detail = "refused", ""
-    return Verdict(status, detail, {path: count for path, count in native.counters().items() if count})
+    return Verdict(status, detail, {path: count for path, count in bindings.counters().items() if count})
 
 
 def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:

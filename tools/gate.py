@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import Gate
 from torch_flashplug.registry.kernel_spec import CLUSTER
@@ -34,7 +35,7 @@ Times = dict[str, dict[str, dict[Splits, float]]]  # case name -> K and V cold o
 def planned(case: Case, facts: dict[str, int], num_splits: int = 0) -> tuple[Splits, int]:
     """Splits and tiles of the table that was pushed."""
     mode = sdpa_backend("fa3", num_splits=num_splits).mode
-    plan = native.plan(case.sizes(), facts, mode)
+    plan = bindings.plan(case.sizes(), facts, mode)
     return (plan["splits"], plan["cluster"] > 1), plan["tiles"]
 
 
@@ -58,7 +59,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             runs = {}
             for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
                 # a cluster wherever there can be one
-                native.push_rows(kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9))
+                bindings.push_rows(kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9))
                 splits, tiles = planned(case, facts, wanted)
                 if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
                     continue
@@ -85,7 +86,7 @@ def packing(gate: Gate) -> Gate:
 
 def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> Splits:
     """What the dispatcher would take with this table."""
-    native.push_rows(rows, (), packing(gate))
+    bindings.push_rows(rows, (), packing(gate))
     return planned(case, facts)[0]
 
 
@@ -144,7 +145,7 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     import workloads
 
     if not times_from:
-        facts = native.device_facts(0)
+        facts = bindings.device_facts(0)
         us = measure(facts, rounds)
         document = report.header("gate", report.read_clocks(), report.commit())
         times_from = [report.write_json(document | {"rounds": rounds, "facts": facts, "us": us}, out)]
@@ -165,4 +166,4 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
             if known[taken] > 1.03 * known[best]:
                 slow, fast = (f"{written(n)} ({known[n]:.1f} us)" for n in (taken, best))
                 print(f"  {case.name} {state}, {facts['memory_rate']} B/ns: {written(splits)} as {slow}, best {fast}")
-    native.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.GATE)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.GATE)

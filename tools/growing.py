@@ -59,7 +59,7 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS, backend: str | No
 
     import torch_flashplug
 
-    assert torch_flashplug.native.enabled(), "the plugin is disabled"
+    assert torch_flashplug.dispatch.bindings.enabled(), "the plugin is disabled"
     room, dtype = cache.keys + WARMUP + tokens, torch.bfloat16
     q = torch.randn(1, cache.heads, 1, cache.d, device=device, dtype=dtype)
     k, v = (torch.randn(1, cache.kv_heads, room, d, device=device, dtype=dtype) for d in (cache.d, cache.dv))

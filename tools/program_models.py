@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import event_time
 
 VOCABULARY, BATCH, SEEDS = 512, 2, 3
@@ -292,9 +292,9 @@ class Witness(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         call = dict(zip(self.ARGUMENTS, args)) | (kwargs or {})
-        before = native.counters()["ours_fwd"]
+        before = bindings.counters()["ours_fwd"]
         out = func(**call)
-        served = native.counters()["ours_fwd"] > before
+        served = bindings.counters()["ours_fwd"] > before
         self.calls.append((call, served))
         if not served:
             plan = torch_flashplug.explain(**call, device=self.preset)

@@ -56,8 +56,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_flashplug import env, native
+from torch_flashplug import env
 from torch_flashplug.demo.scopes import Scope, plugin_off
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Candidate, paired_ratio, time_interleaved
 
 NOISE = 0.3
@@ -92,11 +93,11 @@ def _examine(task: Task, model: nn.Module, scenario: Scenario, reference: Refere
         watched = watch and seed == 0
         witness = Witness("" if task.device == "cuda" else "h100")
         if watched:
-            native.counters(reset=True)
+            bindings.counters(reset=True)
         with witness if watched and not scenario.compiled else nullcontext():
             got = program_models.run(program, scenario, batch, follow)
         if watched:
-            paths = native.counters()
+            paths = bindings.counters()
             record |= {"served": paths["ours_fwd"]} if scenario.compiled else witness.record()
             record["backwards"] = {path: n for path, n in paths.items() if path.endswith("_bwd") and n}
         for name, pair in program_models.squares(got, wanted).items():

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from . import env, integrations, kernel_sets, native, packs, problem, recomputation, tracing, up_calls
+from . import env, integrations, problem, recomputation, tracing
 from .codegen import compiler, jit
 from .codegen.provided import Circumstances, Provided
+from .dispatch import bindings, callbacks, kernel_sets, packs
 from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from .registry.architectures import BACKENDS
 from .registry.kernel_spec import KernelSpec
@@ -54,7 +55,7 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, native.device_facts(), given.training, deterministic)
+        names = kernel_sets.following(spec, bindings.device_facts(), given.training, deterministic)
         packed = packs.held(target)
         return [name for name in names if name not in packed]
 
@@ -64,20 +65,20 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
     """The measured tables, of all kernels or of these."""
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
-    native.push_rows(kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
+    bindings.push_rows(kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
 
 
 def _load_core() -> None:
     env.HOOK.get()  # raises before anything is switched on
     push_tables()
-    native.set_process_backend(_process_backend())
-    native.set_process_precision(_process_precision())
+    bindings.set_process_backend(_process_backend())
+    bindings.set_process_precision(_process_precision())
     packs.register()
-    up_calls.set_compile(provide)
-    up_calls.set_learn(recomputation.run_probe)
-    up_calls.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)
+    callbacks.set_compile(provide)
+    callbacks.set_learn(recomputation.run_probe)
+    callbacks.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
-    up_calls.set_log(_plan_log.log, plans=plans)
+    callbacks.set_log(_plan_log.log, plans=plans)
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def load() -> None:
     api.enable().
     """
     _load_core()
-    native.register_ops("CUDA")
+    bindings.register_ops("CUDA")
     tracing.register()
     for satellite in integrations.ALL:
         satellite.register()

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, composite, env, integrations, native, problem, repair, tracing
+from . import _start, composite, env, integrations, problem, repair, tracing
 from .cached import QuantizedTensor, readable
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
+from .dispatch import bindings
 from .ops import never_a_frame
 from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from .registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
@@ -59,14 +60,14 @@ def enable(*, precision: str | None = None) -> None:
     """
     _start.load()
     if precision is not None:
-        native.set_process_precision(quant_recipes.number_of(precision))
-    native.set_enabled(True)
+        bindings.set_process_precision(quant_recipes.number_of(precision))
+    bindings.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
-    elif env.HOOK.get() == "composite" or native.install(native.CUDA_SLOT) in _NOT_HOOKABLE:
+    elif env.HOOK.get() == "composite" or bindings.install(bindings.CUDA_SLOT) in _NOT_HOOKABLE:
         composite.install("CUDA")
-    elif not native.installed(native.CUDA_SLOT):
-        _log.warning("%s", native.last_error())
+    elif not bindings.installed(bindings.CUDA_SLOT):
+        _log.warning("%s", bindings.last_error())
     if unrepaired := repair.install():
         _log.warning("%s", unrepaired)
     for satellite in integrations.SWITCHED:
@@ -79,9 +80,9 @@ def disable() -> None:
     work.
     """
     _start.load()
-    native.set_enabled(False)
-    if native.installed(native.CUDA_SLOT):
-        native.uninstall(native.CUDA_SLOT)
+    bindings.set_enabled(False)
+    if bindings.installed(bindings.CUDA_SLOT):
+        bindings.uninstall(bindings.CUDA_SLOT)
     composite.uninstall()
     repair.uninstall()
     for satellite in integrations.SWITCHED:
@@ -134,20 +135,20 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"use 1 to {MAX_SPLITS}, with {_ours_in_words()}"
             raise ValueError(f"num_splits={num_splits} with {backend!r}; {allowed}")
-        field = native.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
+        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
         if field and backend in ("math", "stock"):
             raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {_ours_in_words()}")
         if precision is not None and not field:
-            field = native.WHOLE_PRECISION
+            field = bindings.WHOLE_PRECISION
         self.backend, self.num_splits, self.precision = backend, num_splits, precision
-        self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << native.PRECISION_SHIFT
+        self.mode = BACKENDS.index(backend) | num_splits << SPLITS_SHIFT | field << bindings.PRECISION_SHIFT
 
     @never_a_frame
     def __enter__(self) -> sdpa_backend:
         if torch.compiler.is_compiling():
             torch.ops.torch_flashplug.force(self.mode)
         else:
-            _entered.blocks.append((native.set_mode(self.mode), tracing.cache_tag.push(f"|{self.mode}")))
+            _entered.blocks.append((bindings.set_mode(self.mode), tracing.cache_tag.push(f"|{self.mode}")))
         return self
 
     @never_a_frame
@@ -156,7 +157,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
             torch.ops.torch_flashplug.force(tracing.POP)
         else:
             mode, tag = _entered.blocks.pop()
-            native.set_mode(mode)
+            bindings.set_mode(mode)
             tracing.cache_tag.pop(tag)
 
     def __call__(self, function: Callable) -> Callable:
@@ -256,7 +257,7 @@ def explain(
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Calls on other devices never come to the hook: nothing is forced there.
-    wanted = native.effective_mode()
+    wanted = bindings.effective_mode()
     mode = wanted if device is not None or query.is_cuda else 0
     known = device is None and query.is_cuda and torch.backends.cuda.is_built()
     known = known and not problem.decides_itself(query, key, value)
@@ -277,29 +278,29 @@ def explain(
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if problem.takes_math(mode):
-        why = f"asked for by {env.BACKEND.name}" if native.is_preference(mode) else "forced"
+        why = f"asked for by {env.BACKEND.name}" if bindings.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}")
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is problem.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
         outside = several.why_not(query, key, value, attn_mask, dropout_p)
     if outside is not None:
-        left = "; a forced backend leaves such calls to stock" if native.forced_kernels(wanted) else ""
+        left = "; a forced backend leaves such calls to stock" if bindings.forced_kernels(wanted) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
         mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
     described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
-    made = native.plan(described, facts, mode)
+    made = bindings.plan(described, facts, mode)
     fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
     fields["reasons"] |= _ignored(wanted, fields["reasons"], query) if mode != wanted else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
         few, hopper = made["kernel"].startswith("decode"), "_sm90_" in made["kernel"]
         fields["mask"] = problem.bias_in_words(query, key, attn_mask, few, hopper)
-    impossible = native.forced_kernels(mode) not in (None, made["backend"])
+    impossible = bindings.forced_kernels(mode) not in (None, made["backend"])
     stocks = made["backend"] == "stock" and not impossible
-    error = native.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
+    error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
     mended = problem.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
 
@@ -312,13 +313,13 @@ def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
     """Return the reason of the backend that a mode names in vain, since the tensors lie on no GPU."""
     why = f"; a forced backend changes nothing for tensors on {query.device.type}"
-    return {name: said + why for name, said in reasons.items() if name == native.backend_of(mode)}
+    return {name: said + why for name, said in reasons.items() if name == bindings.backend_of(mode)}
 
 
 def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
     if device is not None:
         return DEVICES[device]
-    return native.device_facts(query.device.index) if query.is_cuda else native.NO_DEVICE
+    return bindings.device_facts(query.device.index) if query.is_cuda else bindings.NO_DEVICE
 
 
 def _described(device: str | None, *call: object) -> dict[str, float]:
@@ -354,7 +355,7 @@ def _explain_cached(
         described = _described(device, q, k, v, mask, 0.0, False, scale) | {"cache8": True}
         facts, reasons = _facts_of(query, device), {}
         for backend in KERNEL_BACKENDS:
-            made = native.plan(described, facts, BACKENDS.index(backend))
+            made = bindings.plan(described, facts, BACKENDS.index(backend))
             if made["backend"] == backend:
                 read = f"key and value are read in {_dtype_name(k)}{', keys rotated' * rotated}; products have 16 bits"
                 call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)

@@ -10,7 +10,8 @@ import sys
 import torch
 from torch import Tensor
 
-from . import native, problem
+from . import problem
+from .dispatch import bindings
 from .registry import dispatch_table, features
 from .registry.architectures import BACKENDS, KERNEL_BACKENDS
 
@@ -31,19 +32,19 @@ def plan_lower_right(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, facts: dict[str, int]
 ) -> dict[str, object]:
     """Return the fields of explain()'s Plan for a lower-right mask, on a GPU with these facts."""
-    mode = native.effective_mode()
+    mode = bindings.effective_mode()
     why = _why_stock(query, key, value, dropout_p, facts, mode)
     if why:
         return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, why)}
     described = problem.describe(query, key, value, None, 0.0, False, scale)
     described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
     described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}
-    asked, reasons = native.backend_of(mode), {}
+    asked, reasons = bindings.backend_of(mode), {}
     if asked == "auto" and query.shape[-1] != value.shape[-1]:  # at the efficient attention measured rows decide
-        made = native.plan(described, facts, BACKENDS.index(asked))
+        made = bindings.plan(described, facts, BACKENDS.index(asked))
         return {name: made[name] for name in ("backend", "kernel", "row", "copies", "gradients", "reasons")}
     for backend in (asked,) if asked in KERNEL_BACKENDS else KERNEL_BACKENDS:
-        made = native.plan(described, facts, BACKENDS.index(backend))
+        made = bindings.plan(described, facts, BACKENDS.index(backend))
         if made["backend"] == backend:
             return {name: made[name] for name in ("backend", "kernel", "copies", "gradients")} | {"reasons": reasons}
         reasons[backend] = made["reasons"].get(backend, "")
@@ -54,10 +55,10 @@ def _why_stock(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, facts: dict[str, int], mode: int
 ) -> str:  # fmt: skip
     """Return what keeps the call from our kernels before they are asked; empty: nothing does."""
-    asked, dims = native.backend_of(mode), (query.shape[-1], value.shape[-1])
+    asked, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
     grouped = query.shape[1] != key.shape[1]
     few, whole = dispatch_table.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
-    if not native.enabled():
+    if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if asked in {"math", "stock"}:
         return f"{asked} is forced; a lower-right mask is stock's then"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import env, interpreted, inventory, library, native
+from . import env, interpreted, inventory
 from .api import sdpa_backend
 from .codegen import dsl, kernel_cache, linker
+from .dispatch import bindings, library
 from .registry.architectures import FAMILIES
 from .testing import Masking, assert_within_budget, attention_math, grads_math
 from .testing.budget import GRAD_FACTOR, OUT_FACTOR
@@ -130,12 +131,12 @@ def numbers() -> Line:
     torch.manual_seed(0)
     q, k, v, grad_out = (torch.randn(CALL, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     try:
         with sdpa_backend(_family()):
             out = F.scaled_dot_product_attention(*leaves, is_causal=True)
         found = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-        counts = native.counters(reset=True)
+        counts = bindings.counters(reset=True)
         exact, plain = (
             (attention_math(q, k, v, mask=Masking(1), dtype=dtype).out,
              *grads_math(q, k, v, grad_out, mask=Masking(1), dtype=dtype))
@@ -159,7 +160,7 @@ def interpreted_kernel() -> Line:
     """
     if torch.cuda.is_available():
         return Line(SKIP, "interpret", "for machines without a GPU; the line `numbers` runs kernels on the GPU itself")
-    if not native.enabled():
+    if not bindings.enabled():
         return Line(SKIP, "interpret", "the plugin is off")
     if lack := interpreted.missing():
         return Line(SKIP, "interpret", lack)
@@ -167,14 +168,14 @@ def interpreted_kernel() -> Line:
     q, k, v = (torch.randn(CALL, generator=generator).bfloat16() for _ in range(3))
     kernel = interpreted.kernel_of(q, k, v, is_causal=True)
     if not kernel:
-        mode = native.backend_of(native.effective_mode())
+        mode = bindings.backend_of(bindings.effective_mode())
         return Line(SKIP, "interpret", f"stock torch serves this call on an H100, too (mode {mode})")
     try:
         pack = interpreted.build(kernel, _show_progress)
         with interpreted.kernels(pack):
-            native.counters(reset=True)
+            bindings.counters(reset=True)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            counts = native.counters(reset=True)
+            counts = bindings.counters(reset=True)
         exact, plain = (
             attention_math(q, k, v, mask=Masking(1), dtype=dtype).out for dtype in (torch.float64, torch.bfloat16)
         )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import native, problem
+from . import problem
+from .dispatch import bindings
 from .integrations import dtensor
 from .ops import never_a_frame
 from .tracing import kept_mask
@@ -89,7 +90,7 @@ def _backend(
     enable_gqa: bool,
     scale: float | None,
 ) -> str:
-    mode, device = native.effective_mode(), query.device
+    mode, device = bindings.effective_mode(), query.device
     if problem.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
     if not problem.is_asked(mode):
@@ -101,12 +102,12 @@ def _backend(
         return "math" if problem.math_takes_empty(attn_mask, is_causal) else "stock"
     if problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
-    if (forced := native.forced_kernels(mode)) is not None:
+    if (forced := bindings.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons
     facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": device.type in _libraries
     }
-    planned = _planned_backend(tuple(facts.items()), device.index or 0, mode, native.missing_changes())
+    planned = _planned_backend(tuple(facts.items()), device.index or 0, mode, bindings.missing_changes())
     if planned != "stock" or part is not None:
         return planned
     if not torch.backends.cuda.math_sdp_enabled():
@@ -127,5 +128,5 @@ def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 @functools.lru_cache(maxsize=1024)
 def _planned_backend(facts: tuple[tuple[str, int | float], ...], device_index: int, mode: int, changes: int) -> str:
     """Stock where a kernel is missing, which no call finds out but by looking: `changes` makes it ask again."""
-    call, device = dict(facts), native.device_facts(device_index)
-    return "stock" if native.kernel_missing(call, device, mode) else native.plan(call, device, mode)["backend"]
+    call, device = dict(facts), bindings.device_facts(device_index)
+    return "stock" if bindings.kernel_missing(call, device, mode) else bindings.plan(call, device, mode)["backend"]

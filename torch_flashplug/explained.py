@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from . import _start, native, paged, problem
+from . import _start, paged, problem
 from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
 from .block_masks import BlockLists, block_lists
+from .dispatch import bindings
 from .operands import check_out, window_of
 from .plans import check_is_plan
 from .registry import features
@@ -146,27 +147,27 @@ class _Road(TorchFunctionMode):
         described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
         described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
         mode, facts, reasons, error = self._mode() if mode is None else mode, self._facts(), {}, ""
-        if native.backend_of(mode) in {"math", "stock"}:
-            return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, f"{native.backend_of(mode)} is asked for"))
-        only = native.forced_kernels(mode) if forced else None
+        if bindings.backend_of(mode) in {"math", "stock"}:
+            return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, f"{bindings.backend_of(mode)} is asked for"))
+        only = bindings.forced_kernels(mode) if forced else None
         for backend in KERNEL_BACKENDS if only is None else (only,):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
-            made = native.plan(described, facts, word)
+            made = bindings.plan(described, facts, word)
             if made["backend"] == backend:
                 fields = {name: made[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
                 gate = made["gate"] if made["kernel"].startswith("decode") else ""  # nothing stands before the others
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
             reasons[backend] = made["reasons"].get(backend, "")
-            error = "" if only is None else native.forced_error(described, facts, word)
+            error = "" if only is None else bindings.forced_error(described, facts, word)
         return Plan("", "math", reasons=reasons, error=error)
 
     def _mode(self) -> int:
-        return native.effective_mode() if self._is_cuda() else 0
+        return bindings.effective_mode() if self._is_cuda() else 0
 
     def _facts(self) -> dict[str, int]:
         if self.device is not None:
             return DEVICES[self.device]
-        return native.device_facts(self.where.index or 0) if self._is_cuda() else native.NO_DEVICE
+        return bindings.device_facts(self.where.index or 0) if self._is_cuda() else bindings.NO_DEVICE
 
     def _is_cuda(self) -> bool:
         return self.where.type == "cuda"

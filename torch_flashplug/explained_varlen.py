@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, doors, integrations, native, problem
+from . import _start, integrations, problem
 from .api import DEVICES, Plan, sdpa_backend
+from .dispatch import bindings, varlen_decision
 from .explained import explain_attention
 from .registry.architectures import KERNEL_BACKENDS
 
@@ -58,24 +59,24 @@ def explain_varlen(
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
         return _stocks(call, f"the tensors lie on {query.device.type}")
-    if (place := integrations.varlen.other_owner()) and native.enabled():
+    if (place := integrations.varlen.other_owner()) and bindings.enabled():
         return _stocks(call, f"another library's kernels, registered at {place}, stand at torch's op")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
         return replace(_stocks(call, "torch refuses the call first"), error=str(refused))
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
-    cc = DEVICES[device]["cc"] if device is not None else native.device_facts(query.device.index or 0)["cc"]
-    mode = native.effective_mode()
-    verdict = doors.varlen_verdict(facts, cc, mode)
+    cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
+    mode = bindings.effective_mode()
+    verdict = varlen_decision.varlen_verdict(facts, cc, mode)
     stock = _STOCK[verdict["stock"]].name
     if verdict["exit"] not in {"served", "forced"}:
         return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)
     told = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
     told |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
     told |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
-    forced = native.forced_kernels(mode)
-    asked = native.backend_of(mode) if native.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
+    forced = bindings.forced_kernels(mode)
+    asked = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
     try:
         with sdpa_backend(asked):
             plan = explain_attention(query, key, value, device=device, **told)
@@ -96,7 +97,7 @@ def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, obj
     """Return SDPBackend's number that torch passes to its op, -1 where it passes none or that is not known here. Raise
     what it raises ahead of the op.
     """
-    if doors.varlen_rule() != "argument":
+    if varlen_decision.varlen_rule() != "argument":
         return -1
     varlen._validate_scale(settings.get("scale"))
     if device is None:
@@ -113,9 +114,9 @@ def _facts(
 ) -> dict[str, int]:
     """Return the facts of a call, as facts_of_call() of src/varlen.cpp reads them, but for `backend`."""
     query, key, value = operands
-    rule = doors.varlen_rule()
+    rule = varlen_decision.varlen_rule()
     return {
-        "rule": native.names("varlen rules").index(rule),
+        "rule": bindings.names("varlen rules").index(rule),
         "allowed": rule != "argument" or problem.kernels_allowed(),
         "into": settings.get("out") is not None,
         "enable_gqa": bool(settings.get("enable_gqa", False)),
@@ -131,13 +132,13 @@ def _facts(
         "has_cu_k": cu_seq_k is not None,
         "readable": all(map(_is_readable, operands)),
         "misaligned": not all(map(_lies_as_cudnn_wants, operands)),
-        "unusual_scale": native.kind_of_scale(settings.get("scale")) != "positive",
+        "unusual_scale": bindings.kind_of_scale(settings.get("scale")) != "positive",
     }
 
 
 def _number_of(dtype: torch.dtype) -> int:
     """Return its place among native.dtypes(), whose last one stands for all others."""
-    names = list(native.dtypes())
+    names = list(bindings.dtypes())
     name = str(dtype).removeprefix("torch.")
     return names.index(name) if name in names else len(names) - 1
 

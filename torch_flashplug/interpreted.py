@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env, native, packs, up_calls
+from . import _start, api, env
 from .codegen import dsl
 from .codegen.provided import Circumstances, Provided
+from .dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "interpreted.py"
@@ -90,28 +91,28 @@ def kernels(
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
     """
     _start.load()
-    was_enabled = native.enabled()
-    native.set_facts_override(api.DEVICES[DEVICE])
-    native.set_standin(2)
-    native.clear_packs()
-    native.load_pack(pack, TARGET)
-    up_calls.set_compile(provide)
-    native.register_ops("CPU")
+    was_enabled = bindings.enabled()
+    bindings.set_facts_override(api.DEVICES[DEVICE])
+    bindings.set_standin(2)
+    bindings.clear_packs()
+    bindings.load_pack(pack, TARGET)
+    callbacks.set_compile(provide)
+    bindings.register_ops("CPU")
     _start.push_tables()  # C++ looks for kernels again
     torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     try:
         api.enable()
-        if native.install(native.CPU_SLOT) != 0:
-            raise RuntimeError(f"torch_flashplug: CPU tensors cannot be hooked: {native.last_error()}")
+        if bindings.install(bindings.CPU_SLOT) != 0:
+            raise RuntimeError(f"torch_flashplug: CPU tensors cannot be hooked: {bindings.last_error()}")
         yield
     finally:
-        native.uninstall(native.CPU_SLOT)
-        native.set_standin(False)
-        native.set_facts_override(None)
-        native.unregister_ops()
-        native.register_ops("CUDA")
-        native.clear_packs()
-        up_calls.set_compile(_start.provide)
+        bindings.uninstall(bindings.CPU_SLOT)
+        bindings.set_standin(False)
+        bindings.set_facts_override(None)
+        bindings.unregister_ops()
+        bindings.register_ops("CUDA")
+        bindings.clear_packs()
+        callbacks.set_compile(_start.provide)
         packs.register()
         _start.push_tables()
         if not was_enabled:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, env, native
-from . import packs as installed_packs
+from . import __version__, env
 from .codegen import dsl, kernel_cache, linker
+from .dispatch import bindings
+from .dispatch import packs as installed_packs
 
 PACKAGES = ("apache-tvm-ffi", "cuda-python", "cuda-bindings")
 
@@ -65,7 +66,7 @@ def _devices() -> list[dict[str, object]]:
         return found
     if not torch.cuda.is_available():
         return []
-    return [{"name": torch.cuda.get_device_name(i), **native.device_facts(i)} for i in range(torch.cuda.device_count())]
+    return [{"name": torch.cuda.get_device_name(i), **bindings.device_facts(i)} for i in range(torch.cuda.device_count())]
 
 
 def packs() -> list[dict[str, object]]:
@@ -100,23 +101,23 @@ def _facts_of_folder(folder: Path) -> dict[str, object]:
 
 def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
-    if env.disabled() and not native.enabled():  # enable() may have been called since
+    if env.disabled() and not bindings.enabled():  # enable() may have been called since
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from . import composite
 
-    stub, plan_b = native.installed(native.CUDA_SLOT), composite.installed()
+    stub, plan_b = bindings.installed(bindings.CUDA_SLOT), composite.installed()
     why = (
         ""
         if stub or plan_b
         else "a CPU build of torch: nothing to route"
         if torch.version.cuda is None
-        else native.last_error()
+        else bindings.last_error()
     )
     return {
         "installed": stub,
         "plan_b": plan_b,
-        "enabled": native.enabled(),
-        "mode": native.backend_of(native.effective_mode()),
+        "enabled": bindings.enabled(),
+        "mode": bindings.backend_of(bindings.effective_mode()),
         "why": why,
     }
 

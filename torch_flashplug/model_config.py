@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import config_classes
-from .kernel_sets import LENGTHS, Attention
+from .dispatch.kernel_sets import LENGTHS, Attention
 
 Config = Mapping[str, object]
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cached, digested, dropped, native, reference
+from . import cached, digested, dropped, reference
+from .dispatch import bindings
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -66,7 +67,7 @@ def never_a_frame(function: Callable) -> Callable:
 
 def held(function: Callable) -> Callable:
     """native.held, and never_a_frame."""
-    return never_a_frame(native.held(function))
+    return never_a_frame(bindings.held(function))
 
 
 def mathematics(function: Callable) -> Callable:
@@ -203,7 +204,7 @@ def check_arguments(a: ForwardArgs) -> None:
     )
     torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
     torch._check(
-        native.shapes_fit((q.shape, k.shape, v.shape), enable_gqa=True),
+        bindings.shapes_fit((q.shape, k.shape, v.shape), enable_gqa=True),
         lambda: (
             f"shapes do not fit: query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}; heads of "
             "key and value must divide those of query, all else be the same"
@@ -217,7 +218,7 @@ def check_arguments(a: ForwardArgs) -> None:
         lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
     )
     torch._check(
-        native.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py"
+        bindings.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py"
     )
     _check_bias(a)
 

@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from . import digested, native, ops, rows
+from . import digested, ops
+from .dispatch import bindings
+from .dispatch import table_structs as rows
 from .registry.dtypes import NUMBERS
 from .registry.kernel_spec import ROWS_PER_WARPGROUP
 
@@ -65,9 +67,9 @@ def takes_math(mode: int) -> bool:
     """The router answers math before it looks at the tensors. torch.nn.attention.sdpa_kernel counts, but not against a
     process-wide backend.
     """
-    if not native.enabled() or native.backend_of(mode) != "math":
+    if not bindings.enabled() or bindings.backend_of(mode) != "math":
         return False
-    return native.is_preference(mode) or (kernels_allowed() and torch.backends.cuda.math_sdp_enabled())
+    return bindings.is_preference(mode) or (kernels_allowed() and torch.backends.cuda.math_sdp_enabled())
 
 
 def kernels_allowed() -> bool:
@@ -166,7 +168,7 @@ def outside_dispatcher(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, mode: int
 ) -> str | None:
     """Why the dispatcher is not asked about this call at all; None if it is. Not for calls that takes_math() has."""
-    if not native.enabled():
+    if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
         return (
@@ -186,7 +188,7 @@ def outside_dispatcher(
             "sizes depend on data: in a traced graph the op decides when it runs, where kernels take such calls at "
             "all (with a bool attn_mask only if forced); else stock attention serves this call"
         )
-    if not native.shapes_fit(sizes, enable_gqa):
+    if not bindings.shapes_fit(sizes, enable_gqa):
         return (
             "shapes need broadcasting or do not fit (more than one key head, and another number of query heads, need "
             "enable_gqa=True); stock attention decides"
@@ -199,7 +201,7 @@ def outside_dispatcher(
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
             "the two that stand for this plugin"
         )
-    if native.backend_of(mode) == "math":
+    if bindings.backend_of(mode) == "math":
         return "math is forced, but torch.nn.attention.sdpa_kernel does not allow it; stock attention decides"
     return None
 
@@ -254,7 +256,7 @@ def describe(
         "bias": attn_mask is not None and not is_mask and not is_wide,
         "bias32": is_wide,
         "dropout_p": dropout_p,
-        "scale": native.SCALE_IDS[native.kind_of_scale(scale)],
+        "scale": bindings.SCALE_IDS[bindings.kind_of_scale(scale)],
         "on_cuda": query.is_cuda,
         "grad": grad,
         "bias_grad": attn_mask is not None and wants_grad(attn_mask),
@@ -262,7 +264,7 @@ def describe(
     }
     for letter, tensor in zip("qkv", operands):
         problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
-    return native.with_operands(
+    return bindings.with_operands(
         problem,
         [hints(tensor.shape) for tensor in operands],
         [hints(tensor.stride()) for tensor in operands],
@@ -307,7 +309,7 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
 
 def is_asked(mode: int) -> bool:
     """The router has a say in calls of this mode: also in which of stock's backends takes one that stays with stock."""
-    return native.enabled() and kernels_allowed() and native.backend_of(mode) not in {"math", "stock"}
+    return bindings.enabled() and kernels_allowed() and bindings.backend_of(mode) not in {"math", "stock"}
 
 
 def right_choice(
@@ -324,7 +326,7 @@ def right_choice(
     is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
     """
     right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)
-    return right, native.fault_said(fault)
+    return right, bindings.fault_said(fault)
 
 
 def hints(sizes: tuple) -> tuple[int | None, ...]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import env, native
+from . import env
+from .dispatch import bindings
 from .overrides import first_other_owner, spend_warning
 
 _log = logging.getLogger("torch_flashplug")
@@ -66,8 +67,8 @@ def _schema(name: str) -> str:
 
 def _known() -> dict[str, str]:
     """Schemas of stock's ops that are repaired, by name, as src/schemas.h has them."""
-    known = {schema.partition("(")[0]: schema for schema in native.names("schemas")}
-    return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in native.STOCK_BACKENDS)}
+    known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
+    return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in bindings.STOCK_BACKENDS)}
 
 
 def _changed() -> list[str]:
@@ -81,7 +82,7 @@ def other_owners() -> dict[str, str]:
     """Return, by backend, where another library has registered kernels that stock's attention ops run: FlashAttention-4
     of torch's registry, or cudnn.torch. They are not repaired, and nothing of ours is put over them.
     """
-    ops = {backend: [name for name in _known() if f"_{backend}_" in name] for backend in native.STOCK_BACKENDS}
+    ops = {backend: [name for name in _known() if f"_{backend}_" in name] for backend in bindings.STOCK_BACKENDS}
     owners = {backend: first_other_owner(*names) for backend, names in ops.items()}
     return {backend: place for backend, place in owners.items() if place}
 
@@ -93,16 +94,16 @@ def install() -> str:
     changed, owners = _changed(), other_owners()
     for name, place in owners.items():
         _log.info("%s attention is not repaired: another library has registered its kernels at %s", name, place)
-    backends = [name for name in native.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
+    backends = [name for name in bindings.STOCK_BACKENDS if not any(f"_{name}_" in op for op in changed)]
     backends = [name for name in backends if name not in owners]
     spend_warning()
     in_graphs("cudnn" in backends)
-    if not native.repair(*backends):
-        return native.last_error()
+    if not bindings.repair(*backends):
+        return bindings.last_error()
     return f"stock is not repaired where this torch has other schemas: {', '.join(changed)}" if changed else ""
 
 
 def uninstall() -> None:
     """Stock's own kernels are in place again."""
     in_graphs(False)
-    native.repair()
+    bindings.repair()

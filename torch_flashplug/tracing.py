@@ -24,7 +24,8 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
-from . import native, ops
+from . import ops
+from .dispatch import bindings
 
 OVERRIDEABLE = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 OVERRIDEABLE_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
@@ -59,7 +60,7 @@ def _is_current() -> bool:
 
 def _drop_blocks() -> None:
     if _traced.blocks:
-        native.set_mode(_traced.blocks[0][1])
+        bindings.set_mode(_traced.blocks[0][1])
     _traced.blocks, _traced.owner = (), None
 
 
@@ -85,11 +86,11 @@ def _force(mode: int) -> None:
     if mode != POP:
         # The router (C++) runs while tracing too, and must see the same mode: "stock" and "math" are choices that it
         # makes.
-        _traced.blocks += ((mode, native.set_mode(mode)),)
+        _traced.blocks += ((mode, bindings.set_mode(mode)),)
         if _traced.owner is not None:
             _watch_compile_end()
     elif _traced.blocks:
-        native.set_mode(_traced.blocks[-1][1])
+        bindings.set_mode(_traced.blocks[-1][1])
         _traced.blocks = _traced.blocks[:-1]
 
 
@@ -103,12 +104,12 @@ def _baked_mode() -> int:
     operands' own 16 bits; one that wants none goes by what surrounds its run, where no block surrounds the trace.
     """
     word = traced_mode()
-    precision = word >> native.PRECISION_SHIFT
+    precision = word >> bindings.PRECISION_SHIFT
     if torch.is_grad_enabled():
         precision = 0
-    elif precision == native.PRECISION_OF_PROCESS:
-        precision = native.PRECISION_OF_THREAD
-    return word & ((1 << native.PRECISION_SHIFT) - 1) | precision << native.PRECISION_SHIFT
+    elif precision == bindings.PRECISION_OF_PROCESS:
+        precision = bindings.PRECISION_OF_THREAD
+    return word & ((1 << bindings.PRECISION_SHIFT) - 1) | precision << bindings.PRECISION_SHIFT
 
 
 def mode_of_block() -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env, kernel_sets, model_config, native, what_if
-from . import packs as installed_packs
+from . import _start, api, env, model_config, what_if
 from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
+from .dispatch import bindings, kernel_sets
+from .dispatch import packs as installed_packs
 from .registry import dispatch_table
 
 _OBJECTS_ALONE = (
@@ -58,8 +59,8 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: ob
     """
     _start.load()
     layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
-    mode = native.effective_mode()
-    if native.backend_of(mode) in {"math", "stock"}:
+    mode = bindings.effective_mode()
+    if bindings.backend_of(mode) in {"math", "stock"}:
         return []
     return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts, mode)))
 
@@ -71,7 +72,7 @@ def why_none(facts: dict[str, int]) -> str:
         facts: of the GPU.
     """
     _start.load()
-    backend = native.backend_of(native.effective_mode())
+    backend = bindings.backend_of(bindings.effective_mode())
     if backend in {"math", "stock"}:
         return f"{env.BACKEND.name}={backend} leaves all calls to torch; unset the variable"
     if backend == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
@@ -130,7 +131,7 @@ def facts_of(device: str) -> dict[str, int]:
     """
     if not device and torch.cuda.is_available():
         _start.load()
-        return native.device_facts()
+        return bindings.device_facts()
     if (device or "h100") not in api.DEVICES:
         raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}")
     return api.DEVICES[device or "h100"]

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import native, reference
+from . import reference
+from .dispatch import bindings
 from .ops import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
@@ -221,7 +222,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
     """RuntimeError where the ops have no meaning. Reads sizes: for real tensors only."""
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     torch._check(
-        all(len(shape) == 4 for shape in shapes) and native.shapes_fit(shapes, enable_gqa=True),
+        all(len(shape) == 4 for shape in shapes) and bindings.shapes_fit(shapes, enable_gqa=True),
         lambda: "query, key and value are {}, {} and {}; give (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), "
         "Hq a multiple of Hkv".format(*shapes),
     )

@@ -17,7 +17,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import dropped, native
+from torch_flashplug import dropped
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_args import DBIAS
@@ -213,12 +214,12 @@ def check_all(case: Case, bias: Tensor, device: str, *, wanted: str = "qkvb", gi
     """Gradients of those that are wanted, by a backward of ours; that of the bias. given: what F.sdpa gets of it."""
     inputs = make_inputs(case, device, SEED)
     leaves = [(bias if name == "b" else getattr(inputs, name)).requires_grad_() for name in wanted]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend("fa3"):
         mask = bias if given is None else given
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa, scale=case.scale)
         found = dict(zip(wanted, torch.autograd.grad(out, leaves, inputs.grad_out), strict=True))
-    counts = native.counters()
+    counts = bindings.counters()
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     rule, dbias = Masking(bias=bias.detach()), found.pop("b")
     exact, low = (dict(zip(NAMES, of(case, inputs, rule), strict=True)) for of in (oracle_grads, plain_grads))
@@ -318,9 +319,9 @@ def test_memory_is_of_the_size_of_the_bias(kernels_on: str, bias: str) -> None:
         out = F.scaled_dot_product_attention(*inputs, attn_mask=given)
 
         def backward() -> None:
-            native.counters(reset=True)
+            bindings.counters(reset=True)
             torch.autograd.grad(out, given, inputs.grad_out)
-            assert native.counters()["ours_bwd"] == 1
+            assert bindings.counters()["ours_bwd"] == 1
 
         if kernels_on == "cpu":
             taken = largest_allocation(backward)
@@ -348,8 +349,8 @@ def test_graphs_have_the_same_bits_and_strides(kernels_on: str, bias: str) -> No
     found = []
     with torch_flashplug.sdpa_backend("fa3"):
         for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-            native.counters(reset=True)
+            bindings.counters(reset=True)
             found.append(torch.autograd.grad(run(*leaves), leaves, inputs.grad_out)[3])
-            assert native.counters()["ours_bwd"] == 1
+            assert bindings.counters()["ours_bwd"] == 1
     assert_bitwise_equal(case.name, found[1], found[0])
     assert found[1].stride() == found[0].stride() == torch.empty_like(given).stride()

@@ -15,7 +15,7 @@ from splits import MOST, forced, planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -84,10 +84,10 @@ def dtype_of(case: Case, wide: bool) -> torch.dtype:
 def attend(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple[Tensor, Tensor, Tensor]:
     """Ours, fp64's and plain torch's."""
     inputs = make_inputs(case, device, SEED)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa, scale=case.scale)
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     exact, low = (
         attention_math(*inputs, scale=case.scale, mask=Masking(bias=bias), dtype=dtype).out
         for dtype in (torch.float64, case.torch_dtype)
@@ -196,10 +196,10 @@ def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0, backen
     fact = "bias32" if bias.dtype == torch.float32 else "bias"
     assert planned(case, num_splits, backend=backend, **{fact: 1})["kernel"].startswith("decode_")
     inputs = make_inputs(case, device, SEED)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits, backend))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle, plain))
     name = f"{case.name} in {num_splits} splits"
     assert_within_budget(name, out, exact.out, low.out, seed=SEED)
@@ -289,11 +289,11 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
     """Of query, key and value, by a backward of ours."""
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
         found = torch.autograd.grad(out, leaves, inputs.grad_out)
-    counts = native.counters()
+    counts = bindings.counters()
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle_grads, plain_grads))
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
@@ -368,8 +368,8 @@ def test_one_visible_key_gives_its_value(kernels_on, sizes, dtype, hidden_by, fa
     bias = torch.full((rows, keys), -math.inf)
     bias[torch.arange(rows), seen] = hidden_by + torch.randn(rows, generator=generator)
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(kernels_on, dtype), enable_gqa=True)
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     want = v.repeat_interleave(heads // kv_heads, 1)[:, :, seen.to(kernels_on)]
     assert torch.equal(out, want)

@@ -12,8 +12,8 @@ import torch
 from splits import planned
 from torch import Tensor
 
-from torch_flashplug import native
 from torch_flashplug.cached import dequantised
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.quantised import in_int8, rotate
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import FORMATS
@@ -43,10 +43,10 @@ class Cached:
     def run(self, device: str) -> Tensor:
         """By a kernel."""
         tensors = [x.to(device) for x in (self.q, self.k, self.v, self.k_scale, self.v_scale)]
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         mask = None if self.mask is None else self.mask.to(device)
         out = torch.ops.torch_flashplug.cached_fwd(*tensors, mask, self.rotated, None)
-        assert native.counters(reset=True)["ours_fwd"] == 1
+        assert bindings.counters(reset=True)["ours_fwd"] == 1
         return out.cpu()
 
     def right(self) -> Tensor:

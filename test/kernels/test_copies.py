@@ -14,7 +14,7 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Case, assert_bitwise_equal, make_inputs, new_case
 
 SEED = 20261124
@@ -58,11 +58,11 @@ def outputs(operands: list[Tensor], grad_out: Tensor | None, backend: str, call:
     """Out and, where grad_out is given, gradients, by kernels of ours."""
     torch.manual_seed(SEED)
     leaves = [tensor.detach().requires_grad_(grad_out is not None) for tensor in operands]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order():
         out = F.scaled_dot_product_attention(*leaves, **call)
         grads = [] if grad_out is None else list(torch.autograd.grad(out, leaves, grad_out))
-    counts = native.counters()
+    counts = bindings.counters()
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == (grad_out is not None)
     return [out.detach(), *grads]
 

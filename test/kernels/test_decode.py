@@ -19,7 +19,8 @@ from standin import Road
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.testing import (
     Case,
@@ -103,7 +104,7 @@ def poison(case: Case, plan: dict, device: torch.device) -> None:
 def check(case: Case, inputs: Inputs, wanted: Iterable[int], kernel: str = "decode_", family: str = "fa3") -> None:
     """Out and LSE within their budgets, once for each number of splits that `wanted` comes down to."""
     exact, low = oracle(case, inputs), plain(case, inputs)
-    plans = {num_splits: planned(case, num_splits, native.device_facts(), family) for num_splits in wanted}
+    plans = {num_splits: planned(case, num_splits, bindings.device_facts(), family) for num_splits in wanted}
     assert all(plan["kernel"].startswith(kernel) for plan in plans.values()), plans
     for splits, num_splits in {plan["splits"]: num_splits for num_splits, plan in plans.items()}.items():
         poison(case, plans[num_splits], inputs.q.device)
@@ -182,11 +183,11 @@ def test_special_values_stay_where_math_puts_them(kernels_on, operand, value):
 def test_gradients_follow_split_forwards(kernels_on, name, num_splits):
     case = case_named(name)
     inputs = make_inputs(case, kernels_on, SEED, requires_grad=True)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend("fa3", num_splits=num_splits):
         out = attend(*inputs)
     got = torch.autograd.grad(out, tuple(inputs), inputs.grad_out)
-    assert (native.counters()["ours_fwd"], native.counters()["ours_bwd"]) == (1, 1)
+    assert (bindings.counters()["ours_fwd"], bindings.counters()["ours_bwd"]) == (1, 1)
     for which, ours, fp64, low in zip("qkv", got, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
         assert_within_budget(f"{name} d{which}", ours, fp64, low, factor=GRAD_FACTOR, seed=SEED)
 
@@ -220,7 +221,7 @@ def test_caches_are_read_in_place(layout, num_splits):
             attend(*inputs)  # loads kernels
             before, out, after = torch.cuda.memory_stats(), attend(*inputs), torch.cuda.memory_stats()
         assert_within_budget(case.name, out, oracle(case, inputs).out, plain(case, inputs).out, seed=SEED)
-        needed = [-(-n // 512) * 512 for n in bytes_needed(case, planned(case, num_splits, native.device_facts()))]
+        needed = [-(-n // 512) * 512 for n in bytes_needed(case, planned(case, num_splits, bindings.device_facts()))]
         for what, most in (("allocation", len(needed)), ("allocated_bytes", sum(needed))):
             assert after[f"{what}.all.allocated"] - before[f"{what}.all.allocated"] <= most, case.name
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import digested, library
+from torch_flashplug import digested
+from torch_flashplug.dispatch import library
 from torch_flashplug.registry.kernel_spec import LISTED, TALL
 from torch_flashplug.registry.mask_layout import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from torch_flashplug.words import words

@@ -18,7 +18,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import dropped, native
+from torch_flashplug import dropped
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -137,10 +138,10 @@ def next_seed(device: str) -> Tensor:
 @contextlib.contextmanager
 def ours(*ways: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """One call, by kernels of these directions."""
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         yield
-    counts = native.counters()
+    counts = bindings.counters()
     assert {name: count for name, count in counts.items() if count and not name.startswith("routed")} == dict.fromkeys(
         ways, 1
     )

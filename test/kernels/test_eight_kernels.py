@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native, quantised
+from torch_flashplug import quantised
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KERNEL_ROWS
 from torch_flashplug.registry.quant_recipes import KEY_ORDER, LONGEST_SUM, RECIPES
@@ -42,10 +43,10 @@ def qkv(heads: tuple[int, int, int], seq: tuple[int, int], dims: tuple[int, int]
 
 def run(kernels_on: str, name: str, q: Tensor, k: Tensor, v: Tensor, **more: object) -> Tensor:
     """F.sdpa in that recipe, forced."""
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", precision=name):
         out = F.scaled_dot_product_attention(*(x.to(kernels_on) for x in (q, k, v)), enable_gqa=True, **more)
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
     return out.cpu()
 
 
@@ -185,7 +186,7 @@ def test_lse_is_that_of_its_operands(kernels_on: str, recipe: str) -> None:
     right = attend(operands(recipe, spec, q, k, v), RECIPES[recipe], 0.1).lse
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3", precision=recipe):
         given = (x.to(kernels_on) for x in (q, k, v))
-        mode = native.mode()
+        mode = bindings.mode()
         _, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(*given, None, 0.0, 0, 0.1, mode)
     assert float((lse.cpu() - right).abs().max()) <= (1e-2 if recipe == "e4m3" else 1e-3)
 

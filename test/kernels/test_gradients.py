@@ -17,7 +17,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, native
+from torch_flashplug import _start
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.architectures import FAMILIES, Family
 from torch_flashplug.registry.dtypes import WHOLE
@@ -86,10 +87,10 @@ ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], id
 
 def forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
     inputs = make_inputs(case, device, SEED, requires_grad=True)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
     return out, inputs
 
 
@@ -101,7 +102,7 @@ def check(case: Case, family: str, device: str) -> None:
     """Three gradients within the budget of plain math's errors."""
     out, inputs = forward(case, family, device)
     got = gradients(out, inputs)
-    assert native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_bwd"] == 1
     exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
     for name, ours, fp64, yardstick in zip(NAMES, got, exact, low, strict=True):
@@ -137,7 +138,7 @@ SHARED = (
 def spared(rows: int) -> Iterator[None]:
     """Heads are shared where that spares a tile so many rows."""
     gate = dataclasses.replace(dispatch_table.GATE, rows_spared=rows)
-    native.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.RESCUES)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.RESCUES)
     try:
         yield
     finally:
@@ -197,12 +198,12 @@ def test_some_gradients(family: str, case: Case, wanted: str) -> None:
     leaves = [operands[name].requires_grad_() for name in wanted]
     with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = torch.autograd.grad(out, leaves, inputs.grad_out)
     taken = torch.cuda.max_memory_allocated() - before
-    assert native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_bwd"] == 1
     everything = make_inputs(case, "cuda", SEED, requires_grad=True)
     exact, low = oracle_grads(case, everything), plain_grads(case, everything)
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
@@ -248,7 +249,7 @@ def test_the_same_in_1000_runs(family: str, case: Case, order) -> None:
             for n, (a, b) in enumerate(zip(again, first, strict=True)):
                 wrong[n] += ((a - b).abs() > (slack if n == 0 else 0.0)).sum() + (a.isnan() != b.isnan()).sum()
     torch.cuda.synchronize()
-    assert native.counters()["ours_bwd"] == RUNS + 1
+    assert bindings.counters()["ours_bwd"] == RUNS + 1
     assert wrong.tolist() == [0] * len(NAMES)
 
 
@@ -289,7 +290,7 @@ def test_memory_is_linear_in_32k_keys(family: str, order) -> None:
     with order():
         gradients(out, inputs)
     torch.cuda.synchronize()
-    assert native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_bwd"] == 1
     rows, elements = case.B * case.Hq * case.Sq, out.numel()
     # Three gradients; dQ in fp32 with its counters, LSE and delta.
     assert torch.cuda.max_memory_allocated() - before <= 3 * 2 * elements + 4 * elements + 12 * rows + (1 << 20)

@@ -16,7 +16,7 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -104,14 +104,14 @@ def ours(call: OnEnd, device: str, *, grads: bool = False, backend: str = "fa3",
     given = {name: x.detach().to(device) for name, x in call.tensors.items()}
     leaves = {name: given[name].requires_grad_(grads) for name in ("q", "k", "v", "sinks")}
     cu = [call.starts(side, device) for side in (0, 1)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out, lse = OP(*leaves.values(), *cu, None, *call.window, call.softcap, None)
         found = {}
         if grads:
             wanted = torch.autograd.grad((out, lse), [*leaves.values()], (given["do"], given["dlse"]))
             found = dict(zip((f"d{name}" for name in leaves), wanted, strict=True))
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == grads and counts["math_fwd"] == counts["math_bwd"] == 0
     return Found(out.detach().cpu(), lse.detach().cpu(), {name: x.cpu() for name, x in found.items()})
 

@@ -16,7 +16,8 @@ from test_masks import BACKENDS, on
 from test_masks import drawn as drawn_by_share
 from torch import Tensor
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -76,10 +77,10 @@ def yardsticks(case: Case, inputs: Inputs, mask: Tensor) -> tuple:
 def check(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0, backend: str = "fa3") -> None:
     """Out and LSE of the own op."""
     assert planned(case, num_splits, backend=backend, mask=1)["kernel"].startswith("decode_")
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     operands = (*inputs, mask, 0.0, 0, case.scale, forced(num_splits, backend))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk)
     exact, low = yardsticks(case, inputs, seen)
     name = f"{case.name} in {num_splits} splits"
@@ -132,10 +133,10 @@ def test_through_f_sdpa(kernels_on: str, mask: str) -> None:
     case = new_case(mask, HEADS, (5, KEYS), (128, 128))
     inputs, given = make_inputs(case, kernels_on, SEED), on(kernels_on, MASKS[mask](5))
     before = given.clone()
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend("fa3"):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=given, enable_gqa=True)
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     assert given.dtype == torch.bool and torch.equal(given, before)
     exact, low = yardsticks(case, inputs, given)
     assert_within_budget(mask, out, exact.out, low.out, seed=SEED)

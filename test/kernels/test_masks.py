@@ -16,7 +16,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, native
+from torch_flashplug import _start
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import LISTED, TALL, KernelSpec
@@ -93,10 +94,10 @@ def attend(
         hidden = ~blocks.repeat_interleave(LISTED, -1)[..., : case.Sk]
         for tensor in (inputs.k, inputs.v):
             tensor[hidden] = math.nan
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     clean = [tensor.nan_to_num() for tensor in inputs]
     exact, low = (
         attention_math(*clean, mask=Masking(bias=mask), dtype=dtype).out for dtype in (torch.float64, case.torch_dtype)
@@ -186,11 +187,11 @@ def check_gradients(
     """Of those that are wanted, by a backward of ours."""
     inputs = make_inputs(case, device, SEED)
     leaves = [getattr(inputs, name).requires_grad_() for name in wanted]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
         found = torch.autograd.grad(out, leaves, inputs.grad_out)
-    counts = native.counters()
+    counts = bindings.counters()
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     rule = Masking(bias=mask)
     exact, low = (dict(zip(NAMES, of(case, inputs, rule), strict=True)) for of in (oracle_grads, plain_grads))

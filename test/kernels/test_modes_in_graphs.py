@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torch_flashplug import attention, block_lists, native, plan, sdpa_backend
+from torch_flashplug import attention, block_lists, plan, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import assert_bitwise_equal
 
 HQ, HKV, D, ROWS, PAGE = 4, 2, 64, 150, 16
@@ -75,15 +76,15 @@ def test_mathematics_is_compiled_in(kernels_on: str, call: str, mode: str) -> No
     operands, settings = made(call, kernels_on)
     leaves = [x.requires_grad_(call in TRAINED) for x in operands]
     compiled = torch.compile(inside(mode, settings), backend="aot_eager", fullgraph=True)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     found = compiled(*leaves)
     if call in TRAINED:
         torch.autograd.grad(found.float().sum(), leaves)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert not counts["ours_fwd"] and not counts["ours_bwd"], counts
     assert_bitwise_equal("out", found.detach(), inside(mode, settings)(*operands).detach())
     attention(*leaves, **settings)
-    assert native.counters(reset=True)["ours_fwd"], "a block changes nothing: no kernel takes such calls"
+    assert bindings.counters(reset=True)["ours_fwd"], "a block changes nothing: no kernel takes such calls"
 
 
 def test_a_familys_kernels_are(kernels_on: str) -> None:

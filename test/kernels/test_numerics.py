@@ -18,7 +18,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import library, native
+from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES
 from torch_flashplug.registry.dtypes import WHOLE, elements_of
@@ -65,10 +65,10 @@ def poison_outputs(case: Case, device: str) -> None:
 
 def forced(family: str, call: Callable[[], Tensor]) -> Tensor:
     """Runs one attention call on our kernel and makes sure that it was ours."""
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(family):
         out = call()
-    taken = native.counters()
+    taken = bindings.counters()
     assert taken["ours_fwd"] == 1, f"the call took another path: {taken}"
     return out
 

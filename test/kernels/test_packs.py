@@ -13,8 +13,8 @@ from pathlib import Path
 import on_cpu
 import pytest
 
-from torch_flashplug import library
 from torch_flashplug.codegen import compiler
+from torch_flashplug.dispatch import library
 from torch_flashplug.registry import features, kernel_table
 from torch_flashplug.registry.architectures import FAMILIES, TARGETS
 from torch_flashplug.registry.kernel_spec import SMEM_BYTES, KernelSpec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.quantised import in_int8
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -47,10 +47,10 @@ class Call:
     def run(self, device: str) -> tuple[Tensor, Tensor]:
         """By a kernel."""
         given = (self.q, self.k, self.v, self.numbers, self.used, *self.scales, self.sinks)
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         tensors = (None if x is None else x.to(device) for x in given)
         out, lse = OP(*tensors, *self.window, self.softcap, None, fixed_split_size=self.split_size)
-        assert native.counters(reset=True)["ours_fwd"] == 1
+        assert bindings.counters(reset=True)["ours_fwd"] == 1
         return out.cpu(), lse.cpu()
 
     def keys_of(self, which: str, batch: int) -> Tensor:

@@ -15,7 +15,8 @@ from test_lengths import AHEAD, BACKENDS, BEHIND, SEED, SPECS, drawn
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import attention, native, plan
+from torch_flashplug import attention, plan
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 
@@ -36,11 +37,11 @@ class Given:
     def results(self, *, gradients: bool, **more: object) -> tuple[Tensor, ...]:
         """By kernels of ours, forward and backward."""
         leaves = [x.detach().requires_grad_(gradients) for x in self.operands]
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         found = attention(*leaves, **self.settings, return_lse=True, **more)
         if gradients:
             found = (*found, *torch.autograd.grad(found, leaves, self.grads))
-        counts = native.counters(reset=True)
+        counts = bindings.counters(reset=True)
         assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == gradients
         return tuple(x.detach().cpu() for x in found)
 
@@ -93,10 +94,10 @@ def test_a_plan_makes_lists_and_nothing_else(kernels_on: str) -> None:
     """q, k, v are not read."""
     call = given(kernels_on, "mixed")
     right = call.results(gradients=True)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     nothing = tuple(torch.full_like(x, math.nan).requires_grad_() for x in call.operands)
     made = plan(*nothing, **call.settings)
-    assert not any(native.counters(reset=True).values()) and made.lists.shape[0] == 2
+    assert not any(bindings.counters(reset=True).values()) and made.lists.shape[0] == 2
     assert_same(call.results(gradients=True, plan=made), right, ("dq",))
 
 

@@ -13,7 +13,7 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 
 SEED, CALLS = 20261125, 10  # of a test
 OP = torch.ops.torch_flashplug.attention_fwd
@@ -90,7 +90,7 @@ def run(call: Drawn, op, device: str, dtype: torch.dtype | None = None, planned:
     lengths = [None if x is None else x.to(device) for x in call.lengths]
     with torch.no_grad():
         plan = LISTS(*leaves[:3], *lengths, *call.settings, planned == "both") if planned else ()
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out, lse = op(*leaves[:3], sinks, *lengths, *call.settings, *plan)
     if not call.gradients:
         return [out, lse]
@@ -104,7 +104,7 @@ def test_random_calls(kernels_on: str, tenth: int) -> None:
         call = drawn(seed)
         with torch_flashplug.sdpa_backend(call.backend), in_order(call.in_order):
             found = [x.cpu().double() for x in run(call, OP, kernels_on, planned=call.planned)]
-        counts = native.counters(reset=True)
+        counts = bindings.counters(reset=True)
         assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == call.gradients, (seed, counts)
         with torch_flashplug.sdpa_backend("math"):
             exact = run(call, OP if call.gradients else MATH, "cpu", torch.float64)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.quantised import in_int8
 from torch_flashplug.testing import assert_bitwise_equal
 
@@ -25,9 +25,9 @@ def drawn(*sizes: int, seed: int) -> Tensor:
 
 
 def by_kernels(call: Callable[[], tuple[Tensor, ...]], directions: int = 1) -> tuple[Tensor, ...]:
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     found = call()
-    taken = native.counters(reset=True)
+    taken = bindings.counters(reset=True)
     assert taken["ours_fwd"] == 1 and taken["ours_bwd"] == directions - 1 and not taken["math_fwd"] + taken["math_bwd"]
     return tuple(x.cpu() for x in found)
 

@@ -13,7 +13,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
@@ -57,11 +57,11 @@ def gradients(case: Case, bias: Tensor, device: str, *, bias_grad: bool) -> list
     leaves = [tensor.requires_grad_() for tensor in (*inputs, *((bias,) if bias_grad else ()))]
     found = []
     for _ in range(2):
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         with torch_flashplug.sdpa_backend("fa3"):
             out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, scale=case.scale)
             found.append(torch.autograd.grad(out, leaves, inputs.grad_out))
-        assert native.counters()["ours_bwd"] == 1
+        assert bindings.counters()["ours_bwd"] == 1
     for name, again, first in zip((*NAMES, "dbias"), found[1], found[0], strict=False):
         assert_bitwise_equal(f"{case.name} {name}", again, first)
     return list(found[0])

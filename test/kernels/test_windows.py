@@ -15,7 +15,7 @@ from orders import in_order
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -103,7 +103,7 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
     leaves = {name: getattr(inputs, name).requires_grad_(grads) for name in "qkv"}
     if call.sinks is not None:
         leaves["sinks"] = call.sinks.to(device).requires_grad_(grads)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, call.softcap, None)
         if grads:
@@ -112,7 +112,7 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
                 of, given = of[:1], given[:1]
             given = [x.to(device) for x in given]
             found = dict(zip((f"d{name}" for name in leaves), torch.autograd.grad(of, [*leaves.values()], given)))
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == grads and counts["math_fwd"] == counts["math_bwd"] == 0
     return Found(out.detach(), lse.detach(), found if grads else {})
 

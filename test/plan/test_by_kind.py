@@ -12,8 +12,8 @@ import torch
 from plans import Call, call, made_of
 from torch import Tensor
 
-from torch_flashplug import native
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.operands import MOST_SPLITS, SPLIT_UNIT, check_split_size
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
@@ -65,7 +65,7 @@ def plans(calls: Sequence[Call], gpu: str, **more: float) -> list[dict]:
     """As the ops of attention() make them: by the first family that can."""
     found = []
     for one in calls:
-        tried = [native.plan({**one, **more}, GPUS[gpu], BACKENDS.index(family)) for family in ("fa3", "fa2")]
+        tried = [bindings.plan({**one, **more}, GPUS[gpu], BACKENDS.index(family)) for family in ("fa3", "fa2")]
         found.append(next(plan for plan in tried if plan["kernel"]))
     return found
 
@@ -102,8 +102,8 @@ def test_long_calls_keep_the_tiles_that_are_fast() -> None:
 @pytest.mark.parametrize("splits", [2, 7])
 def test_other_numbers_are_how_many_ctas_share_keys(splits: int) -> None:
     mode = BACKENDS.index("fa2") | splits << 8
-    assert native.plan(batch(1, 1, 4096, 128, "paged"), DEVICES["h100"], mode)["splits"] == splits
-    assert native.plan(batch(1, 1, 16, 128, "paged"), DEVICES["h100"], mode)["splits"] == 1  # of one block there is one
+    assert bindings.plan(batch(1, 1, 4096, 128, "paged"), DEVICES["h100"], mode)["splits"] == splits
+    assert bindings.plan(batch(1, 1, 16, 128, "paged"), DEVICES["h100"], mode)["splits"] == 1  # of one block there is one
 
 
 # ---- of a fixed size ----

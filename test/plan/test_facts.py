@@ -16,9 +16,10 @@ import torch
 from plans import call, made_of
 from torch.utils.dlpack import to_dlpack
 
-from torch_flashplug import _start, library, native, rows
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import compiler
+from torch_flashplug.dispatch import bindings, library, table_structs
 from torch_flashplug.registry import architectures, dispatch_table, features, kernel_args, kernel_table, stock_bugs
 from torch_flashplug.registry import dtypes as elements
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
@@ -38,7 +39,7 @@ def test_ids_are_mirrored() -> None:
     """Names and positions have one Python home; C++ answers with the same."""
     homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": dispatch_table.OPERANDS,
              "call facts": stock_bugs.FACTS, "number types": kernel_args.DTYPES}  # fmt: skip
-    assert {of: native.names(of) for of in homes} == homes
+    assert {of: bindings.names(of) for of in homes} == homes
 
 
 def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
@@ -53,7 +54,7 @@ def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
 def test_dtypes_are_mirrored() -> None:
     """Also what they are made of; of all others float64's size is as good as any."""
     torchs = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
-    known = native.dtypes()
+    known = bindings.dtypes()
     assert list(known) == [*torchs, "other"] and known["other"][0] == torch.float64.itemsize
     for number in elements.NUMBERS.values():
         dtype = torchs[number.torch]
@@ -65,12 +66,12 @@ def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pyt
     """One that is new here, and that kernels of ours are made of, is none of its own by that."""
     for name in elements.NUMBERS:
         monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
-    native.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
+    bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def backward(name: str) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
         problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **dtypes)
-        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" backward;")[0]
+        return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" backward;")[0]
 
     known = {"bf16", "fp16", "fp32"}
     assert {name: backward(name) for name in elements.NUMBERS} == {
@@ -99,22 +100,22 @@ def test_a_reason_without_words_does_not_compile() -> None:
 
 
 def test_rows_cross_whole_or_not_at_all() -> None:
-    with pytest.raises(RuntimeError, match="other rows than rows.py"):
-        native._push(library.lib().flashplug_add_gate_row, rows.RescueRow())
+    with pytest.raises(RuntimeError, match="other rows than table_structs.py"):
+        bindings._push(library.lib().flashplug_add_gate_row, table_structs.RescueRow())
 
 
 def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that can do more as well, but the one that fits best before the one that is faster; and none that does to
     every call what this one does not need.
     """
-    known = rows.of_kernels
+    known = table_structs.of_kernels
 
-    def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+    def of_kernels(row: KernelRow) -> Iterator[table_structs.KernelRow]:
         for kernel in known(row):
             kernel.takes |= features.bits({"dropout"}) if row.cost == 1 else 0
             yield kernel
 
-    monkeypatch.setattr(rows, "of_kernels", of_kernels)
+    monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
     plain, many, causal = (
         KernelRow("fwd", 90, 64, 64, (tag,), tile_m, 128, 2, cost)
         for tag, tile_m, cost in (("full", 128, 2000), ("full", 64, 1), ("causal", 192, 2000))
@@ -122,13 +123,13 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
     shape, forced = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3")
 
     def kernel(**needs: float) -> str:
-        return native.plan(shape | needs, DEVICES["h100"], forced)["kernel"]
+        return bindings.plan(shape | needs, DEVICES["h100"], forced)["kernel"]
 
     def reason(**needs: float) -> str:
-        return native.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
+        return bindings.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
 
     for order in ((plain, many, causal), (causal, many, plain)):
-        native.push_rows(order, (), dispatch_table.GATE)
+        bindings.push_rows(order, (), dispatch_table.GATE)
         assert kernel() == plain.specs()[0].name()
         assert kernel(dropout=1, dropout_p=0.5) == many.specs()[0].name()
         assert kernel(causal=1) == causal.specs()[0].name()
@@ -137,34 +138,34 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
             "none of these kernels has exactly causal and dropout together"
         )
         assert "together" not in reason(mask=1, dropout=1, dropout_p=0.5)
-    native.push_rows((causal,), (), dispatch_table.GATE)
+    bindings.push_rows((causal,), (), dispatch_table.GATE)
     assert kernel() == ""
     assert "every kernel has features" in reason()
 
 
 def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ plans kernels of an architecture that it has no name for: where they run, and nowhere else."""
-    known, shape = rows.of_kernels, call((1, 8, 8), (512, 512), (64, 64))
+    known, shape = table_structs.of_kernels, call((1, 8, 8), (512, 512), (64, 64))
 
-    def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+    def of_kernels(row: KernelRow) -> Iterator[table_structs.KernelRow]:
         for kernel in known(row):
             kernel.family = len(FAMILIES) if row.tile_m == 64 else kernel.family
             yield kernel
 
-    monkeypatch.setattr(rows, "FAMILIES", (*FAMILIES, Family("fa4", 100, later=False, gpus="exactly 10.0")))
-    monkeypatch.setattr(rows, "of_kernels", of_kernels)
+    monkeypatch.setattr(table_structs, "FAMILIES", (*FAMILIES, Family("fa4", 100, later=False, gpus="exactly 10.0")))
+    monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
     older, newer = (KernelRow("fwd", 80, 64, 64, ("full",), tile_m, 64, 1) for tile_m in (128, 64))
-    native.push_rows((older, newer), (), dispatch_table.GATE)
+    bindings.push_rows((older, newer), (), dispatch_table.GATE)
     gpu, fa4 = DEVICES["h100"] | {"cc": 100}, len(BACKENDS)
-    plan = native.plan(shape, gpu, fa4)
+    plan = bindings.plan(shape, gpu, fa4)
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
-    assert native.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
+    assert bindings.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
     opt_in = {name: f"opt in with TORCH_FLASHPLUG_BACKEND={name} or sdpa_backend('{name}')" for name in ("fa2", "fa4")}
-    unasked = native.plan(shape, gpu)["reasons"]
+    unasked = bindings.plan(shape, gpu)["reasons"]
     assert all(words in unasked[name] for name, words in opt_in.items())
-    assert "exactly 9.0 (H100, H200)" in native.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
+    assert "exactly 9.0 (H100, H200)" in bindings.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
     for device in ("h100", "a100"):
-        elsewhere = native.plan(shape, DEVICES[device], fa4)
+        elsewhere = bindings.plan(shape, DEVICES[device], fa4)
         assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
             "these kernels need exactly 10.0; stock attention serves this device"
         )
@@ -204,9 +205,9 @@ def test_auto_takes_elements_that_were_measured() -> None:
     kernels = (KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2),)
     measured = dispatch_table.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
-        native.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
+        bindings.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
         plain = call((1, 8, 8), (4096, 4096), (64, 64))
-        plans = [native.plan(plain | made_of(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
+        plans = [bindings.plan(plain | made_of(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
         assert tuple(plans) == served
 
 
@@ -219,14 +220,14 @@ def test_a_family_has_a_gpu_to_be_asked_about(family: Family) -> None:
 def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
     """A dtype that another one has does not help, and is not said."""
     hopper = KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2, elements=("fp16",))
-    native.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.GATE)
+    bindings.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.GATE)
     plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
-    names = [native.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
+    names = [bindings.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
     assert names == ["", "fwd_sm80_bf16"]
-    assert "dtype bfloat16, kernels take float16; cast" in native.forced_error(plain, DEVICES["h100"], fa3)
+    assert "dtype bfloat16, kernels take float16; cast" in bindings.forced_error(plain, DEVICES["h100"], fa3)
     mixed = plain | {"dtype_k": 1}
-    assert "cast them all to float16" in native.forced_error(mixed, DEVICES["h100"], fa3)
-    assert "cast them all to bfloat16 or float16" in native.forced_error(mixed, DEVICES["h100"], fa2)
+    assert "cast them all to float16" in bindings.forced_error(mixed, DEVICES["h100"], fa3)
+    assert "cast them all to bfloat16 or float16" in bindings.forced_error(mixed, DEVICES["h100"], fa2)
 
 
 def test_limits_are_those_of_the_calls_element() -> None:
@@ -234,12 +235,12 @@ def test_limits_are_those_of_the_calls_element() -> None:
     wide, narrow = (
         KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16"))
     )
-    native.push_rows((wide, narrow), (), dispatch_table.GATE)
+    bindings.push_rows((wide, narrow), (), dispatch_table.GATE)
 
     def reason(name: str, d: int) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
         problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
-        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["reasons"].get("fa3", "")
+        return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["reasons"].get("fa3", "")
 
     assert reason("bf16", 96).startswith("query has head dim 96, kernels take up to 64;")
     assert reason("fp16", 96) == ""
@@ -250,12 +251,12 @@ def test_limits_are_those_of_the_calls_element() -> None:
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
-    native.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
+    bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def kernel(d: int, name: str) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), rows.DTYPE_IDS[name])
+        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
         problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
-        return native.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["kernel"]
+        return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["kernel"]
 
     assert [bool(kernel(d, name)) for d in (80, 72) for name in ("bf16", "fp32")] == [True, True, False, True]
     assert not kernel(76, "fp32")
@@ -324,27 +325,27 @@ FA3 = BACKENDS.index("fa3")
 def test_no_fact_is_left_out() -> None:
     """But for broadcast keys and values, which no rule asks for, and a cap, which kernels alone do."""
     known = set(ONE_FACT) | set(ONE_FACT_OF_FORCED)
-    assert set(native.problem_facts()) - known == {"broadcast_k", "broadcast_v", "softcap"}
+    assert set(bindings.problem_facts()) - known == {"broadcast_k", "broadcast_v", "softcap"}
 
 
-@pytest.mark.parametrize("fact", native.problem_facts())
+@pytest.mark.parametrize("fact", bindings.problem_facts())
 def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
     """A new one from the day it exists: it crosses from Python, and a call that differs in nothing else is another."""
-    plain = {**native.problem_facts(), **_LONG}
-    native.plan_text(plain, DEVICES["h100"], remembered=True)
-    assert native.is_remembered(plain, DEVICES["h100"])
-    assert not native.is_remembered(plain | {fact: 0 if plain[fact] else 1}, DEVICES["h100"])
+    plain = {**bindings.problem_facts(), **_LONG}
+    bindings.plan_text(plain, DEVICES["h100"], remembered=True)
+    assert bindings.is_remembered(plain, DEVICES["h100"])
+    assert not bindings.is_remembered(plain | {fact: 0 if plain[fact] else 1}, DEVICES["h100"])
 
 
 @pytest.mark.parametrize("field", [*ONE_FACT, *ONE_FACT_OF_FORCED])
 def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
     """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
     plain, step = (ONE_FACT | ONE_FACT_OF_FORCED)[field]
-    plain, mode = {**native.problem_facts(), **plain}, FA3 if field in ONE_FACT_OF_FORCED else 0
+    plain, mode = {**bindings.problem_facts(), **plain}, FA3 if field in ONE_FACT_OF_FORCED else 0
     other = plain | {field: int(plain[field]) + step}
-    made = [native.plan_text(problem, DEVICES["h100"], mode) for problem in (plain, other)]
+    made = [bindings.plan_text(problem, DEVICES["h100"], mode) for problem in (plain, other)]
     assert made[0] != made[1]
-    found = [native.plan_text(problem, DEVICES["h100"], mode, remembered=True) for problem in (plain, other) * 2]
+    found = [bindings.plan_text(problem, DEVICES["h100"], mode, remembered=True) for problem in (plain, other) * 2]
     assert found == made * 2
 
 
@@ -352,7 +353,7 @@ MEMBER_TYPES = {
     "const char*": ctypes.c_char_p, "double": ctypes.c_double, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32,
     "Kind": ctypes.c_int32, "DType": ctypes.c_int32, "NumberType": ctypes.c_int32,
 }  # fmt: skip
-STRUCTS = {name: row for name, row in vars(rows).items() if name.endswith("Row") and isinstance(row, type)}
+STRUCTS = {name: row for name, row in vars(table_structs).items() if name.endswith("Row") and isinstance(row, type)}
 
 
 @pytest.mark.parametrize("name", STRUCTS)

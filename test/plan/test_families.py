@@ -10,9 +10,10 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start, native
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.codegen import compiler
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.architectures import BACKENDS, TARGETS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
@@ -58,7 +59,7 @@ def served(operands: str, grad: bool = False) -> ChoiceRow:
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
-    native.push_rows(kernels, rows, dispatch_table.GATE)
+    bindings.push_rows(kernels, rows, dispatch_table.GATE)
 
 
 @pytest.fixture(autouse=True)
@@ -180,8 +181,8 @@ head_dim_60
 
     def test_refused(self) -> None:
         text = table_of(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
-        text += native.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
-        text += native.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"
+        text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
+        text += bindings.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"
         self.assertExpectedInline(text, """\
 fp32
   a100
@@ -221,42 +222,42 @@ def test_a_kernel_fits_the_shared_memory_of_its_gpu() -> None:
     for device in ("l4", "a100"):
         for d in (*range(1, 9), *range(16, 257, 8)):
             problem = call((1, 8, 8), (1024, 1024), (d, d))
-            kernel = KernelSpec.from_name(native.plan(problem, DEVICES[device], FA2)["kernel"])
+            kernel = KernelSpec.from_name(bindings.plan(problem, DEVICES[device], FA2)["kernel"])
             assert kernel.smem_bytes() <= DEVICES[device]["smem_bytes"], (device, d)
             assert kernel.elementwise == (d % 8 != 0)
     wide = call((1, 8, 8), (4096, 4096), (256, 256))
-    known, unknown = (native.plan(wide, DEVICES["a100"] | {"smem_bytes": size}, FA2) for size in (99 << 10, 0))
+    known, unknown = (bindings.plan(wide, DEVICES["a100"] | {"smem_bytes": size}, FA2) for size in (99 << 10, 0))
     assert KernelSpec.from_name(known["kernel"]).smem_bytes() <= 99 << 10
     assert KernelSpec.from_name(unknown["kernel"]).smem_bytes() <= SMEM_BYTES[80]
-    nothing_fits = native.plan(wide, DEVICES["a100"] | {"smem_bytes": 1024}, FA2)
+    nothing_fits = bindings.plan(wide, DEVICES["a100"] | {"smem_bytes": 1024}, FA2)
     assert nothing_fits["backend"] == "stock" and "1024 bytes of shared memory" in nothing_fits["reasons"]["fa2"]
 
 
 def test_without_elementwise_rows_the_layout_is_the_reason() -> None:
     push(FORWARDS[:3])
-    reasons = {name: native.plan(BY_ELEMENT[name], DEVICES["a100"], FA2)["reasons"]["fa2"] for name in BY_ELEMENT}
+    reasons = {name: bindings.plan(BY_ELEMENT[name], DEVICES["a100"], FA2)["reasons"]["fa2"] for name in BY_ELEMENT}
     for name, part in {"head_dim_60": "multiples of 8", "last_stride_2": "stride 2", "misaligned": "2 bytes"}.items():
         assert part in reasons[name]
 
 
 def test_elementwise_rows_are_for_nothing_else() -> None:
     push(FORWARDS[3:])
-    plan = native.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA2)
+    plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA2)
     assert plan["backend"] == "stock" and "no kernel row" in plan["reasons"]["fa2"]
 
 
 def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
     push(FORWARDS)
     problem, forced = CALLS["decode_1x8k_d128_gqa4"], FA2 | 4 << SPLITS_SHIFT
-    assert "num_splits=4" in native.plan(problem, DEVICES["h100"], forced)["reasons"]["fa2"]
+    assert "num_splits=4" in bindings.plan(problem, DEVICES["h100"], forced)["reasons"]["fa2"]
     decode = KernelRow("decode", 80, 128, 128, ("full",), 64, 64, 1, 500)
     push((*FORWARDS, decode))
     for mode, splits in ((forced, 4), (FA2, 16)):
-        plan = native.plan(problem, DEVICES["h100"], mode)
+        plan = bindings.plan(problem, DEVICES["h100"], mode)
         assert (plan["backend"], plan["kernel"]) == ("fa2", decode.specs()[0].name())
         assert (plan["splits"], plan["cluster"]) == (splits, 1)
     push((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 1, 500)))
-    assert native.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
+    assert bindings.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
 
 
 # ---- auto ----
@@ -265,16 +266,16 @@ def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
 def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
     odd, plain = BY_ELEMENT["head_dim_60"], CALLS["encoder_512_d64"]
     push(FORWARDS, (served("odddims"), served("vectors")))
-    plan = native.plan(odd, DEVICES["h100"])
+    plan = bindings.plan(odd, DEVICES["h100"])
     assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
     assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 comes first" in plan["reasons"]["stock"]
     assert plan["row"].startswith("fwd, full, D or Dv no multiple of 8")
-    assert native.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
+    assert bindings.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
     for device in ("a100", "l4", "rtx4090"):
-        plan = native.plan(odd, DEVICES[device])
+        plan = bindings.plan(odd, DEVICES[device])
         assert plan["backend"] == "stock" and "TORCH_FLASHPLUG_BACKEND=fa2" in plan["reasons"]["fa2"]
     push(FORWARDS, ())
-    plan = native.plan(odd, DEVICES["h100"])
+    plan = bindings.plan(odd, DEVICES["h100"])
     assert plan["backend"] == "stock" and "force it with sdpa_backend('fa2')" in plan["reasons"]["fa2"]
 
 
@@ -284,16 +285,16 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
 def test_rows_of_what_no_vector_fits_are_apart(name, kind) -> None:
     for measured in ("odddims", "columns", "unaligned", "vectors"):
         push(kernel_table.KERNEL_ROWS, (served(measured),))
-        plan = native.plan(BY_ELEMENT[name], DEVICES["h100"])
+        plan = bindings.plan(BY_ELEMENT[name], DEVICES["h100"])
         assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
 
 
 def test_fa3_comes_first() -> None:
     hopper = ChoiceRow("fwd", "vectors", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
     push(FORWARDS, (served("vectors"), hopper))
-    plan = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
+    plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
     assert plan["backend"] == "fa3" and "fa3 comes first" in plan["reasons"]["fa2"]
-    forced = native.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
+    forced = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
     assert forced["backend"] == "fa2" and forced["reasons"]["fa3"] == "fa2 is forced"
 
 
@@ -303,19 +304,19 @@ def test_fa3_comes_first() -> None:
 def test_a_preference_goes_ahead_of_rows_and_leaves_the_impossible_to_stock() -> None:
     push(FORWARDS, ())
     for device in ("h100", "a100", "l4"):
-        assert native.plan(CALLS["encoder_512_d64"], DEVICES[device], FA2 | native.PREFERENCE)["backend"] == "fa2"
+        assert bindings.plan(CALLS["encoder_512_d64"], DEVICES[device], FA2 | bindings.PREFERENCE)["backend"] == "fa2"
     masked = CALLS["encoder_512_d64"] | {"mask": 1}
-    plan = native.plan(masked, DEVICES["a100"], FA2 | native.PREFERENCE)
+    plan = bindings.plan(masked, DEVICES["a100"], FA2 | bindings.PREFERENCE)
     assert plan["backend"] == "stock" and "attn_mask is given" in plan["reasons"]["fa2"]
-    hopper_alone = native.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA3 | native.PREFERENCE)
+    hopper_alone = bindings.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA3 | bindings.PREFERENCE)
     assert hopper_alone["backend"] == "stock" and "9.0" in hopper_alone["reasons"]["fa3"]
 
 
 def test_a_preference_keeps_gradients_deterministic() -> None:
     """No backward of ours adds in one order here: stock's would follow our forward."""
     push(FORWARDS + AMPERE_BACKWARDS)
-    assert native.plan(ORDERED, DEVICES["a100"], FA2)["backend"] == "fa2"
-    plan = native.plan(ORDERED, DEVICES["a100"], FA2 | native.PREFERENCE)
+    assert bindings.plan(ORDERED, DEVICES["a100"], FA2)["backend"] == "fa2"
+    plan = bindings.plan(ORDERED, DEVICES["a100"], FA2 | bindings.PREFERENCE)
     assert plan["backend"] == "stock" and "use_deterministic_algorithms" in plan["reasons"]["fa2"]
 
 
@@ -323,10 +324,10 @@ def test_a_preference_leaves_both_directions_to_stock_where_one_is_missing() -> 
     """On 99 KB devices no backward holds 130 columns element by element."""
     push(kernel_table.KERNEL_ROWS)
     wide = call((1, 32, 32), (4096, 4096), (130, 130), grad=1)
-    plan = native.plan(wide, DEVICES["l4"], FA2 | native.PREFERENCE)
+    plan = bindings.plan(wide, DEVICES["l4"], FA2 | bindings.PREFERENCE)
     assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa2"]
     for device, problem in (("l4", wide | {"grad": 0}), ("a100", wide)):
-        assert native.plan(problem, DEVICES[device], FA2 | native.PREFERENCE)["backend"] == "fa2"
+        assert bindings.plan(problem, DEVICES[device], FA2 | bindings.PREFERENCE)["backend"] == "fa2"
 
 
 # ---- gradients ----
@@ -353,7 +354,7 @@ ORDERED = PLAIN | {"deterministic": 1}
 )
 def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> None:
     push(FORWARDS + backwards)
-    plan = native.plan(problem, DEVICES[device], mode)
+    plan = bindings.plan(problem, DEVICES[device], mode)
     assert plan["backend"] == BACKENDS[mode]
     if kernel is None:
         follows = "math's" if problem is ODD else "stock's efficient"  # which reads no rows of 60 columns
@@ -364,9 +365,9 @@ def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> Non
 
 def test_element_by_element_both_directions_are_measured_together() -> None:
     push(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (served("odddims", grad=True),))
-    plan = native.plan(ODD, DEVICES["h100"])
+    plan = bindings.plan(ODD, DEVICES["h100"])
     assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].specs()[0].name())
-    ordered = native.plan(ODD | {"deterministic": 1}, DEVICES["h100"])
+    ordered = bindings.plan(ODD | {"deterministic": 1}, DEVICES["h100"])
     assert ordered["backend"] == "stock" and "deterministic" in ordered["reasons"]["fa2"]
 
 

@@ -14,8 +14,9 @@ from graphs import AUTO, FA3
 from splits import CAUSAL_TEXT, MOST, planned
 
 import torch_flashplug
-from torch_flashplug import _start, native, sdpa_backend
+from torch_flashplug import _start, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing import new_case
 
@@ -35,7 +36,7 @@ def own_table(restored: None) -> None:
         rows=64, wide_rows=64, wide_ns=0, occupancy=0.8, cluster_ns=1200, cluster_rate=30, combine_ns=1500,
         combine_rate=1500, read_share=1,
     )  # fmt: skip
-    native.push_rows((*rows, kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), gate)
+    bindings.push_rows((*rows, kernel_table.KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 4, 1000)), (), gate)
 
 
 @pytest.mark.usefixtures("own_table")
@@ -82,7 +83,7 @@ def test_more_rows_are_packed_where_that_is_faster():
     """1 us for a block of 64 rows, 1.5 for one of 128, packed or not; 3 us more where packed."""
     fwd, narrow = (kernel_table.KernelRow(kind, 90, 64, 64, ("full",), 64, 64, 4, 1000) for kind in ("fwd", "decode"))
     gate = replace(dispatch_table.GATE, rows=64, wide_rows=256, wide_ns=3000, read_share=1)
-    native.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), gate)
+    bindings.push_rows((fwd, narrow, replace(narrow, tile_m=128, cost=1500)), (), gate)
     calls = {
         "decode, 64 rows": (((1, 32, 8), (16, 1024)), "decode_sm90_bf16_d64_full_m64n64s4"),
         "8 tiles of 128 rows, split": (((1, 32, 8), (17, 1024)), "decode_sm90_bf16_d64_full_m128n64s4"),
@@ -97,7 +98,7 @@ def test_more_rows_are_packed_where_that_is_faster():
     packed = new_case("packed", (1, 32, 8), (17, 1024), (64, 64))
     assert "Sq*G = 17*4 = 68 > 64, <= 256: about " in planned(packed)["gate"]
     assert planned(packed, 1)["kernel"].startswith("fwd")  # unsplit they fill 8 SMs, unpacked 32
-    grad = native.plan(packed.sizes() | {"grad": 1}, DEVICES["h100"], FA3)
+    grad = bindings.plan(packed.sizes() | {"grad": 1}, DEVICES["h100"], FA3)
     assert grad["kernel"].startswith("fwd")  # whose gradients choice rows know
 
 
@@ -120,5 +121,5 @@ def test_blocks_nest_with_their_splits():
         for inner, splits in ((MOST, 10), (2, 2)):
             with sdpa_backend("fa3", num_splits=inner):
                 assert torch_flashplug.explain(q, k, k, enable_gqa=True, device="h100").splits == splits
-            assert native.mode() == FA3 | 3 << 8
-    assert native.mode() == AUTO
+            assert bindings.mode() == FA3 | 3 << 8
+    assert bindings.mode() == AUTO

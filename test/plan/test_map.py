@@ -12,8 +12,9 @@ from itertools import groupby
 import expecttest
 from plans import Call, call
 
-from torch_flashplug import _start, native
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import FAMILIES
 
 LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
@@ -23,7 +24,7 @@ LETTERS = {"fa3": "3", "fa2": "2", "stock": "."}
 
 
 def letter(problem: Call) -> str:
-    return LETTERS[native.plan(problem, DEVICES["h100"])["backend"]]
+    return LETTERS[bindings.plan(problem, DEVICES["h100"])["backend"]]
 
 
 def block(title: str, dims: Iterable[int], ask: Ask) -> str:
@@ -141,7 +142,7 @@ one row of 4 query heads a KV head
         """Of every multiple of 8: a row that takes over from another serves by ratios that were measured of that."""
         text = ""
         for lengths in ((4096, 4096), (512, 512), (1, 4096)):
-            plans = {d: native.plan(call((16, 32, 32), lengths, (d, d)), DEVICES["h100"]) for d in range(8, 257, 8)}
+            plans = {d: bindings.plan(call((16, 32, 32), lengths, (d, d)), DEVICES["h100"]) for d in range(8, 257, 8)}
             text += f"{lengths[0]} x {lengths[1]}\n"
             for kernel, run in groupby(plans, key=lambda d: plans[d]["kernel"] or plans[d]["backend"]):  # noqa: B023
                 first, *rest = run
@@ -191,7 +192,7 @@ one row of 4 query heads a KV head
         dims = range(8, 257, 8)
         for group, keys in ((1, 500), (4, 2000), (32, 8000)):
             for pair in ((d, dv) for d in dims for dv in dims):
-                decided = native.plan(call((1, 32, 32 // group), (1, keys), pair), DEVICES["h100"])["backend"]
+                decided = bindings.plan(call((1, 32, 32 // group), (1, keys), pair), DEVICES["h100"])["backend"]
                 self.assertNotEqual(decided, "stock", f"{pair}, groups of {group}, {keys} keys")
 
 

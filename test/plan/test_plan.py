@@ -12,15 +12,16 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start, native
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
+from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.registry.dtypes import ELEMENTS, NUMBERS, elements_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KernelRow
-from torch_flashplug.rows import DTYPE_IDS
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, whatever the table says.
@@ -59,7 +60,7 @@ CHOICES = (
 
 
 def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
-    native.push_rows(kernels, rows, dispatch_table.GATE)
+    bindings.push_rows(kernels, rows, dispatch_table.GATE)
 
 
 @pytest.fixture(autouse=True)
@@ -317,8 +318,8 @@ three_reasons
         few = {name: CALLS[name] for name in ("train_4k_d128_causal", "decode_1x8k_d128_gqa4")}
         fa3 = BACKENDS.index("fa3")
         text = table_of(few, {"h100": DEVICES["h100"], "a100": DEVICES["a100"]}, fa3)
-        text += native.forced_error(REFUSED["three_reasons"], DEVICES["h100"], fa3) + "\n"
-        text += native.forced_error(few["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
+        text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["h100"], fa3) + "\n"
+        text += bindings.forced_error(few["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
         self.assertExpectedInline(
             text,
             """\
@@ -357,10 +358,10 @@ def test_a_kernel_is_named_for_its_element_type() -> None:
     plain = call((1, 8, 8), (512, 512), (64, 64))
     fa3 = BACKENDS.index("fa3")  # auto may not have measured all
     for dtype in elements_of("fwd", 90):
-        named = native.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
+        named = bindings.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
         assert f"_{dtype}_" in named["kernel"] and KernelSpec.from_name(named["kernel"]).dtype == dtype
     for other in {*NUMBERS, "none"} - {element.q for element in ELEMENTS.values()}:
-        refused = native.plan(plain | made_of(other), DEVICES["h100"])
+        refused = bindings.plan(plain | made_of(other), DEVICES["h100"])
         assert refused["backend"] == "stock" and not refused["kernel"] and "dtype" in refused["reasons"]["fa3"]
 
 
@@ -368,15 +369,15 @@ def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
     """cuDNN's backward follows none of our forwards, and any other is slower than stock's both."""
     trained = call((4, 16, 16), (4096, 4096), (128, 128), grad=1)
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
-    assert native.plan(trained, DEVICES["h100"])["backend"] == "fa3"
+    assert bindings.plan(trained, DEVICES["h100"])["backend"] == "fa3"
     push(forwards, dispatch_table.CHOICE_ROWS)
-    plan = native.plan(trained, DEVICES["h100"])
+    plan = bindings.plan(trained, DEVICES["h100"])
     assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa3"]
 
 
 def test_every_reason_of_a_refused_call_is_listed() -> None:
     call = REFUSED["three_reasons"] | {"dropout_p": 1.5}
-    reasons = native.plan(call, DEVICES["h100"])["reasons"]["fa3"]
+    reasons = bindings.plan(call, DEVICES["h100"])["reasons"]["fa3"]
     for part in ("dropout_p=1.5 is not above 0 and up to 1", "head dim 60", "head dim 264"):
         assert part in reasons
 
@@ -391,7 +392,7 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
     ((1, 8, 2), 128, 2048, 1),  # spares three times 128 rows
 ])  # fmt: skip
 def test_few_blocks_of_keys_share_query_heads(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
-    plan = native.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
+    plan = bindings.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
     assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing
     narrow = call(heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"]))
-    assert native.plan(narrow, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == 1
+    assert bindings.plan(narrow, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == 1

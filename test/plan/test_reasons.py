@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug import _start, native
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import ChoiceRow
 
@@ -40,7 +41,7 @@ MET = {
     "dtype": Met(PLAIN | made_of("fp32")),
     "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
     "feature": Met(PLAIN | {"cache8": 1}),
-    "scale": Met(PLAIN | {"scale": native.SCALE_IDS["not finite"]}),
+    "scale": Met(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
     "probability": Met(PLAIN | {"dropout_p": 1.5}),
     "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
     "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
@@ -68,11 +69,11 @@ def own_table() -> Iterator[None]:
     _start.push_tables()
 
 
-@pytest.mark.parametrize("why", [name for name in native.names("reasons") if name not in ELSEWHERE])
+@pytest.mark.parametrize("why", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
 def test_every_reason_is_met(why: str) -> None:
     met = MET[why]
-    native.push_rows(met.kernels, met.rows, SHUT)
-    plan = native.plan(met.call, DEVICES[met.device], met.mode)
+    bindings.push_rows(met.kernels, met.rows, SHUT)
+    plan = bindings.plan(met.call, DEVICES[met.device], met.mode)
     assert plan["why"][met.family] == why
     assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
 
@@ -91,21 +92,21 @@ def test_every_reason_is_met(why: str) -> None:
     ],
 )
 def test_reasons_name_their_cause(facts: dict, said: str) -> None:
-    assert said in native.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
+    assert said in bindings.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
 
 
 @pytest.mark.parametrize("p, said", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
 def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
-    reasons = native.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
+    reasons = bindings.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
     assert reasons["fa2"].startswith(f"dropout_p={said} is not above 0 and up to 1; ")
 
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
     """Stock's NaN of scales below zero was seen without dropout."""
     dropped = {"dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # which nobody measured, too
-    below = PLAIN | {"scale": native.SCALE_IDS["negative"]}
+    below = PLAIN | {"scale": bindings.SCALE_IDS["negative"]}
     for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), (dropped, "stock")):
-        plan = native.plan(below | needs, DEVICES["h100"])
+        plan = bindings.plan(below | needs, DEVICES["h100"])
         assert plan["backend"] == backend and bool(plan["rescue"]) == (backend == "fa3")
 
 
@@ -127,7 +128,7 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
 )
 def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
     """gradients: their kernel, or why there is none."""
-    plan = native.plan(
+    plan = bindings.plan(
         call((1, 8, 8), (512, 512), (d, d), mask=1, grad=1) | facts, DEVICES[device], sdpa_backend("fa2").mode
     )
     assert plan["kernel"] == kernel

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import torch_flashplug
-from torch_flashplug import check, env, interpreted, inventory, native
+from torch_flashplug import check, env, interpreted, inventory
+from torch_flashplug.dispatch import bindings
 
 NAMES = ("torch", "_C", "hook", "kernels", "GPU", "numbers", "speed", "interpret")
 
@@ -166,21 +167,21 @@ def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
 def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
     q = torch.randn(1, 2, 64, 64).bfloat16()
     pack = interpreted.build(interpreted.kernel_of(q, q, q, is_causal=True))
-    packs, facts = inventory.packs(), native.device_facts()
+    packs, facts = inventory.packs(), bindings.device_facts()
     if not enabled:
         torch_flashplug.disable()
     try:
         with interpreted.kernels(pack):
-            native.counters(reset=True)
+            bindings.counters(reset=True)
             F.scaled_dot_product_attention(q, q, q, is_causal=True)
-            inside = native.counters(reset=True)
+            inside = bindings.counters(reset=True)
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        outside = native.counters(reset=True)
+        outside = bindings.counters(reset=True)
 
-        assert native.enabled() == enabled
+        assert bindings.enabled() == enabled
     finally:
         torch_flashplug.enable()
 
     assert inside["ours_fwd"] == 1 and not any(outside.values())
-    assert not native.installed(native.CPU_SLOT)
-    assert (inventory.packs(), native.device_facts()) == (packs, facts)
+    assert not bindings.installed(bindings.CPU_SLOT)
+    assert (inventory.packs(), bindings.device_facts()) == (packs, facts)

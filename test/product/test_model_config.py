@@ -11,8 +11,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 import torch_flashplug
-from torch_flashplug import __main__, _start, config_classes, model_config, native, warmup, what_if
+from torch_flashplug import __main__, _start, config_classes, model_config, warmup, what_if
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
 H100 = DEVICES["h100"]
@@ -213,8 +214,8 @@ def test_heads_that_do_not_divide_never_reach_the_dispatcher():
     """Which would divide by their quotient, 0."""
     _start.load()
     sizes = {"B": 1, "Hq": 32, "Hkv": 64, "Sq": 1, "Sk": 4096, "D": 128, "Dv": 128}
-    asks = (native.plan, native.is_remembered)
-    for ask in (*asks, lambda *call: native.forced_error(*call, 0), lambda *call: native.kernel_missing(*call, 0)):
+    asks = (bindings.plan, bindings.is_remembered)
+    for ask in (*asks, lambda *call: bindings.forced_error(*call, 0), lambda *call: bindings.kernel_missing(*call, 0)):
         with pytest.raises(ValueError, match="^plan: Hq must be a multiple of Hkv, but got 32 and 64"):
             ask(sizes, H100)
     for heads, rows in (((32, 64), 1), ((4, 3), 512)):
@@ -228,8 +229,8 @@ def test_heads_that_do_not_divide_never_reach_the_dispatcher():
 def preferred():
     """Return a function that makes a backend that of this process, until the test ends."""
     _start.load()
-    yield lambda backend: native.set_process_backend(BACKENDS.index(backend))
-    native.set_process_backend(0)
+    yield lambda backend: bindings.set_process_backend(BACKENDS.index(backend))
+    bindings.set_process_backend(0)
 
 
 @pytest.mark.parametrize("device", ["h100", "a100"])

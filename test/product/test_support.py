@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug import native
 from torch_flashplug.api import DEVICES
-from torch_flashplug.native import PREFERENCE
+from torch_flashplug.dispatch import bindings
+from torch_flashplug.dispatch.bindings import PREFERENCE
 from torch_flashplug.registry import dispatch_table
 from torch_flashplug.registry.architectures import BACKENDS
 
@@ -22,7 +22,7 @@ FP32, FP64 = made_of("fp32"), made_of("fp64")
 
 
 def served(problem: Call, device: str = "h100", mode: int = AUTO) -> str:
-    return native.plan(problem, DEVICES[device], mode)["backend"]
+    return bindings.plan(problem, DEVICES[device], mode)["backend"]
 
 
 def long(d: int, dv: int | None = None, **more: int) -> Call:
@@ -137,7 +137,7 @@ def test_blackwell_is_stock_in_auto_and_fa2_by_opting_in(cc: int) -> None:
     assert "**10.x, 12.x (Blackwell)**" in PAGE
     facts = DEVICES["l4"] | {"cc": cc}
 
-    assert [native.plan(long(128), facts, mode)["backend"] for mode in (AUTO, FA2)] == ["stock", "fa2"]
+    assert [bindings.plan(long(128), facts, mode)["backend"] for mode in (AUTO, FA2)] == ["stock", "fa2"]
 
 
 def test_numbers_of_the_gate_are_the_tables() -> None:

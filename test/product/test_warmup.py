@@ -13,10 +13,11 @@ import torch
 import transformers
 
 import torch_flashplug
-from torch_flashplug import __main__, _start, env, kernel_sets, model_config, native, packs, up_calls, warmup
+from torch_flashplug import __main__, _start, env, model_config, warmup
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs
 from torch_flashplug.registry.kernel_spec import KernelSpec
 
 H100 = DEVICES["h100"]
@@ -84,22 +85,22 @@ def asked() -> Iterator[list[str]]:
         return Provided(why="recorded", later=True)
 
     _start.load()
-    native.set_facts_override(H100)
-    native.set_standin(2)
-    native.clear_packs()
-    up_calls.set_compile(record)
-    native.register_ops("CPU")
+    bindings.set_facts_override(H100)
+    bindings.set_standin(2)
+    bindings.clear_packs()
+    callbacks.set_compile(record)
+    bindings.register_ops("CPU")
     _start.push_tables()
     torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     torch_flashplug.enable()
-    assert native.install(native.CPU_SLOT) == 0, native.last_error()
+    assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
     yield names
-    native.uninstall(native.CPU_SLOT)
-    native.set_standin(False)
-    native.set_facts_override(None)
-    native.unregister_ops()
-    native.register_ops("CUDA")
-    up_calls.set_compile(_start.provide)
+    bindings.uninstall(bindings.CPU_SLOT)
+    bindings.set_standin(False)
+    bindings.set_facts_override(None)
+    bindings.unregister_ops()
+    bindings.register_ops("CUDA")
+    callbacks.set_compile(_start.provide)
     packs.register()
     _start.push_tables()
 

@@ -24,10 +24,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start, check, env, inventory, kernel_sets, library, native, packs, warmup
+from torch_flashplug import _start, check, env, inventory, warmup
 from torch_flashplug.api import DEVICES
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +187,7 @@ def test_a_call_asks_compressed_packs_before_it_compiles(install, monkeypatch):
 def test_what_follows_a_miss_is_not_compiled_where_a_pack_has_it(install, monkeypatch):
     install.put()
     monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
-    monkeypatch.setattr(native, "device_facts", dict)
+    monkeypatch.setattr(bindings, "device_facts", dict)
     monkeypatch.setattr(jit, "provide", lambda name, target, given, following: following())
     assert _start.provide(OTHER, 90, CALL) == [OTHER]
 
@@ -271,7 +272,7 @@ def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compr
     """Its host code would end the process with an illegal instruction. One line says so."""
     pack = install.put(compressed, cpu=[*sorted(host_cpu.features()), "avx1024"])
     loaded: list[Path | None] = []
-    monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
+    monkeypatch.setattr(bindings, "load_pack", lambda path, target: loaded.append(path))
     packs.register()
     packs.register()
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
@@ -302,7 +303,7 @@ def test_host_code_of_kernels_has_no_instruction_of_one_maker_alone():
 def test_a_plain_pack_is_loaded_by_c(install, monkeypatch):
     pack = install.put(compressed=False)
     loaded: list[Path | None] = []
-    monkeypatch.setattr(native, "load_pack", lambda path, target: loaded.append(path))
+    monkeypatch.setattr(bindings, "load_pack", lambda path, target: loaded.append(path))
     packs.register()
     assert [path for path in loaded if path] == [pack.path] and len(loaded) == len(kernel_table.PACKS)
     assert packs.provide(KERNEL, TARGET) is None

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import native, ops, problem, sdpa_backend
+from torch_flashplug import ops, problem, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import KERNEL_BACKENDS
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -306,23 +307,23 @@ def own_op(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
 OF_ATTENTION = {"left", "right", "bottom_right", "softcap", "sequences", "by_kind", "split_size", "tall"}
 
 
-@pytest.mark.parametrize("fact", [fact for fact in native.problem_facts() if fact not in OF_ATTENTION])
+@pytest.mark.parametrize("fact", [fact for fact in bindings.problem_facts() if fact not in OF_ATTENTION])
 def test_every_fact_is_read_and_said_by_problem_py(fact: str) -> None:
     """The plan that a call leaves in the memory of plans is that of the facts that problem.py says of its tensors. A
     fact without a reader is the same in all calls.
     """
     with road_to("cpu") as road, sdpa_backend("fa3"):
         call, here = OTHERWISE[fact](road), fact != "on_cuda"
-        native.set_standin(here)
+        bindings.set_standin(here)
         torch.use_deterministic_algorithms(fact == "deterministic")
         try:
-            facts = described(call, here), DEVICES["h100"], native.effective_mode()
-            assert not native.is_remembered(*facts)
+            facts = described(call, here), DEVICES["h100"], bindings.effective_mode()
+            assert not bindings.is_remembered(*facts)
             with contextlib.suppress(RuntimeError):  # fa3 is forced, so that no call is let out unread
                 ours = fact.startswith("dtype") or not here or not call[1].keys() <= SDPA
                 attention = own_op if ours else F.scaled_dot_product_attention
                 attention(*call[0], **call[1])
-            assert native.is_remembered(*facts)
+            assert bindings.is_remembered(*facts)
         finally:
             torch.use_deterministic_algorithms(False)
         assert facts[0][fact] != described((one(road), {}))[fact]

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import torch_flashplug
-from torch_flashplug import BlockLists, attention, block_lists, digested, native
+from torch_flashplug import BlockLists, attention, block_lists, digested
+from torch_flashplug.dispatch import bindings
 
 SEED = 20261126
 FORWARD, BACKWARD = torch.ops.torch_flashplug.listed_fwd, torch.ops.torch_flashplug.listed_bwd
@@ -115,11 +116,11 @@ def test_kernels(mod: Callable, Sq: int, Sk: int, D: int, dtype: torch.dtype) ->
     leaves = [x.requires_grad_() for x in operands(Sq, Sk, device="cuda", D=D, dtype=dtype)]
     low, wide = ([x.detach().to(of).requires_grad_() for x in leaves] for of in (dtype, torch.float64))
     mask, seen = block_mask(mod, Sq, Sk, "cuda"), dense(mod, Sq, Sk, "cuda")
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = attention(*leaves, block_mask=mask)
     do = drawn(*out.shape).to(out)
     grads = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     found = [(out, *grads)]
     for of in (low, wide):
@@ -253,10 +254,10 @@ def test_compiled(fresh_dynamo: None, device: str) -> None:
 @pytest.mark.parametrize("backend", ["math", "stock"])
 def test_asked_for_mathematics(kernels_on: str, backend: str) -> None:
     given = operands(130, 200, device=kernels_on, D=64, dtype=torch.bfloat16)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), torch.no_grad():
         attention(*given, block_mask=block_mask(sliding, 130, 200, kernels_on))
-    assert native.counters(reset=True)["ours_fwd"] == 0
+    assert bindings.counters(reset=True)["ours_fwd"] == 0
 
 
 @pytest.mark.parametrize("Sq", [130, 65, 2])
@@ -264,10 +265,10 @@ def test_on_kernels(kernels_on: str, Sq: int) -> None:
     """Not those of few rows, which read no lists."""
     given = operands(Sq, 200, device=kernels_on, D=64, dtype=torch.bfloat16)
     mask = block_mask(sliding, Sq, 200, kernels_on)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.no_grad():
         out = attention(*given, block_mask=mask)
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
     right, _ = by_definition(*(x.double() for x in given), dense(sliding, Sq, 200, kernels_on))
     assert float((out.double() - right).norm() / right.norm()) < 6e-3
 
@@ -363,10 +364,10 @@ def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float, dtype: to
     leaves = [x.requires_grad_() for x in operands(130, 200, device=kernels_on, D=64, dtype=dtype)]
     grad_lse = size * torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(SEED)).to(kernels_on)
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200, kernels_on), return_lse=True)
     found = torch.autograd.grad(lse, leaves[:2], grad_lse / 1e3)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert (counts["ours_fwd"], counts["ours_bwd"], counts["math_fwd"], counts["math_bwd"]) == (2, 1, 0, 0)
     _, right = by_definition(*wide, dense(sliding, 130, 200, kernels_on))
     for got, one in zip(found, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):

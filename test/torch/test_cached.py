@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import QuantizedTensor, attention, native
+from torch_flashplug import QuantizedTensor, attention
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.quantised import in_int8, mean_of_finite, rotate, unrotate
 
 SEED = 20261125
@@ -66,10 +67,10 @@ def test_8_bits(device: str, Sq: int, dtype: torch.dtype, causal: bool | str) ->
     generators = (torch.Generator().manual_seed(i) for i in (1, 2))
     scales = [torch.rand(2, 2, 90, generator=generator).add(0.5).div(20).to(device) for generator in generators]
     k, v = (x.float() * s.transpose(1, 2).unsqueeze(-1) for x, s in zip((k8, v8), scales))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = attention(q, k8, v8, causal=causal, k_scale=scales[0], v_scale=scales[1])
     assert out.dtype == q.dtype and out.shape == (2, Sq, 8, 64)
-    assert device == "cpu" or native.counters(reset=True)["ours_fwd"] == 1
+    assert device == "cpu" or bindings.counters(reset=True)["ours_fwd"] == 1
     assert distance(out, attention(q.float(), k, v, causal=causal)) < 1e-2
 
 
@@ -166,9 +167,9 @@ def test_f_sdpa_takes_it(device: str, what: str) -> None:
     if what == "mask":
         said["attn_mask"][..., 0] = True
     keys, values = cached(k.to(device), rotated=True, shifted=True), cached(v.to(device))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = sdpa(q.to(device), keys, values, enable_gqa=True, **said)
-    assert device == "cpu" or what == "bias" or native.counters(reset=True)["ours_fwd"] == 1
+    assert device == "cpu" or what == "bias" or bindings.counters(reset=True)["ours_fwd"] == 1
     whole = [x.dequantize().float() for x in (keys, values)]
     assert type(out) is Tensor and distance(out, sdpa(q.to(device).float(), *whole, enable_gqa=True, **said)) < 1e-2
 

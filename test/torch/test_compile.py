@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import native, sdpa_backend, tracing
+from torch_flashplug import sdpa_backend, tracing
+from torch_flashplug.dispatch import bindings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -147,7 +148,7 @@ def test_failed_compile_leaves_no_mode_behind(road: Road) -> None:
     for function in (broken, wrong):
         with pytest.raises(Exception) as failure:  # held until the end: its frames keep the failed compile alive
             torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
-        assert native.mode() == AUTO and tracing.traced_mode() == AUTO
+        assert bindings.mode() == AUTO and tracing.traced_mode() == AUTO
         recorder = Recorder()
         check_against_eager(road, nested, torch.compile(nested, fullgraph=True, backend=recorder), grad=False)
         assert recorder.forwards == [[("fwd", mode) for mode in NESTED_MODES]]

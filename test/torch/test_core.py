@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start, native, ops, rows, up_calls
+from torch_flashplug import _start, ops
 from torch_flashplug.api import DEVICES, SPLITS_SHIFT
 from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.dispatch import bindings, callbacks
+from torch_flashplug.dispatch import table_structs as rows
 from torch_flashplug.registry import dispatch_table, features, kernel_args
 from torch_flashplug.registry.architectures import BACKENDS, TARGETS
 from torch_flashplug.registry.kernel_args import BACKWARD, DECODE, FORWARD, Argument
@@ -32,17 +34,17 @@ FA3, FA2, STOCK = (BACKENDS.index(name) for name in ("fa3", "fa2", "stock"))
 
 
 def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
-    before = native.set_mode(3)
+    before = bindings.set_mode(3)
     try:
-        assert native.mode() == 3
-        native.set_process_backend(STOCK)
-        assert native.backend_of(native.effective_mode()) == "stock"
-        native.set_process_backend(FA2)
-        assert native.backend_of(native.effective_mode()) == "fa2"
-        assert native.forced_kernels(native.effective_mode()) is None and native.forced_kernels(FA2) == "fa2"
+        assert bindings.mode() == 3
+        bindings.set_process_backend(STOCK)
+        assert bindings.backend_of(bindings.effective_mode()) == "stock"
+        bindings.set_process_backend(FA2)
+        assert bindings.backend_of(bindings.effective_mode()) == "fa2"
+        assert bindings.forced_kernels(bindings.effective_mode()) is None and bindings.forced_kernels(FA2) == "fa2"
     finally:
-        native.set_process_backend(0)
-        native.set_mode(before)
+        bindings.set_process_backend(0)
+        bindings.set_mode(before)
 
 
 def slot_pointers() -> list[int | None]:
@@ -53,13 +55,13 @@ def slot_pointers() -> list[int | None]:
 
 def test_uninstall_restores_the_pointer() -> None:
     before = slot_pointers()
-    assert native.install(native.CPU_SLOT) == 0
-    assert slot_pointers()[native.CPU_SLOT] != before[native.CPU_SLOT]
-    assert native.install(native.CPU_SLOT) == 0  # twice is once
-    assert native.uninstall(native.CPU_SLOT) == 0
+    assert bindings.install(bindings.CPU_SLOT) == 0
+    assert slot_pointers()[bindings.CPU_SLOT] != before[bindings.CPU_SLOT]
+    assert bindings.install(bindings.CPU_SLOT) == 0  # twice is once
+    assert bindings.uninstall(bindings.CPU_SLOT) == 0
     assert slot_pointers() == before
-    assert native.uninstall(native.CPU_SLOT) != 0
-    assert "not in place" in native.last_error()
+    assert bindings.uninstall(bindings.CPU_SLOT) != 0
+    assert "not in place" in bindings.last_error()
 
 
 FAKE_PACK = r"""
@@ -104,20 +106,20 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     """The whole road down to a pack's symbol, on CPU memory; the kernel only notes its arguments."""
     (tmp_path / "pack.c").write_text(FAKE_PACK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
-    native.push_rows(KERNELS, (), dispatch_table.GATE)
-    native.set_facts_override(DEVICES["h100"])
-    native.set_standin(2)
-    native.clear_packs()
-    native.load_pack(tmp_path / "pack.so", "sm_90a")
-    native.register_ops("CPU", own_ops=False)
-    native.set_mode(FA3)
+    bindings.push_rows(KERNELS, (), dispatch_table.GATE)
+    bindings.set_facts_override(DEVICES["h100"])
+    bindings.set_standin(2)
+    bindings.clear_packs()
+    bindings.load_pack(tmp_path / "pack.so", "sm_90a")
+    bindings.register_ops("CPU", own_ops=False)
+    bindings.set_mode(FA3)
     yield ctypes.CDLL(str(tmp_path / "pack.so"))
-    native.set_mode(0)
-    native.unregister_ops()
-    native.register_ops("CUDA")
-    native.clear_packs()
-    native.set_standin(0)
-    native.set_facts_override(None)
+    bindings.set_mode(0)
+    bindings.unregister_ops()
+    bindings.register_ops("CUDA")
+    bindings.clear_packs()
+    bindings.set_standin(0)
+    bindings.set_facts_override(None)
     _start.push_tables()
 
 
@@ -166,9 +168,9 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
     q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [4, 1, 1], "partials": [1]}
-    native.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.GATE)
+    bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.GATE)
     for splits, cluster in ((1, 1), (2, 2), (9, 1)):
-        native.set_mode(FA3 | splits << SPLITS_SHIFT)
+        bindings.set_mode(FA3 | splits << SPLITS_SHIFT)
         CARRIER(query, key, key)
         numbers = {"splits": splits, "cluster": cluster}
         assert_noted(fake_pack, expected(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
@@ -177,7 +179,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
 def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
     """All gradients by one kernel; in parts, with what is wanted, where dQ alone is."""
     rows = (KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4), KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4))
-    native.push_rows((*KERNELS, *rows), (), dispatch_table.GATE)
+    bindings.push_rows((*KERNELS, *rows), (), dispatch_table.GATE)
     of_rows, of_keys = [17920, 64, 256, 1], [25600, 12800, 64, 1]
     strides = dict.fromkeys(("q", "o", "do", "dq"), of_rows) | dict.fromkeys(("k", "v", "dk", "dv"), of_keys)
     strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
@@ -209,7 +211,7 @@ def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
         monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
-        native.push_rows(KERNELS, (), dispatch_table.GATE)
+        bindings.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)
         return seen_by_kernel(fake_pack)[:3]
 
@@ -241,19 +243,19 @@ def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[.
 
 def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
     """No pack and no compiler, under a forced backend: the error names the kernel, and what Python says of it."""
-    native.clear_packs()
-    up_calls.set_compile(lambda name, cc, given: "not today")
+    bindings.clear_packs()
+    callbacks.set_compile(lambda name, cc, given: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
             CARRIER(query, query, query)
     finally:
-        up_calls.set_compile(_start.provide)
+        callbacks.set_compile(_start.provide)
 
 
 def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> None:
     """All four of them, the output's too, which lies as the query does."""
-    native.set_mode(FA2)
+    bindings.set_mode(FA2)
     query = torch.zeros(1, 2, 12, 5, dtype=torch.bfloat16).transpose(2, 3)  # (1, 2, 5, 12), rows innermost
     key = torch.zeros(1, 2, 6, 13, dtype=torch.bfloat16)[..., 1:]
     out = CARRIER(query, key, key)[0]
@@ -265,21 +267,21 @@ def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> 
 def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
     """One kernel on GPUs of two generations: each is looked for where code for that GPU is, or compiled for it."""
     asked = []
-    native.set_mode(FA2)
-    native.clear_packs()
+    bindings.set_mode(FA2)
+    bindings.clear_packs()
     for target in TARGETS:
-        native.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    up_calls.set_compile(lambda name, cc, given: asked.append((name, cc, given)) or "not today")
+        bindings.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
+    callbacks.set_compile(lambda name, cc, given: asked.append((name, cc, given)) or "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
-            native.set_facts_override(DEVICES[device])
+            bindings.set_facts_override(DEVICES[device])
             CARRIER(query, query, query)
         with pytest.raises(RuntimeError, match=r"fwd_sm80_bf16_d64.*no kernel pack for this GPU.*not today"):
-            native.set_facts_override(DEVICES["h100"])
+            bindings.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
-        up_calls.set_compile(_start.provide)
+        callbacks.set_compile(_start.provide)
     assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
 
 

@@ -14,7 +14,8 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, api, composite, env, native, sdpa_backend, up_calls
+from torch_flashplug import _start, api, composite, env, sdpa_backend
+from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
 
 
@@ -88,7 +89,7 @@ def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None
     if reason == "asked_for":
         monkeypatch.setenv("TORCH_FLASHPLUG_HOOK", "composite")
     else:
-        monkeypatch.setattr(native, "install", lambda slot: 3)
+        monkeypatch.setattr(bindings, "install", lambda slot: 3)
     torch_flashplug.enable()
     assert composite.installed()
     torch_flashplug.disable()
@@ -149,7 +150,7 @@ def test_blocks_nest_and_are_exception_safe(any_road: Road) -> None:
             seen.append(served())
     seen.append(served())
     assert seen == [True, False, True, False, True, False, True, True]
-    assert native.mode() == 0
+    assert bindings.mode() == 0
 
 
 def test_decorator(any_road: Road) -> None:
@@ -161,7 +162,7 @@ def test_decorator(any_road: Road) -> None:
         return attention(depth - 1) if depth else F.scaled_dot_product_attention(q, k, v)
 
     attention(3)
-    assert ours(any_road.took()) == 0 and attention.__doc__ == "Doc." and native.mode() == 0
+    assert ours(any_road.took()) == 0 and attention.__doc__ == "Doc." and bindings.mode() == 0
 
 
 def test_each_thread_has_its_own(any_road: Road) -> None:
@@ -171,16 +172,16 @@ def test_each_thread_has_its_own(any_road: Road) -> None:
 
     def other() -> None:
         with sdpa_backend("stock"):
-            modes.append(native.mode())
+            modes.append(bindings.mode())
             inside.set()
             done.wait(30)
-        modes.append(native.mode())
+        modes.append(bindings.mode())
 
     thread = threading.Thread(target=other)
     thread.start()
     assert inside.wait(30)
     F.scaled_dot_product_attention(q, k, v)
-    assert ours(any_road.took()) == 1 and native.mode() == 0
+    assert ours(any_road.took()) == 1 and bindings.mode() == 0
     done.set()
     thread.join()
     assert modes == [BACKENDS.index("stock"), 0]
@@ -317,7 +318,7 @@ def test_explain_knows_switches() -> None:
 
 def test_each_new_plan_is_logged_once(road: Road) -> None:
     told: list[tuple[int, str]] = []
-    up_calls.set_log(lambda level, text: told.append((level, text)), plans=True)
+    callbacks.set_log(lambda level, text: told.append((level, text)), plans=True)
     try:
         q, k, v = road.qkv(rows=72)
         for _ in range(3):
@@ -325,7 +326,7 @@ def test_each_new_plan_is_logged_once(road: Road) -> None:
         first = len(told)
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     finally:
-        up_calls.set_log(_start._plan_log.log, plans=False)
+        callbacks.set_log(_start._plan_log.log, plans=False)
     assert 1 <= first <= 2 and first < len(told) <= 2 * first  # one line each from the router and from the op
     assert all(level == logging.DEBUG and "fa3" in text for level, text in told)
 
@@ -367,7 +368,7 @@ def test_flags_read_up_to_a_graph_are_in_its_tag(road: Road, monkeypatch: pytest
     read, get = set(), env.Flag.get
     with monkeypatch.context() as patch:
         patch.setattr(env.Flag, "get", lambda flag: read.add(flag.name) or get(flag))
-        native.clear_packs()  # they are registered again
+        bindings.clear_packs()  # they are registered again
         _start._load_core()
         road.enable()
         torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*road.qkv())

@@ -19,8 +19,9 @@ from standin import OPEN_GATE, Road
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import _start, dropped, native, ops, sdpa_backend
+from torch_flashplug import _start, dropped, ops, sdpa_backend
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing.budget import assert_dropped_alike
 
@@ -100,12 +101,12 @@ def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int
     """Kernels and math drop the same of the same seed."""
     made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(4, 2, 2, 130, 64).unbind()]
     *inputs, grad = made
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     settings = (P, int(causal), None)
     out, lse, seed, offset = OWN(*inputs, None, *settings, modes[0])
     grads = OWN_BACKWARD(grad, *inputs, None, out, lse, seed, offset, *settings, modes[1], False)[:3]
     names = {FA3: "ours", MATH: "math"}
-    counts = {name: count for name, count in native.counters().items() if count}
+    counts = {name: count for name, count in bindings.counters().items() if count}
     assert counts == {f"{names[modes[0]]}_fwd": 1, f"{names[modes[1]]}_bwd": 1}
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     want = right(*exact, kept_of(seed, *inputs[:2]), causal=causal)
@@ -118,10 +119,10 @@ def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int
 def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, backward: int) -> None:
     """Its bits are others, and no backward could tell. Where ours cannot, math takes its place in both directions."""
     *inputs, grad = torch.randn(4, 1, 2, 200, d, device="cuda", dtype=dtype).unbind()
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out, lse, seed, offset = OWN(*inputs, None, P, 0, None, AUTO)
     grads = OWN_BACKWARD(grad, *inputs, None, out, lse, seed, offset, P, 0, None, AUTO, False)[:3]
-    counts = native.counters()
+    counts = bindings.counters()
     assert counts["efficient_fwd"] == counts["efficient_bwd"] == 0
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     want = right(*exact, kept_of(seed, *inputs[:2]))
@@ -131,11 +132,11 @@ def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, 
 def test_plans_never_let_the_efficient_attention_follow() -> None:
     """Of forwards of ours that no backward of ours could follow: where it does without dropout."""
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
-    native.push_rows(forwards, (), dispatch_table.GATE)
+    bindings.push_rows(forwards, (), dispatch_table.GATE)
     try:
         for p, follower in ((0.0, "stock's efficient"), (P, "math's")):
             call = facts_of((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
-            plan = native.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
+            plan = bindings.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
             assert plan["backend"] == "fa3" and plan["gradients"].startswith(follower), plan
     finally:
         _start.push_tables()
@@ -256,7 +257,7 @@ def test_a_forward_is_whose_its_gradients_are(
     and both must drop the same.
     """
     call = facts_of((batches, 2, 2), (rows, rows), (D, D), dropout=1, dropout_p=0.5, deterministic=order, **more)
-    plans = [native.plan(call | {"grad": grad}, DEVICES["h100"]) for grad in (0, 1)]
+    plans = [bindings.plan(call | {"grad": grad}, DEVICES["h100"]) for grad in (0, 1)]
     assert plans[0]["backend"] == plans[1]["backend"] and plans[0]["kernel"] == plans[1]["kernel"]
 
 
@@ -298,7 +299,7 @@ def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
     """When such a graph runs, what kernels do not take would be math's, in memory of Sq x Sk: it is stock's at once."""
     sizes = (1, 128, 1, dispatch_table.ANY, 1, dispatch_table.ANY, 0)
     row = dispatch_table.ChoiceRow("fwd", "square", 90, True, "dropout", *sizes, ratio=2.0, measured="test")
-    native.push_rows(kernel_table.KERNEL_ROWS, (row,), OPEN_GATE)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, (row,), OPEN_GATE)
     recorder = Recorder()
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)
     compiled = torch.compile(attend, fullgraph=True, backend=recorder, dynamic=True)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
-from torch_flashplug import attention, explain, integrations, native, sdpa_backend
+from torch_flashplug import attention, explain, integrations, sdpa_backend
+from torch_flashplug.dispatch import bindings
 
 SEED, LOWER_RIGHT = 20261127, 2
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
@@ -58,14 +59,14 @@ def test_lower_right_of_many_rows_is_ours(door: str, Sq: int, dims: tuple[int, i
     """As torch.nn.attention.bias calls the op; rows of (160, 130) see nothing at first."""
     D, Dv = dims
     leaves = drawn(door, (2, Sq, 2, D), (2, 130, 2, D), (2, 130, 2, Dv), offset=offset)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend("fa3"):
         out, lse, _, _, rows, keys = aten._efficient_attention_forward(
             *leaves, None, None, None, None, None, 0.0, LOWER_RIGHT, True
         )
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, leaves, grad_out)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     assert out.is_contiguous() and (rows, keys) == (Sq, 130) and lse.shape == (2, 2, -(-Sq // 32) * 32)
     assert bool(lse[..., Sq:].isposinf().all()) and [x.shape for x in grads] == [x.shape for x in leaves]
@@ -78,7 +79,7 @@ def test_what_is_not_ours_goes_to_stock(door: str, change: str) -> None:
     rows = 8 if change == "few_rows" else 96
     q, k, v = (x.detach() for x in drawn(door, (1, rows, 2, 64), (1, 130, 2, 64), (1, 130, 2, 128)))
     kind, p = (0 if change == "plain" else LOWER_RIGHT), (0.1 if change == "dropout" else 0.0)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
 
     def call() -> None:
         with sdpa_kernel(EFFICIENT if change == "not_allowed" else list(SDPBackend.__members__.values())[1:]):
@@ -90,7 +91,7 @@ def test_what_is_not_ours_goes_to_stock(door: str, change: str) -> None:
             call()
     else:
         call()
-    assert native.counters(reset=True)["ours_fwd"] == 0
+    assert bindings.counters(reset=True)["ours_fwd"] == 0
 
 
 @pytest.mark.parametrize(("dims", "served"), [((64, 64), "fa3"), ((64, 128), "stock"), ((264, 264), "stock")])
@@ -135,14 +136,14 @@ def test_lower_right_masks_at_any_address(kind: str, rows: int, backend: str, of
     """torch.nn.attention.bias, unmodified. Of stock alone odd addresses raise, or end the CUDA context (fp32)."""
     dtype, (D, Dv), whose = KINDS[kind]
     leaves = drawn("cuda", (2, 4, rows, D), (2, 4, 130, D), (2, 4, 130, Dv), dtype=dtype, offset=offset)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend(backend):
         out = F.scaled_dot_product_attention(*leaves, bias.causal_lower_right(rows, 130))
     (grad_out,) = drawn("cuda", (2, rows, 4, Dv), dtype=dtype, offset=offset)  # in the kernel's order
     grads = torch.autograd.grad(out, leaves, grad_out.detach().transpose(1, 2))
     torch.cuda.synchronize()
     served = backend == whose == "fa3" and rows > 64
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == served
     exact = right([x.detach().transpose(1, 2) for x in leaves], grad_out.detach())
     assert_right((out.detach(), *grads), tuple(x.transpose(1, 2) for x in exact))
@@ -153,11 +154,11 @@ def test_lower_right_masks_at_any_address(kind: str, rows: int, backend: str, of
 def test_auto_takes_long_lower_right_masks(learns: bool) -> None:
     leaves = drawn("cuda", (2, 16, 2048, 64), (2, 16, 4096, 64), (2, 16, 4096, 128))
     leaves = [x.detach().requires_grad_(learns) for x in leaves]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = F.scaled_dot_product_attention(*leaves, bias.causal_lower_right(2048, 4096))
     (grad_out,) = drawn("cuda", (2, 2048, 16, 128))
     grads = torch.autograd.grad(out, leaves, grad_out.detach().transpose(1, 2)) if learns else ()
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == learns
     exact = right([x.detach().transpose(1, 2) for x in leaves], grad_out.detach())
     assert_right((out.detach(), *grads), tuple(x.transpose(1, 2) for x in exact[: 1 + len(grads)]))

@@ -23,8 +23,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
-from torch_flashplug import native, problem, sdpa_backend
+from torch_flashplug import problem, sdpa_backend
 from torch_flashplug.api import DEVICES as GPUS
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
 # What the router counts: the call is ours and ran; is ours and was only traced; is stock's; or nothing, since stock
@@ -68,16 +69,16 @@ def forced(backend: str) -> Scope:
 
 def disabled() -> AbstractContextManager:
     """The hook is still in place."""
-    return _set(native.set_enabled, 0, 1)
+    return _set(bindings.set_enabled, 0, 1)
 
 
 def no_gpu() -> AbstractContextManager:
-    return _set(native.set_standin, 0, 1)
+    return _set(bindings.set_standin, 0, 1)
 
 
 def math_everywhere() -> AbstractContextManager:
     """TORCH_FLASHPLUG_BACKEND=math."""
-    return _set(native.set_process_backend, BACKENDS.index("math"), 0)
+    return _set(bindings.set_process_backend, BACKENDS.index("math"), 0)
 
 
 # ---- tensors ----
@@ -210,16 +211,16 @@ def test_explain_says_what_the_router_did(name: str, mode: str) -> None:
 def test_every_exit_has_its_row() -> None:
     """But for calls that no measured row serves by their class: the dispatcher says the same of them."""
     met = set()
-    native.take_last_exit()
+    bindings.take_last_exit()
     for way in (*EXITS.values(), Exit("", each(Tensor.float))):
         with road_to("cpu") as road:
             tensors = way.change(road.qkv())
             with way.scope(), contextlib.suppress(RuntimeError, IndexError):
                 F.scaled_dot_product_attention(*tensors)
-        met.add(native.take_last_exit())
+        met.add(bindings.take_last_exit())
     # This torch asks for no choice of operands without elements; 2.11 does, on a GPU: test_badinput.
     # Parts are several devices': test_distributed.
-    assert met - {""} == set(native.names("exits")) - {"empty", "part"}
+    assert met - {""} == set(bindings.names("exits")) - {"empty", "part"}
 
 
 # ---- what stock's flash gets wrong ----
@@ -245,7 +246,7 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
         with road_to("cpu") as road:
             tensors, ran, stock_ran = way.change(road.qkv()), Ran(), Ran()
             with way.scope(), contextlib.suppress(RuntimeError, IndexError):
-                asked[name] = problem.is_asked(native.effective_mode())
+                asked[name] = problem.is_asked(bindings.effective_mode())
                 with ran:
                     F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
             left = road.took() == STOCK
@@ -316,7 +317,7 @@ def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.Mon
     keys, scope, looks = LOOKS[name]
     stock_would(monkeypatch, lambda *_, **__: FLASH.value)
     with road_to("cpu"), FakeTensorMode() as mode, scope():
-        native.set_facts_override(GPUS["a100"])  # auto takes nothing there, fa3 runs nothing
+        bindings.set_facts_override(GPUS["a100"])  # auto takes nothing there, fa3 runs nothing
         query, key, value = (
             FakeTensor(mode, torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
             for size in ((2, 4, 128, 64), keys, keys)
@@ -375,7 +376,7 @@ def test_explain_says_what_is_raised_where_nothing_is_allowed(
 
     with road_to("cpu"), FakeTensorMode() as mode, sdpa_backend(backend):
         stock_would(monkeypatch, refuse)
-        native.set_facts_override(GPUS["h100" if backend == "fa3" else "a100"])
+        bindings.set_facts_override(GPUS["h100" if backend == "fa3" else "a100"])
         given = (torch.empty((2, 4, 128, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
         plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
     assert plan.backend == ("stock" if raised else "fa3")
@@ -387,7 +388,7 @@ def test_explain_knows_who_refuses_is_causal_beside_a_mask(choice: SDPBackend, m
     """Stock's math; the others run such calls."""
     stock_would(monkeypatch, lambda *_, **__: choice.value)
     with road_to("cpu"), FakeTensorMode() as mode:
-        native.set_facts_override(GPUS["h100"])
+        bindings.set_facts_override(GPUS["h100"])
         sizes = (*[(2, 4, 128, 64)] * 3, (128, 128))
         made = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
         given = [FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in made]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import _start, attention, explain, explain_attention, sdpa_backend, up_calls
+from torch_flashplug import _start, attention, explain, explain_attention, sdpa_backend
+from torch_flashplug.dispatch import callbacks
 
 HQ, HKV, D = 8, 2, 128
 
@@ -165,9 +166,9 @@ def test_nothing_runs_and_what_is_wrong_is_said() -> None:
 def told() -> list[str]:
     """What the log of plans says from here on, each once."""
     said: list[str] = []
-    up_calls.set_log(lambda _, text: said.append(text), plans=True)
+    callbacks.set_log(lambda _, text: said.append(text), plans=True)
     yield said
-    up_calls.set_log(_start._plan_log.log, plans=False)
+    callbacks.set_log(_start._plan_log.log, plans=False)
 
 
 @pytest.mark.gpu

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import native, ops
+from torch_flashplug import ops
 from torch_flashplug.api import DEVICES
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
@@ -37,8 +38,8 @@ RESCUED = {
     "broadcast_query": (call((2, 3, 3), (64, 64), (80, 64)), {"broadcast_q": 1}),
     "stride_of_one_row": (call((2, 4, 4), (1, 64), (96, 96)), {"odd_ones_q": 1}),
     "stride_of_one_key": (call((2, 4, 4), (64, 1), (96, 96), grad=1), {"odd_ones_v": 1}),
-    "zero_scale": (call((4, 8, 8), (4096, 4096), (64, 64), causal=1), {"scale": native.SCALE_IDS["zero"]}),
-    "negative_scale": (call((4, 8, 8), (4096, 4096), (64, 64), grad=1), {"scale": native.SCALE_IDS["negative"]}),
+    "zero_scale": (call((4, 8, 8), (4096, 4096), (64, 64), causal=1), {"scale": bindings.SCALE_IDS["zero"]}),
+    "negative_scale": (call((4, 8, 8), (4096, 4096), (64, 64), grad=1), {"scale": bindings.SCALE_IDS["negative"]}),
     "mask": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"mask": 1}),
     "bias": (call((4, 8, 8), (200, 200), (64, 64), grad=1), {"bias": 1}),
     "bias32": (call((4, 8, 8), (200, 200), (64, 64)), {"bias32": 1}),
@@ -53,18 +54,18 @@ RESCUED = {
 @pytest.mark.parametrize("name", RESCUED)
 def test_auto_takes_what_stock_fails(name: str) -> None:
     plain, fault = RESCUED[name]
-    assert not native.plan(plain, DEVICES["h100"])["rescue"]
-    rescued = native.plan(plain | fault, DEVICES["h100"])
+    assert not bindings.plan(plain, DEVICES["h100"])["rescue"]
+    rescued = bindings.plan(plain | fault, DEVICES["h100"])
     assert rescued["backend"] in {"fa3", "fa2"} and rescued["kernel"]
     assert any(rescued["rescue"] == f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES)
     assert rescued["row"] == "" and bool(rescued["gradients"]) == bool(plain.get("grad"))
-    assert native.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was seen there
+    assert bindings.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was seen there
 
 
 def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
     """Stock takes math there, which is right."""
     plain, fault = RESCUED["odd_base_one_row"]
-    assert not native.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["rescue"]
+    assert not bindings.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["rescue"]
 
 
 @pytest.mark.parametrize(("scale", "kind"), [
@@ -73,11 +74,11 @@ def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
 ])  # fmt: skip
 def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -> None:
     """A float of 32 bits."""
-    assert native.kind_of_scale(scale) == kind
+    assert bindings.kind_of_scale(scale) == kind
 
 
 def test_every_rescue_is_tried() -> None:
-    tried = {native.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
+    tried = {bindings.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
     assert tried == {f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES}
 
 
@@ -111,12 +112,12 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
         *["causal"] * kwargs.get("is_causal", False), scale=kwargs.get("scale"),
     )  # fmt: skip
     q, k, v = (tensor.detach().requires_grad_(grad) for tensor in (q, k, v))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     for _ in range(2):  # a fault of stock's shows at the second call
         out = sdpa(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1])
     inputs = Inputs(q.detach(), k.detach(), v.detach(), half(*out.shape))
     grads = torch.autograd.grad(out, (q, k, v), inputs.grad_out) if grad else ()
-    took = native.counters()
+    took = bindings.counters()
     torch.cuda.synchronize()
     check(name, case, inputs, out.detach(), grads)
     assert took["ours_fwd"] == 2 and took["ours_bwd"] == grad, took
@@ -151,11 +152,11 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
 def test_a_dropout_of_all_leaves_nothing(rows: int, offset: int) -> None:
     q, k, v = (odd((1, 2, size, 128), offset) for size in (rows, 96, 96))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = sdpa(*leaves, dropout_p=1.0, is_causal=True)
     grads = torch.autograd.grad(out, leaves, half(*out.shape))
     torch.cuda.synchronize()
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     assert not any(tensor.any() for tensor in (out, *grads))  # NaN counts as something
 
 
@@ -172,12 +173,12 @@ def test_the_gradient_of_a_mask_alone(kind: str) -> None:
     k, v, mask = half(1, 1, Sk, D), half(1, 1, Sk, D), half(Sq, Sk).requires_grad_()
     attend = torch.compile(sdpa) if kind == "compiled" else sdpa
     p = 0.1 * (kind == "dropout")
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = attend(q, k, v, attn_mask=mask, dropout_p=p)
     grad_out = half(*out.shape)
     (grad,) = torch.autograd.grad(out, mask, grad_out)
     torch.cuda.synchronize()
-    assert native.counters()["ours_fwd"] == (kind in {"misaligned", "dropout"})
+    assert bindings.counters()["ours_fwd"] == (kind in {"misaligned", "dropout"})
     wide = mask.detach().double().requires_grad_()
     exact = (q.double() @ k.double().mT * D**-0.5 + wide).softmax(-1) @ v.double()
     (right,) = torch.autograd.grad(exact, wide, grad_out.double())
@@ -206,7 +207,7 @@ def test_such_scales_under_vmap() -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
 def test_such_scales_are_ours(road: Road, scale: float) -> None:
     q, k, v = road.qkv(grad=True)
-    assert native.plan(torch_flashplug.problem.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
+    assert bindings.plan(torch_flashplug.problem.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
                        DEVICES["h100"])["backend"] == "fa3"  # fmt: skip
     road.took()
     out = sdpa(q, k, v, scale=scale)
@@ -258,7 +259,7 @@ def test_the_op_keeps_the_routers_plan(road: Road) -> None:
         ChoiceRow("fwd", operands, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
         for operands, grad, ratio in (("square", True, 2.0), ("vectors", False, 0.5))
     ]
-    native.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
+    bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
     for grad in (True, False):
         q, k, v = road.qkv(grad=grad)
         road.took()
@@ -369,7 +370,7 @@ def test_what_stays_with_stock_goes_to_the_one_that_is_right(name: str) -> None:
     torch.manual_seed(3)
     inputs, kwargs = operands(), settings()
     results = []
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     for allowed in (contextlib.nullcontext(), sdpa_kernel(SDPBackend.MATH)):
         torch.manual_seed(5)
         with allowed:
@@ -379,6 +380,6 @@ def test_what_stays_with_stock_goes_to_the_one_that_is_right(name: str) -> None:
     for got, wanted in zip(*results, strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
-    assert native.counters()["ours_fwd"] == 0
+    assert bindings.counters()["ours_fwd"] == 0
     plan = torch_flashplug.explain(*inputs, **kwargs)
     assert plan.backend == "stock" and plan.stock_choice.startswith("MATH"), plan

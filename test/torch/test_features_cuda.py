@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from threads import all_end
 from torch import Tensor
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import (
     Case,
     Inputs,
@@ -105,10 +106,10 @@ def test_a_replay_reads_the_mask_of_now(kind: str, sizes: tuple[int, int], grad:
                 call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         with torch.cuda.graph(graph):
             results = call()
-    assert native.counters()["ours_fwd"] == 1 and native.counters()["ours_bwd"] == grad
+    assert bindings.counters()["ours_fwd"] == 1 and bindings.counters()["ours_bwd"] == grad
     for seed in (1, 2, 3):
         now, rule = make_inputs(case, "cuda", SEED + seed), KINDS[kind](*sizes, seed)
         with torch.no_grad():
@@ -211,11 +212,11 @@ def test_a_bias_of_more_than_2g_elements(room: None, wide: bool) -> None:
     bias = torch.empty(sizes, dtype=dtype, device="cuda").normal_().requires_grad_()
     assert bias.numel() > 2**31
     leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend("fa3"):
         out = F.scaled_dot_product_attention(*leaves, bias)
         *grads, dbias = torch.autograd.grad(out, [*leaves, bias], inputs.grad_out)
-    assert native.counters()["ours_fwd"] == native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_fwd"] == bindings.counters()["ours_bwd"] == 1
     for head in HEADS:
         few, rule = head_of(inputs, head), Masking(bias=bias.detach()[:, head : head + 1])
         of_head = (one_head(tensor, head) for tensor in (out, *grads))
@@ -232,11 +233,11 @@ def test_a_mask_of_more_than_2g_elements(room: None, grad: bool) -> None:
     inputs, mask = make_inputs(LARGE, "cuda", SEED), half_hidden(1, LARGE.Hq, LARGE.Sq, LARGE.Sk, seed=SEED)
     assert mask.numel() > 2**31
     leaves = [tensor.requires_grad_(grad) for tensor in (inputs.q, inputs.k, inputs.v)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend("fa3"):
         out = F.scaled_dot_product_attention(*leaves, mask)
         grads = torch.autograd.grad(out, leaves, inputs.grad_out) if grad else ()
-    assert native.counters()["ours_fwd"] == 1
+    assert bindings.counters()["ours_fwd"] == 1
     for head in HEADS:
         of_head = (one_head(tensor, head) for tensor in (out, *grads))
         assert_right(f"head {head}", ONE, head_of(inputs, head), one_head(mask, head), next(of_head), tuple(of_head))

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import attention, integrations, native, sdpa_backend
+from torch_flashplug import attention, integrations, sdpa_backend
+from torch_flashplug.dispatch import bindings
 
 SEED, CUDA = 20261126, pytest.mark.gpu
 ROWS, KEYS = (70, 1, 130, 3), (70, 9, 140, 3)
@@ -81,7 +82,7 @@ def assert_right(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
 def test_sequences_on_end(door: str, causal: bool, window: tuple[int, int], backend: str) -> None:
     leaves, (cu_q, cu_k) = on_end(door), (starts(x, door) for x in (ROWS, KEYS))
     left, of_right = (None if bound < 0 else bound for bound in window)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_backend(backend):
         out, lse, state, unused, debug = aten._flash_attention_forward(
             *leaves, cu_q, cu_k, max(ROWS), max(KEYS), 0.0, causal, False,
@@ -89,7 +90,7 @@ def test_sequences_on_end(door: str, causal: bool, window: tuple[int, int], back
         )  # fmt: skip
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     assert out.is_contiguous() and lse.shape == (2, sum(ROWS)) and not lse.requires_grad
     assert state.shape == (2,) and unused.shape == () and debug.shape == (0,) and debug.dtype == out.dtype
@@ -112,7 +113,7 @@ def test_rows_without_keys(door: str) -> None:
 def test_windows_of_a_batch(door: str, Sq: int, window: tuple[int | None, int | None], backend: str) -> None:
     """(B, S, H, D), causal to the lower right where no window is said; grouped heads."""
     leaves = drawn(door, (2, Sq, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     causal = window == (None, None)
     left, of_right = window
     with sdpa_backend(backend):
@@ -121,7 +122,7 @@ def test_windows_of_a_batch(door: str, Sq: int, window: tuple[int | None, int | 
         )
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and out.is_contiguous() and lse.shape == (2, 4, Sq)
     exact = right(leaves, do, causal=causal, window=window)
     torch.testing.assert_close(lse, exact[1].masked_fill(exact[1] == -math.inf, math.inf), rtol=1e-4, atol=1e-4)
@@ -133,11 +134,11 @@ def test_into_a_tensor(door: str) -> None:
     q, k, v = (x.detach() for x in on_end(door))
     cu_q, cu_k = (starts(x, door) for x in (ROWS, KEYS))
     wanted, lse, *_ = aten._flash_attention_forward(q, k, v, cu_q, cu_k, 130, 140, 0.0, True, False)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     for out in (torch.full_like(q, math.nan), torch.full((2, len(q), 64), math.nan).to(q).transpose(0, 1)):
         found = aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, cu_q, cu_k, 130, 140, 0.0, True, False)
         assert torch.equal(out, wanted) and torch.equal(found, lse)
-    assert native.counters(reset=True)["ours_fwd"] == 2
+    assert bindings.counters(reset=True)["ours_fwd"] == 2
 
 
 def nested(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -153,11 +154,11 @@ def attend_jagged(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, ...
 @pytest.mark.parametrize("causal", [False, True])
 def test_jagged_tensors(chosen: str, causal: bool) -> None:
     leaves = drawn(chosen, *[(sum(ROWS), 2, 64)] * 3)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = attend_jagged(*leaves, (ROWS,) * 3, is_causal=causal)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     cu = starts(ROWS, chosen)
     exact = right(leaves, do, causal=causal, cu_seqlens_q=cu, cu_seqlens_k=cu)
@@ -166,11 +167,11 @@ def test_jagged_tensors(chosen: str, causal: bool) -> None:
 
 def test_jagged_tensors_of_other_lengths(chosen: str) -> None:
     leaves = on_end(chosen)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = attend_jagged(*leaves, (ROWS, KEYS, KEYS))
     do = torch.ones_like(out)
     grads = torch.autograd.grad(out, leaves, do)
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
     exact = right(leaves, do, cu_seqlens_q=starts(ROWS, chosen), cu_seqlens_k=starts(KEYS, chosen))
     assert_right((out.detach(), *grads), (exact[0], *exact[2:]))
 
@@ -185,10 +186,10 @@ def test_jagged_tensors_compiled(chosen: str) -> None:
 
     eager = attend(*jagged).values()
     exact = torch.autograd.grad(eager.float().square().sum(), leaves)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*(nested(x, ROWS) for x in leaves)).values()
     found = torch.autograd.grad(out.float().square().sum(), leaves)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, eager)
     assert_right(found, tuple(x.float() for x in exact))
 
@@ -198,11 +199,11 @@ def test_jagged_tensors_compiled(chosen: str) -> None:
 def test_lower_right_masks(Sq: int) -> None:
     """torch.nn.attention.bias, unmodified."""
     leaves = drawn("cuda", (2, 2, Sq, 64), (2, 2, 130, 64), (2, 2, 130, 64))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = F.scaled_dot_product_attention(*leaves, bias.causal_lower_right(Sq, 130))
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     turned = [x.detach().transpose(1, 2) for x in leaves]
     exact = right(turned, do.transpose(1, 2), causal="bottom_right")
@@ -214,10 +215,10 @@ def test_strided_nested_tensors() -> None:
     """Theirs is a kernel of its own, which asks flash attention."""
     leaves, cu = drawn("cuda", *[(sum(ROWS), 2, 64)] * 3), starts(ROWS, "cuda")
     given = [torch.nested.nested_tensor(list(x.detach().split(ROWS))).transpose(1, 2) for x in leaves]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
         out = F.scaled_dot_product_attention(*given, is_causal=True)
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
     found = torch.cat([x.transpose(0, 1) for x in out.unbind()])
     assert_right((found,), right(leaves, found, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)[:1])
 
@@ -226,11 +227,11 @@ def test_strided_nested_tensors() -> None:
 def test_what_autograd_kept_on_the_cpu_is_stocks_to_differentiate() -> None:
     """The mark of our forward is lost with the copy: stock's backward reads our output and LSE."""
     leaves, cu = drawn("cuda", *[(sum(ROWS), 2, 64)] * 3), starts(ROWS, "cuda")
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.autograd.graph.save_on_cpu():
         out = aten._flash_attention_forward(*leaves, cu, cu, 130, 130, 0.0, True, False)[0]
     grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == 0
     exact = right(leaves, torch.ones_like(out), causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
     assert_right((out.detach(), *grads), (exact[0], *exact[2:]))
@@ -263,14 +264,14 @@ def test_disabled_is_stock_bit_for_bit() -> None:
 
     with sdpa_backend("stock"):
         through = run()
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     torch_flashplug.disable()
     try:
-        assert torch.equal(run(), through) and not native.counters(reset=True)["ours_fwd"]
+        assert torch.equal(run(), through) and not bindings.counters(reset=True)["ours_fwd"]
     finally:
         torch_flashplug.enable()
     run()
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
 
 
 # ---- stock's ----
@@ -280,8 +281,8 @@ def test_schemas_are_known() -> None:
     """Or the door stays closed in this torch."""
     for name in integrations.flash_door._OPS:
         packet = getattr(aten, name, None)
-        assert packet is None or native.know_flash(str(packet.default._schema))
-    assert not native.know_flash(str(aten._flash_attention_forward.default._schema).replace("max_q", "most_q"))
+        assert packet is None or bindings.know_flash(str(packet.default._schema))
+    assert not bindings.know_flash(str(aten._flash_attention_forward.default._schema).replace("max_q", "most_q"))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None or not INTO, reason="stock's own library, or an older form of it")
@@ -309,10 +310,10 @@ def test_a_name_in_torchs_registry(first: str) -> None:
     steps = [lambda: names.activate_flash_attention_impl("FLASHPLUG"), torch_flashplug.disable]
     for step in steps if first == "activated" else reversed(steps):
         step()
-    assert names.current_flash_attention_impl() == "FLASHPLUG" and not native.enabled()
+    assert names.current_flash_attention_impl() == "FLASHPLUG" and not bindings.enabled()
     names.restore_flash_attention_impl()
     torch_flashplug.enable()
-    assert names.current_flash_attention_impl() is None and native.enabled()
+    assert names.current_flash_attention_impl() is None and bindings.enabled()
 
 
 def test_another_implementation_keeps_its_place(door: str) -> None:

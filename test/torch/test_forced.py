@@ -14,7 +14,8 @@ from standin import OPEN_GATE, SERVE_ALL, Road, road_to
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import composite, native, sdpa_backend
+from torch_flashplug import composite, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
@@ -131,11 +132,11 @@ def test_a_forced_family_names_its_reasons(any_road: Road, family: str, name: st
 
 @contextlib.contextmanager
 def everywhere(backend: str) -> Iterator[None]:
-    native.set_process_backend(BACKENDS.index(backend))
+    bindings.set_process_backend(BACKENDS.index(backend))
     try:
         yield
     finally:
-        native.set_process_backend(0)
+        bindings.set_process_backend(0)
 
 
 @pytest.fixture
@@ -191,10 +192,10 @@ def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
 
 def test_plan_b_asks_again_when_a_kernel_turns_out_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with road_to("cpu", "plan_b") as road:
-        taken, changes = [], native.missing_changes()
+        taken, changes = [], bindings.missing_changes()
         for now, missing in ((changes, False), (changes, True), (changes + 1, True), (changes + 2, False)):
-            monkeypatch.setattr(native, "missing_changes", lambda now=now: now)
-            monkeypatch.setattr(native, "kernel_missing", lambda *call, missing=missing: missing)
+            monkeypatch.setattr(bindings, "missing_changes", lambda now=now: now)
+            monkeypatch.setattr(bindings, "kernel_missing", lambda *call, missing=missing: missing)
             F.scaled_dot_product_attention(*road.qkv())
             taken.append(road.took().get("ours_fwd", 0))
         assert taken == [1, 1, 0, 1]  # the second time it was not asked
@@ -226,7 +227,7 @@ def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
         for mask in ("full", "causal")
     )
     for rows, taken in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
-        native.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
+        bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
         composite._forget_decisions()
         for name in ELEMENTWISE:
             args, kwargs = calls(any_road)[name]

@@ -13,8 +13,9 @@ from faults import check, half
 from standin import road_to
 from torch.nn.attention import SDPBackend
 
-from torch_flashplug import native, problem
+from torch_flashplug import problem
 from torch_flashplug.api import DEVICES as GPUS
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Inputs, new_case
 
 CUDNN, FLASH, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
@@ -35,7 +36,7 @@ def test_unmasked_rest_of_blocks_is_a_fault(rows: int, keys: int, change: dict[s
     query.requires_grad_(settings["grad"])
     given = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
     with road_to("cpu"):
-        native.set_facts_override(GPUS[settings["gpu"]])
+        bindings.set_facts_override(GPUS[settings["gpu"]])
         became, said = problem.right_choice(CUDNN.value, *given)
         assert problem.right_choice(FLASH.value, *given) == (FLASH.value, "")
     # Beside the stand-in nothing is efficient's.
@@ -61,9 +62,9 @@ def test_gradients_are_right_where_the_lse_of_rows_is_very_negative(name: str, l
     q, k, v = half(*heads[:2], Sq, D) * 0.1, half(heads[0], heads[2], Sk, D) * 0.1, half(heads[0], heads[2], Sk, Dv)
     q[..., 0], k[..., 0] = 1.0, (level - math.log(Sk)) * D**0.5
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     out = sdpa(*leaves, enable_gqa=True)
     inputs = Inputs(*(tensor.detach() for tensor in leaves), half(*out.shape))
     grads = torch.autograd.grad(out, leaves, inputs.grad_out)
-    assert native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_bwd"] == 1
     check(name, new_case(name, heads, (Sq, Sk), (D, Dv)), inputs, out.detach(), grads)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 
 pytestmark = pytest.mark.gpu
 MANY = [(70000, 2, 16, 64), (1, 70000, 16, 64), (140000, 1, 16, 40)]
@@ -47,7 +47,7 @@ def test_calls_beyond_65535_batches_or_heads_are_ours_and_right(shape: tuple[int
     grad = torch.randn_like(q)
     mask = torch.rand(batches, heads, length, length, device="cuda") > 0.4 if kind == "mask" else None
     bias = torch.randn(batches, 1, length, length, device="cuda", dtype=q.dtype) if kind == "bias" else None
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     torch.cuda.reset_peak_memory_stats()
 
     out = F.scaled_dot_product_attention(
@@ -56,7 +56,7 @@ def test_calls_beyond_65535_batches_or_heads_are_ours_and_right(shape: tuple[int
     out.backward(grad)
 
     peak = torch.cuda.max_memory_allocated()
-    counters = native.counters()
+    counters = bindings.counters()
     assert counters["ours_fwd"] == counters["ours_bwd"] == 1
     tensors = [x for x in (q, k, v, out, grad, q.grad, k.grad, v.grad, mask, bias) if x is not None]
     assert peak < MOST_MEMORY * sum(x.nbytes for x in tensors)

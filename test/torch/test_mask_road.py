@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import native
+from torch_flashplug.dispatch import bindings
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 CAUSAL = torch.ones(128, 128, dtype=torch.bool).tril()
@@ -74,12 +74,12 @@ def test_a_mask_is_for_one_call(road: Road) -> None:
 def call_without_op(road: Road, *call: Tensor) -> None:
     """F.sdpa asks the router, and the op is not there."""
     road.took()
-    native.unregister_ops()
+    bindings.unregister_ops()
     try:
         with pytest.raises(NotImplementedError):
             F.scaled_dot_product_attention(*call)
     finally:
-        native.register_ops(road.device.upper())
+        bindings.register_ops(road.device.upper())
     assert road.took()["routed_ours"] == 1
 
 
@@ -301,11 +301,11 @@ def test_hooks_of_saved_tensors(kernels_on: str, hooks: Callable, rows: int, for
     made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(3, 1, 2, 128, 64).unbind()]
     made[0] = made[0][:, :, -rows:]
     leaves = [tensor.detach().requires_grad_() for tensor in made]
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(forced), hooks():
         out = F.scaled_dot_product_attention(*leaves, mask)
     got = torch.autograd.grad(out.double().square().sum(), leaves)
-    assert native.counters()["ours_fwd"] == native.counters()["ours_bwd"] == 1
+    assert bindings.counters()["ours_fwd"] == bindings.counters()["ours_bwd"] == 1
     exact = [tensor.double().requires_grad_() for tensor in made]
     for mine, want in zip(got, torch.autograd.grad(right(*exact, mask).square().sum(), exact)):
         torch.testing.assert_close(mine.double(), want, atol=0.1, rtol=0.1)
@@ -328,4 +328,4 @@ def test_a_mask_without_memory_is_stocks(road: Road) -> None:
     q, k, v = road.qkv()
     nothing = torch._efficientzerotensor((128, 128), dtype=torch.bool, device=road.device)
     F.scaled_dot_product_attention(q, k, v, nothing)
-    assert road.took() == {"routed_stock": 1} and native.take_last_exit() == "mask"
+    assert road.took() == {"routed_stock": 1} and bindings.take_last_exit() == "mask"

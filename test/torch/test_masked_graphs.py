@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -329,7 +330,7 @@ def test_make_fx_records_masked_calls_that_stay_right(road: Road, tracing: str) 
     """Without functionalization the aten op is recorded as it comes: of real tensors ours, else stock's."""
     inputs = *road.qkv(), mask_of(road, ROWS, ROWS, blind=False)
     graph = make_fx(masked, tracing_mode=tracing)(*inputs)
-    assert native.take_last_exit() in ({"planned"} if tracing == "real" else {"mask", "subclass"})
+    assert bindings.take_last_exit() in ({"planned"} if tracing == "real" else {"mask", "subclass"})
     road.took()
     for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5, blind=False)):
         torch.testing.assert_close(graph(*inputs[:3], mask), masked(*inputs[:3], mask), **TOLERANCE)
@@ -358,7 +359,7 @@ def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(sdpa), fullgraph=True, backend=recorder)
     for given in (mask, ~mask):
         q, k, v = road.qkv(rows=72, keys=136, grad=True)
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         out = compiled(q, k, v, given)
         grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         took = road.took()
@@ -380,7 +381,7 @@ def test_few_rows_of_a_graph_of_many(kernels_on: str, first: int) -> None:
     for rows in (first, 40, 200):
         mask = mask_of(road, 1, 1, rows, 136)
         q, k, v = road.qkv(rows=rows, keys=136, grad=True)
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         out = compiled(q, k, v, mask)
         torch.autograd.grad(out.float().square().sum(), (q, k, v))
         took = road.took()

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.integrations import merge
 from torch_flashplug.integrations.ring import Step, steps_of
 from torch_flashplug.testing import assert_bitwise_equal
@@ -72,11 +73,11 @@ def test_a_margin_changes_no_bit_of_outputs(kernels_on: str, margin: int) -> Non
     q, k, v = (_draw(2, 2, 300, 64, dtype=torch.bfloat16, device=kernels_on, seed=i) for i in range(3))
     with sdpa_backend("fa3"):
         want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        assert native.set_cta_margin(margin) == 0
+        assert bindings.set_cta_margin(margin) == 0
         try:
             got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         finally:
-            assert native.set_cta_margin(0) == margin
+            assert bindings.set_cta_margin(0) == margin
     assert_bitwise_equal(f"margin {margin}", got, want)
 
 

@@ -21,7 +21,8 @@ from standin import road_to
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import composite, native, ops
+from torch_flashplug import composite, ops
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -151,7 +152,7 @@ def test_rows_of_low_scores_alone(low: float) -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("schema", native.names("schemas"), ids=lambda schema: schema.partition("(")[0])
+@pytest.mark.parametrize("schema", bindings.names("schemas"), ids=lambda schema: schema.partition("(")[0])
 def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
     """It takes arguments from stacks, and leaves results there, by their names in these."""
     namespace, name = schema.partition("(")[0].split("::")

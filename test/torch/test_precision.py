@@ -12,10 +12,11 @@ from graphs import Recorder, causal, sdpa
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, env, native, sdpa_backend
+from torch_flashplug import _start, env, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.quant_recipes import RECIPES, number_of
 
-SHIFT = native.PRECISION_SHIFT
+SHIFT = bindings.PRECISION_SHIFT
 
 
 def qkv(device: str = "meta", *, D: int = 128, rows: int = 1024, grad: bool = False) -> list[Tensor]:
@@ -32,7 +33,7 @@ def explained(inputs: list[Tensor], **more: object) -> torch_flashplug.api.Plan:
 def process() -> Iterator[None]:
     """A process whose precision is 16 bits again in the end."""
     yield
-    native.set_process_precision(0)
+    bindings.set_process_precision(0)
 
 
 @pytest.mark.parametrize("name, said", [("qk8", "qk8"), ("8bit", "8bit"), ("e4m3", "e4m3"), ("fp8", "8bit")])
@@ -150,7 +151,7 @@ def test_blocks_and_process_reach_kernels(kernels_on: str, process: None) -> Non
     inputs = qkv("cpu", D=64, rows=70)
     whole, eight = run(kernels_on, inputs, None), run(kernels_on, inputs, "qk8")
     assert not torch.equal(whole, eight)
-    native.set_process_precision(number_of("qk8"))
+    bindings.set_process_precision(number_of("qk8"))
     assert torch.equal(run(kernels_on, inputs, "qk8"), eight)
     for name in (None, "16bit"):  # it permits, and so short a call is not faster
         assert torch.equal(run(kernels_on, inputs, name), whole)
@@ -188,7 +189,7 @@ def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, process
         grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
-    native.set_process_precision(number_of("8bit"))
+    bindings.set_process_precision(number_of("8bit"))
     with sdpa_backend("auto"):
         got = compiled(*inputs)
         got.sum().backward()
@@ -200,8 +201,8 @@ def test_our_op_alone_multiplies_in_what_its_mode_says(kernels_on: str, process:
     """Whoever calls it may want gradients: not by what surrounds it."""
     inputs = [x.to(kernels_on) for x in qkv("cpu", D=64, rows=70)]
     op = torch.ops.torch_flashplug.sdpa_fwd
-    fa3 = native.BACKENDS.index("fa3")
-    native.set_process_precision(number_of("qk8"))
+    fa3 = bindings.BACKENDS.index("fa3")
+    bindings.set_process_precision(number_of("qk8"))
     whole = op(*inputs, None, 0.0, 0, None, fa3)[0]
     assert torch.equal(whole, run(kernels_on, inputs, "16bit"))
     eight = op(*inputs, None, 0.0, 0, None, fa3 | number_of("8bit") << SHIFT)[0]

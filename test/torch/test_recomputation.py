@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import native, sdpa_backend
+from torch_flashplug import sdpa_backend
+from torch_flashplug.dispatch import bindings
 
 MODES = ("auto", "fa3", "fa2", "math", "stock")
 PLACES = ("around both", "around the forward", "another around the backward")
@@ -50,7 +51,7 @@ def test_recomputation_sees_the_mode_of_its_forward(
     modes: list[str] = []
 
     def layer(x: Tensor) -> Tensor:
-        modes.append(native.backend_of(native.mode()))
+        modes.append(bindings.backend_of(bindings.mode()))
         return (2 * x).sin()
 
     def two_layers(x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def test_recomputation_sees_the_mode_of_its_forward(
     )
 
     assert len(modes) >= 2 and set(modes) == {mode}
-    assert native.mode() == 0
+    assert bindings.mode() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -73,7 +74,7 @@ def test_recomputation_of_a_forward_outside_any_block_stays_in_auto(reentrant: b
     modes: list[str] = []
 
     def layer(x: Tensor) -> Tensor:
-        modes.append(native.backend_of(native.mode()))
+        modes.append(bindings.backend_of(bindings.mode()))
         return x.sin()
 
     with sdpa_backend("math"):
@@ -91,8 +92,8 @@ def test_block_inside_a_recomputation_comes_before_the_mode_of_the_forward(reent
 
     def layer(x: Tensor) -> Tensor:
         with sdpa_backend("fa2"):
-            modes.append(native.backend_of(native.mode()))
-        modes.append(native.backend_of(native.mode()))
+            modes.append(bindings.backend_of(bindings.mode()))
+        modes.append(bindings.backend_of(bindings.mode()))
         return x.sin()
 
     with sdpa_backend("stock"):

@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import native, repair, sdpa_backend
+from torch_flashplug import repair, sdpa_backend
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Case, Inputs, new_case
 
 sdpa = F.scaled_dot_product_attention
@@ -108,7 +109,7 @@ def gradients(call: Posed, turn: Turn, compiled: bool) -> tuple[Tensor, Inputs, 
 @pytest.mark.parametrize("memory", ORDERS)
 def test_gradients_whatever_order_grad_out_lies_in(memory: str, masked: bool, compiled: bool) -> None:
     torch._dynamo.config.cache_size_limit = torch._dynamo.config.accumulated_cache_size_limit = 1000
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     failed, checked = [], 0
     for number, turn in itertools.product(range(len(SHAPES)), range(len(SEQUENCES))):
         call = posed(number, memory, turn, masked)
@@ -122,7 +123,7 @@ def test_gradients_whatever_order_grad_out_lies_in(memory: str, masked: bool, co
             except AssertionError as error:
                 failed.append(str(error))
     assert not failed, f"{len(failed)} of {checked}: " + "\n".join(failed[:8])
-    took = native.counters()
+    took = bindings.counters()
     assert took["repaired_bwd" if masked else "ours_bwd"] > checked / 2, took
 
 
@@ -134,10 +135,10 @@ def test_disable_takes_the_repair_out() -> None:
     mask = torch.zeros(128, 128, dtype=q.dtype, device="cuda")
     for on in (True, False, True):
         (torch_flashplug.enable if on else torch_flashplug.disable)()
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         with sdpa_backend("stock"):
             sdpa(q, k, v, attn_mask=mask).sum().backward()
-        assert native.counters()["repaired_bwd"] == on
+        assert bindings.counters()["repaired_bwd"] == on
 
 
 @pytest.mark.gpu
@@ -149,7 +150,7 @@ def test_what_stock_raises_is_raised_through_the_repair() -> None:
     none = torch.tensor([])
     texts, arguments = [], (none, none, None, none, none, 128, 128, 0.0, False)
     for on in (False, True):  # in this order: the repair stays
-        native.repair(*native.STOCK_BACKENDS[: 3 * on])
+        bindings.repair(*bindings.STOCK_BACKENDS[: 3 * on])
         with pytest.raises(Exception) as raised:  # fp64 is no dtype of its
             op(q.double(), q.double(), q.double(), q.double(), q.double(), lse, *arguments)
         texts.append((type(raised.value), str(raised.value).splitlines()[0]))
@@ -167,9 +168,9 @@ def test_dropout_and_the_order_of_grad_out() -> None:
     torch_flashplug.enable()
     with torch_flashplug.sdpa_backend("stock"):
         out = sdpa(q, k, v, dropout_p=0.125)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     pairs = [torch.autograd.grad(out, (q, k, v), laid_out(grad_out, order), retain_graph=True) for order in ORDERS]
-    assert native.counters()["repaired_bwd"] == 2
+    assert bindings.counters()["repaired_bwd"] == 2
     for a, b in zip(*pairs, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     assert all(grad.abs().amax() > 0.1 for grad in pairs[0])
@@ -177,22 +178,22 @@ def test_dropout_and_the_order_of_grad_out() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_without_cuda_there_is_nothing_to_repair() -> None:
-    assert repair.install() == "" and native.repair()
-    for backends in (("cudnn",), native.STOCK_BACKENDS):
-        assert not native.repair(*backends) and "lacks CUDA attention" in native.last_error()
+    assert repair.install() == "" and bindings.repair()
+    for backends in (("cudnn",), bindings.STOCK_BACKENDS):
+        assert not bindings.repair(*backends) and "lacks CUDA attention" in bindings.last_error()
 
 
 def test_what_another_torch_has_changed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's functions are called by names that say nothing of what they return. One op has other results here, one is
     gone.
     """
-    known, asked = native.names("schemas"), []
+    known, asked = bindings.names("schemas"), []
     other = [schema.replace("Tensor unused", "Tensor used") for schema in known]
     other += [schema.replace("_efficient_", "_efficient_no_more_") for schema in known if "_efficient_" in schema]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for schemas, repaired in ((known, native.STOCK_BACKENDS), (other, ("cudnn",))):
-        monkeypatch.setattr(native, "names", lambda of, schemas=schemas: tuple(schemas))
-        monkeypatch.setattr(native, "repair", lambda *backends: asked.append(backends) or True)
+    for schemas, repaired in ((known, bindings.STOCK_BACKENDS), (other, ("cudnn",))):
+        monkeypatch.setattr(bindings, "names", lambda of, schemas=schemas: tuple(schemas))
+        monkeypatch.setattr(bindings, "repair", lambda *backends: asked.append(backends) or True)
         said = repair.install()
         repair.in_graphs(False)
         assert asked.pop() == repaired
@@ -260,11 +261,11 @@ def test_cudnn_reads_what_it_is_given(kind: str, masked: bool) -> None:
     case = new_case(kind, (2, 4, 4), (200, 300), (64, v.shape[3]))
     mask = torch.ones(200, 300, dtype=torch.bool, device="cuda") if masked else None
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend("stock"):
         outs = [sdpa(q, k, v, attn_mask=mask) for _ in range(2)]
     grads = torch.autograd.grad(outs[1], (q, k, v), grad_out)
-    assert native.counters()["repaired_bwd"] == 1
+    assert bindings.counters()["repaired_bwd"] == 1
     assert [grad.stride() for grad in grads] == [torch.empty_like(tensor).stride() for tensor in (q, k, v)]
     check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), outs[1].detach(), grads)
 
@@ -326,14 +327,14 @@ def test_what_auto_is_given_may_lie_anywhere(kind: str) -> None:
     if kind == "graph":  # traced with operands that stock's flash can read
         attend = torch.compile(functools.partial(by, FLASH), backend="aot_eager", dynamic=False)
         attend(*(half(*shape) for shape in shapes))
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     torch.use_deterministic_algorithms(kind == "deterministic", warn_only=False)
     out = attend(q, k, v, attn_mask=mask, dropout_p=0.5 * (kind == "dropout"))
     grad_out = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), grad_out) if kind != "graph" else ()
     torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
-    assert native.counters()["ours_fwd"] == (kind == "masked")
+    assert bindings.counters()["ours_fwd"] == (kind == "masked")
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     exact = (wide[0] @ wide[1].mT * 0.125).softmax(-1) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
@@ -376,12 +377,12 @@ def test_the_backward_drops_what_the_forward_dropped() -> None:
         rows = 256 + 64 * number  # a plan of its own
         q, k = half(2, 4, rows, 128).requires_grad_(), half(2, 4, 128, 128).requires_grad_()
         v = torch.eye(128, device="cuda", dtype=torch.bfloat16).expand(2, 4, 128, 128).contiguous().requires_grad_()
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         with torch_flashplug.sdpa_backend("stock"):
             out = sdpa(q, k, v, dropout_p=p)
         grad_out = half(*out.shape)
         (grad_v,) = torch.autograd.grad(out, v, grad_out)
-        assert native.counters()["repaired_bwd"] == 1
+        assert bindings.counters()["repaired_bwd"] == 1
         exact = out.detach().double().mT @ grad_out.double()
         assert float((grad_v.double() - exact).norm() / exact.norm()) < 1e-2, p
 

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import native, problem, sdpa_backend
+from torch_flashplug import problem, sdpa_backend
 from torch_flashplug.api import DEVICES, Plan
+from torch_flashplug.dispatch import bindings
 
 MASKS = {"none": None, "keys": (96,), "scores": (128, 96), "heads": (4, 128, 96), "one": (1, 128, 96),
          "four_dims": (1, 4, 128, 96), "two_batches": (2, 4, 128, 96)}  # fmt: skip
@@ -140,7 +141,7 @@ def test_explain_asks_stock_about_the_dims_that_torch_would_ask_about(
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     with road_to("cpu"), FakeTensorMode() as mode:
         monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-        native.set_facts_override(DEVICES["a100"])  # auto takes nothing there
+        bindings.set_facts_override(DEVICES["a100"])  # auto takes nothing there
         given = (x.to("meta") for x in (*operands(), torch.ones(128, 96, dtype=torch.bool)))
         plan = torch_flashplug.explain(*(FakeTensor(mode, x, torch.device("cuda:0")) for x in given))
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 import torch_flashplug
-from torch_flashplug import _start, attention, integrations, native, packs
+from torch_flashplug import _start, attention, integrations
+from torch_flashplug.dispatch import bindings, packs
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
@@ -59,12 +60,12 @@ def test_ours(door: str, window: tuple[int, int], backend: str) -> None:
     leaves = [x.requires_grad_() for x in operands(door)]
     cu_q, cu_k, *_ = lengths = given(door)
     settings = {"window_size": window, "scale": 0.2, **GROUPED}
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend):
         out, lse = varlen.varlen_attn(*leaves, *lengths, **settings, return_aux=varlen.AuxRequest(lse=True))
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     found = torch.autograd.grad(out, leaves, do)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and out.is_contiguous() and lse.shape == (4, sum(ROWS))
     with torch_flashplug.sdpa_backend("math"):
         wide = [x.detach().float().requires_grad_() for x in leaves]
@@ -83,12 +84,12 @@ def test_one_split_has_the_same_bits_in_any_batch(door: str) -> None:
     q, k, v = operands(door)
     settings = {"num_splits": 1, "window_size": (-1, 0), **GROUPED}
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         all_of_them = varlen.varlen_attn(q, k, v, *given(door), **settings)
         rows, keys = slice(70, 200), slice(79, 219)
         cu = [starts((n,), door) for n in (130, 140)]
         alone = varlen.varlen_attn(q[rows], k[keys], v[keys], *cu, 130, 140, **settings)
-    assert native.counters(reset=True)["ours_fwd"] == 2 and torch.equal(alone, all_of_them[rows])
+    assert bindings.counters(reset=True)["ours_fwd"] == 2 and torch.equal(alone, all_of_them[rows])
 
 
 @SINCE_2_13
@@ -128,10 +129,10 @@ def test_compiled(door: str) -> None:
     with torch_flashplug.sdpa_backend("fa3"):
         right = call(*leaves)
         exact = torch.autograd.grad(right.float().sum(), leaves)
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         out = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
         found = torch.autograd.grad(out.float().sum(), leaves)
-    counts = native.counters(reset=True)
+    counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, right)
     for got, one in zip(found, exact, strict=True):
         assert float((got - one).norm() / one.norm()) < 1e-2
@@ -183,12 +184,12 @@ def test_what_forced_kernels_do_not_take(door: str) -> None:
 
 def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]) -> None:
     integrations.varlen.install("CPU")
-    native.set_process_backend(torch_flashplug.sdpa_backend("fa3").mode)
+    bindings.set_process_backend(torch_flashplug.sdpa_backend("fa3").mode)
     try:
         q = torch.randn(9, 2, 60)
         varlen.varlen_attn(q, q, q, *(starts((4, 5), "cpu"),) * 2, 5, 5)
     finally:
-        native.set_process_backend(0)
+        bindings.set_process_backend(0)
     assert stock_on_cpu == ["forward"]
 
 
@@ -197,15 +198,15 @@ def test_auto_leaves_to_stock_what_has_no_kernel(
 ) -> None:
     """A pack that is not there: nothing is computed by mathematics, whose memory is that of all scores."""
     monkeypatch.setenv("TORCH_FLASHPLUG_JIT", "0")
-    native.clear_packs()
-    native.counters(reset=True)
+    bindings.clear_packs()
+    bindings.counters(reset=True)
     try:
         _start.push_tables()  # kernels are looked for again
         varlen.varlen_attn(*operands(door), *given(door), **GROUPED)
     finally:
         packs.register()
         _start.push_tables()
-    assert not any(native.counters(reset=True).values()) and native.mode() == 0
+    assert not any(bindings.counters(reset=True).values()) and bindings.mode() == 0
     assert stock_on_cpu == ["forward"] * (door == "cpu")
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import torch_flashplug
-from torch_flashplug import _start, doors, explain_varlen, integrations, native, packs
+from torch_flashplug import _start, explain_varlen, integrations
+from torch_flashplug.dispatch import bindings, packs, varlen_decision
 from torch_flashplug.registry import dispatch_table
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
@@ -28,9 +29,9 @@ LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
 def rule() -> Iterator[Callable[[str], None]]:
     """Says how torch chooses, as another version's would."""
     integrations.varlen.prepare()
-    before = doors.varlen_rule()
-    yield doors.know_varlen_rule
-    doors.know_varlen_rule(before)
+    before = varlen_decision.varlen_rule()
+    yield varlen_decision.know_varlen_rule
+    varlen_decision.know_varlen_rule(before)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_the_rule_of_this_torch() -> None:
     has_cudnn = torch.version.cuda is not None and (torch.backends.cudnn.version() or 0) >= 91800
     of_2_14 = "shapes" if has_cudnn else "flash"
     expected = "flash" if VERSION < (2, 14) else of_2_14 if VERSION < (2, 15) else "argument"
-    assert doors.varlen_rule() == expected
+    assert varlen_decision.varlen_rule() == expected
     body = getattr(varlen, "_should_use_cudnn", None)
     assert expected != "flash" or VERSION >= (2, 14) or body is None or body(0) is False
 
@@ -161,8 +162,8 @@ def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> No
 
 
 def test_rows_are_of_known_kernels_and_facts() -> None:
-    assert dispatch_table.VARLEN_KERNELS == native.names("varlen kernels")
-    assert dispatch_table.VARLEN_FACTS == native.names("varlen fact bits")
+    assert dispatch_table.VARLEN_KERNELS == bindings.names("varlen kernels")
+    assert dispatch_table.VARLEN_FACTS == bindings.names("varlen fact bits")
     for row in dispatch_table.VARLEN_ROWS:
         assert row.stock in dispatch_table.VARLEN_KERNELS and set(row.facts) <= set(dispatch_table.VARLEN_FACTS)
         assert bool(row.wrong) != bool(row.ratio) and row.measured
@@ -193,24 +194,24 @@ def test_the_op_does_what_explain_says(
 ) -> None:
     rule(way)
     call = given(door, **sizes)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.no_grad():
         varlen.varlen_attn(*call, **settings)
-    assert native.counters(reset=True)["ours_fwd"] == is_ours
+    assert bindings.counters(reset=True)["ours_fwd"] == is_ours
     assert varlen_on_cpu == ["forward"] * (not is_ours and door == "cpu")
     assert (explain_varlen(*call, **settings, device="h100").backend == "fa3") == is_ours
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         varlen.varlen_attn(*call, **settings)
-    assert native.counters(reset=True)["ours_fwd"] == 1
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
 
 
 def test_misaligned_operands_are_right_by_ours(door: str, rule: Callable[[str], None]) -> None:
     rule("shapes")
     q, k, v, *lengths = given(door)
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.no_grad():
         found = varlen.varlen_attn(q, misaligned(k), v, *lengths)
-        assert native.counters(reset=True)["ours_fwd"] == 1
+        assert bindings.counters(reset=True)["ours_fwd"] == 1
         with torch_flashplug.sdpa_backend("fa3"):
             assert torch.equal(found, varlen.varlen_attn(q, k, v, *lengths))
 
@@ -225,18 +226,18 @@ def test_cudnns_backward_never_follows_our_forward(
     q, k, v, cu, _, longest, _ = given(door)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     told = {"backend": SDPBackend.CUDNN_ATTENTION.value} if VERSION >= (2, 15) else {}
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend("fa3"):
         out, *_ = torch.ops.torch_attn._varlen_attn(*leaves, cu, cu, longest, longest, **told)
-    assert native.counters(reset=True)["ours_fwd"] == 1
-    native.clear_packs()
+    assert bindings.counters(reset=True)["ours_fwd"] == 1
+    bindings.clear_packs()
     try:
         _start.push_tables()  # kernels are looked for again
         torch.autograd.grad(out.float().sum(), leaves)
     finally:
         packs.register()
         _start.push_tables()
-    assert varlen_on_cpu == ["backward"] * (door == "cpu") and native.counters(reset=True)["ours_bwd"] == 0
+    assert varlen_on_cpu == ["backward"] * (door == "cpu") and bindings.counters(reset=True)["ours_bwd"] == 0
 
 
 # ---- torch 2.15: sdpa_kernel and the argument `backend` ----
@@ -248,7 +249,7 @@ def test_a_block_of_cudnn_alone_is_torchs(door: str, varlen_on_cpu: list[str], b
     """As F.sdpa's rule is: neither FLASH_ATTENTION nor OVERRIDEABLE is allowed, so ours is not, forced or not."""
     call = given(door)
     cudnn, flash, ours = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.OVERRIDEABLE
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     with torch.no_grad(), torch_flashplug.sdpa_backend(backend):
         for allowed, chosen, is_ours in (
             ([cudnn], cudnn, False),
@@ -260,7 +261,7 @@ def test_a_block_of_cudnn_alone_is_torchs(door: str, varlen_on_cpu: list[str], b
             varlen_on_cpu.clear()
             with sdpa_kernel(allowed):
                 torch.ops.torch_attn._varlen_attn(*call, backend=chosen.value)
-            assert native.counters(reset=True)["ours_fwd"] == is_ours
+            assert bindings.counters(reset=True)["ours_fwd"] == is_ours
             asked = "forward" if chosen == flash else "cudnn forward"
             assert varlen_on_cpu == [asked] * (not is_ours and door == "cpu")
 

@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 
 import torch_flashplug
 
-from .. import env, native
+from .. import env
+from ..dispatch import bindings
 from . import llama
 from .model import Shape
 from .scopes import Scope, all_scopes
@@ -154,14 +155,14 @@ def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) 
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     program, losses, spans = make(mesh, recipe), [], []
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     for text in texts:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         begin = time.perf_counter()
         losses.append(program.step(text))
         wait()
         spans.append(time.perf_counter() - begin)
-    took = {path: n for path, n in native.counters().items() if n}
+    took = {path: n for path, n in bindings.counters().items() if n}
     peak = torch.tensor(torch.cuda.max_memory_allocated() if on_gpu else 0, device=mesh.device_type)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return Run(losses, statistics.median(spans[min(WARM_STEPS, len(spans) - 1) :]), int(peak), took)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .. import interpreted, native
+from .. import interpreted
+from ..dispatch import bindings
 from ..testing import Masking, attention_math, measure_error
 from . import measured
 from . import model as gpt
@@ -61,9 +62,9 @@ def prefill_on(pack: Path, model: gpt.ByteGPT, prompt: Tensor) -> tuple[Tensor, 
         The logits after the prompt, the attention calls with their outputs, and how many of them our kernel served.
     """
     with interpreted.kernels(pack), OutputRecorder() as recorder:
-        native.counters(reset=True)
+        bindings.counters(reset=True)
         logits, _ = gpt.prefill(model, prompt, prompt.shape[1])
-        num_served = native.counters(reset=True)["ours_fwd"]
+        num_served = bindings.counters(reset=True)["ours_fwd"]
     return logits, recorder, num_served
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .. import native, tracing
+from .. import tracing
+from ..dispatch import bindings
 from . import gathered, ring
 
 _log = logging.getLogger("torch_flashplug")
@@ -24,7 +25,7 @@ _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _SEQ = 2  # dim of the rows
 _STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
-_WORD = (1 << native.PRECISION_SHIFT) - 1  # of a mode: all but its precision, since steps are of 16 bits
+_WORD = (1 << bindings.PRECISION_SHIFT) - 1  # of a mode: all but its precision, since steps are of 16 bits
 _NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # of the op, and what they are if not given
 _DEFAULTS = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 # Names of torch's: parameters of a function, members of others.
@@ -142,8 +143,8 @@ def _is_traced(x: Tensor) -> bool:
 
 def _mode_of(x: Tensor) -> int:
     """Of a forward: what surrounds it, or the trace. A backend of the process is read by each step."""
-    mode = tracing.traced_mode() if _is_traced(x) else native.effective_mode()
-    return 0 if native.is_preference(mode) else mode & _WORD
+    mode = tracing.traced_mode() if _is_traced(x) else bindings.effective_mode()
+    return 0 if bindings.is_preference(mode) else mode & _WORD
 
 
 def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool) -> ring.Settings:

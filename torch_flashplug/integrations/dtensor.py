@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import native, ops, problem, tracing
+from .. import ops, problem, tracing
+from ..dispatch import bindings
 from . import context_parallel
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, 
     if _is_step(query):
         return context_parallel.why_not()
     if _is_sharded(query, ROWS):  # a forced backend has to say so: stock would gather the rows
-        return None if native.forced_kernels(native.effective_mode()) else _of_rows()
+        return None if bindings.forced_kernels(bindings.effective_mode()) else _of_rows()
     if not all(p.is_replicate() or _shards(p, _BATCH) or _shards(p, _HEADS) for p in query.placements):
         return f"query is placed {list(query.placements)}; kernels take Replicate(), Shard(0) and Shard(1)"
     return _uneven(query, key)

@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from .. import doors, native
+from ..dispatch import bindings, varlen_decision
 from ..overrides import first_other_owner, spend_warning
 
 _OPS = ("aten::_efficient_attention_forward", "aten::_efficient_attention_backward")
@@ -20,7 +20,7 @@ def install(device: str = "CUDA") -> None:
     """Put them in place, unless this torch has other schemas or another library has kernels there. "CPU" serves the
     tests' stand-in.
     """
-    known = {schema.partition("(")[0]: schema for schema in native.names("schemas")}
+    known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     for name in _OPS:
         packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
         if packet is None or str(packet.default._schema) != known[name]:
@@ -30,9 +30,9 @@ def install(device: str = "CUDA") -> None:
         _log.info("efficient attention stays with the library that has registered its kernels at %s", place)
         return
     spend_warning()
-    if not doors.open_efficient(device):
-        _log.debug("efficient attention stays stock's: %s", native.last_error())
+    if not varlen_decision.open_efficient(device):
+        _log.debug("efficient attention stays stock's: %s", bindings.last_error())
 
 
 def uninstall() -> None:
-    doors.close_efficient()
+    varlen_decision.close_efficient()

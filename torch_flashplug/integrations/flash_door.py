@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from .. import native
+from ..dispatch import bindings
 from ..overrides import first_other_owner, spend_warning
 
 NAME = "FLASHPLUG"  # in torch.nn.attention's registry
@@ -28,16 +28,16 @@ def install(device: str = "CUDA", *, over_others: bool = False) -> None:
         return
     for name in _OPS:
         packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks one
-        if packet is not None and not native.know_flash(schema := str(packet.default._schema)):
+        if packet is not None and not bindings.know_flash(schema := str(packet.default._schema)):
             _log.debug("flash attention stays stock's: this torch has %s", schema)
             return
     spend_warning()
-    if not native.open_flash(device):
-        _log.debug("flash attention stays stock's: %s", native.last_error())
+    if not bindings.open_flash(device):
+        _log.debug("flash attention stays stock's: %s", bindings.last_error())
 
 
 def uninstall() -> None:
-    native.close_flash()
+    bindings.close_flash()
 
 
 def other_owner() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import native
+from ..dispatch import bindings
 from . import flash_door
 
 
@@ -16,12 +16,12 @@ class Handle:
     """Of an activation; torch's registry ends it by remove()."""
 
     def __init__(self) -> None:
-        native.prefer_flash(True)
-        if native.enabled():
+        bindings.prefer_flash(True)
+        if bindings.enabled():
             flash_door.install(over_others=True)
 
     def remove(self) -> None:
-        native.prefer_flash(False)
+        bindings.prefer_flash(False)
 
 
 def register() -> None:

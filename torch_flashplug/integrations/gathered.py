@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import native, ops, reference, windowed
+from .. import ops, reference, windowed
+from ..dispatch import bindings
 from . import ring
 from .ring import Settings
 
@@ -69,11 +70,11 @@ class _Chunks:
 
 @contextlib.contextmanager
 def _in_mode(mode: int) -> Iterator[None]:
-    before = native.set_mode(mode)
+    before = bindings.set_mode(mode)
     try:
         yield
     finally:
-        native.set_mode(before)
+        bindings.set_mode(before)
 
 
 def _window(is_causal: bool) -> windowed.Window:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import env, native, ops, reference
+from .. import env, ops, reference
+from ..dispatch import bindings
 from . import merge
 
 _SETTINGS = "str group, str rotate, bool balanced, bool wide, bool is_causal, float? scale, int mode"
@@ -143,11 +144,11 @@ def check(settings: Settings, query: Tensor, key: Tensor) -> None:
 
 @contextlib.contextmanager
 def _room_for_collectives() -> Iterator[None]:
-    before = native.set_cta_margin(env.RING_MARGIN.count())
+    before = bindings.set_cta_margin(env.RING_MARGIN.count())
     try:
         yield
     finally:
-        native.set_cta_margin(before)
+        bindings.set_cta_margin(before)
 
 
 def check_balance(settings: Settings) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from .. import doors, native, overrides, up_calls
+from .. import overrides
+from ..dispatch import bindings, callbacks, varlen_decision
 
 _MODULE = "torch.nn.attention.varlen"
 _BACKWARD = "_varlen_attn_backward"
@@ -34,15 +35,15 @@ def install(device: str = "CUDA") -> None:
 
     Where another library's kernels stand there, as cudnn.torch's may, they stay in force and ours are not put in place.
     """
-    up_calls.set_prepare(prepare)
+    callbacks.set_prepare(prepare)
     if place := other_owner(device):
         _log.info("varlen_attn stays with the library that has registered its kernels at %s", place)
         return
-    native.open_varlen(device)
+    bindings.open_varlen(device)
 
 
 def uninstall() -> None:
-    native.close_varlen()
+    bindings.close_varlen()
 
 
 def other_owner(device: str = "CUDA") -> str:
@@ -61,8 +62,8 @@ def prepare() -> None:
             _define(f"_stock{name}", schema, _body(name))
             if name == _BACKWARD:
                 _define(f"_flash{name}", schema, _flash_backward(packet.default))
-            doors.know_varlen_rule(_rule(schema))
-            native.know_varlen(name, schema)
+            varlen_decision.know_varlen_rule(_rule(schema))
+            bindings.know_varlen(name, schema)
             _known.add(name)
 
 
@@ -86,7 +87,7 @@ def _rule(schema: str) -> str:
 def _body(name: str) -> Callable:
     """torch's body, as it is when it is called."""
 
-    @native.held
+    @bindings.held
     @functools.wraps(getattr(sys.modules[_MODULE], name)._init_fn)
     def body(*given: object) -> object:
         return getattr(sys.modules[_MODULE], name)._init_fn(*given)
@@ -98,7 +99,7 @@ def _flash_backward(op: torch._ops.OpOverload) -> Callable:
     """Flash attention's backward of the same arguments, for forwards of ours: cuDNN's must not follow them."""
     names = [argument.name for argument in op._schema.arguments]
 
-    @native.held
+    @bindings.held
     def body(*given: object) -> tuple[torch.Tensor, ...]:
         told = dict(zip(names, given, strict=False))
         operands = [told[name] for name in ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k")]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .codegen import linker
+from ..codegen import linker
 
 _keep: dict[str, object] = {}  # libraries that others need
 

@@ -20,10 +20,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import library, native
-from .codegen import host_cpu, kernel_cache
-from .codegen.provided import Provided
-from .registry import kernel_table
+from ..codegen import host_cpu, kernel_cache
+from ..codegen.provided import Provided
+from ..registry import kernel_table
+from . import bindings, library
 
 log = logging.getLogger("torch_flashplug.packs")
 
@@ -100,7 +100,7 @@ def register() -> None:
         elif not pack.is_compressed:
             usable[pack.name] = pack.path
     for pack in kernel_table.PACKS:
-        native.load_pack(usable.get(pack.name), pack.target)
+        bindings.load_pack(usable.get(pack.name), pack.target)
 
 
 def provide(name: str, target: str) -> Provided | None:

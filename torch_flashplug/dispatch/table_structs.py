@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from ctypes import c_char_p, c_double, c_int32, c_int64
 from typing import TYPE_CHECKING
 
-from .registry import features, kernel_args
-from .registry.architectures import FAMILIES
-from .registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
-from .registry.dtypes import ELEMENTS, NUMBERS
-from .registry.kernel_spec import CLUSTER, KINDS
-from .registry.stock_bugs import FACTS
+from ..registry import features, kernel_args
+from ..registry.architectures import FAMILIES
+from ..registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
+from ..registry.dtypes import ELEMENTS, NUMBERS
+from ..registry.kernel_spec import CLUSTER, KINDS
+from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
-    from .registry import dispatch_table, kernel_table, stock_bugs
+    from ..registry import dispatch_table, kernel_table, stock_bugs
 
 DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # any other: the next
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import rows
+from ..registry import features
+from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from . import table_structs
 from .library import doubles, ints, lib, text
-from .registry import features
-from .registry.architectures import BACKENDS, KERNEL_BACKENDS
 
 if TYPE_CHECKING:
-    from .registry import dispatch_table, kernel_table, stock_bugs
+    from ..registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
 # Of a mode word (Mode in src/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
@@ -261,14 +261,14 @@ def push_rows(
     """Replaces the tables."""
     clear_rows()
     tables = {
-        "feature": rows.of_features(),
-        "argument": rows.of_arguments(),
-        "family": rows.of_families(),
-        "kernel": (kernel for row in kernel_rows for kernel in rows.of_kernels(row)),
-        "rescue": map(rows.of_rescue, rescue_rows),
-        "choice": map(rows.of_choice, choice_rows),
-        "varlen": map(rows.of_varlen, varlen_rows),
-        "gate": (rows.of_gate(gate),),
+        "feature": table_structs.of_features(),
+        "argument": table_structs.of_arguments(),
+        "family": table_structs.of_families(),
+        "kernel": (kernel for row in kernel_rows for kernel in table_structs.of_kernels(row)),
+        "rescue": map(table_structs.of_rescue, rescue_rows),
+        "choice": map(table_structs.of_choice, choice_rows),
+        "varlen": map(table_structs.of_varlen, varlen_rows),
+        "gate": (table_structs.of_gate(gate),),
     }
     for name, table in tables.items():
         for row in table:

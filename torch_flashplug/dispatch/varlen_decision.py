@@ -7,18 +7,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from . import native
+from . import bindings
 from .library import ints, lib, text
 
 
 def know_varlen_rule(rule: str) -> None:
     """Say how the running torch chooses the kernel of its varlen_attn: one of native.names("varlen rules")."""
-    lib().flashplug_know_varlen_rule(native.names("varlen rules").index(rule))
+    lib().flashplug_know_varlen_rule(bindings.names("varlen rules").index(rule))
 
 
 def varlen_rule() -> str:
     """Return what know_varlen_rule() was told last; "unknown" before that."""
-    return native.names("varlen rules")[lib().flashplug_varlen_rule()]
+    return bindings.names("varlen rules")[lib().flashplug_varlen_rule()]
 
 
 def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str, str]:
@@ -28,7 +28,7 @@ def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[st
     "stock" (the kernel that torch would run), "said" (why, in words), and, empty where they do not apply, "row" (the
     measurement that decided), "rescue" (what stock would do that is wrong) and "error" (what the call raises).
     """
-    known = native.names("varlen facts")
+    known = bindings.names("varlen facts")
     if unlike := set(known) ^ set(facts):
         raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ")
     values = ints([int(facts[name]) for name in known])

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import native
-from .registry import kernel_table
-from .registry.dtypes import WHOLE
-from .registry.kernel_spec import KernelSpec
-from .rows import DTYPE_IDS
+from ..registry import kernel_table
+from ..registry.dtypes import WHOLE
+from ..registry.kernel_spec import KernelSpec
+from . import bindings
+from .table_structs import DTYPE_IDS
 
 Call = Mapping[str, float]  # facts of a call, as native.plan() takes them
 
@@ -96,7 +96,7 @@ def kernels_of(calls: Iterable[Call], facts: Mapping[str, int], mode: int = 0) -
     """
     names: dict[str, None] = {}
     for call in calls:
-        plan = native.plan(call, facts, mode)
+        plan = bindings.plan(call, facts, mode)
         names |= dict.fromkeys(_KERNEL.findall(f"{plan['kernel']} {plan['gradients']}"))
     return list(names)
 
