@@ -239,9 +239,9 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
 bool efficient_can_run(const Problem& p);
 ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
 ForwardResult math_forward(const ForwardCall& call);
-Owned cached_math(const ForwardCall& call);         // of key and value in 8 bits, made 16 (cached.py)
+Owned cached_math(const ForwardCall& call);         // of key and value in 8 bits, made 16 (quantized_kv.py)
 ForwardResult paged_math(const ForwardCall& call);  // of key and value in pages (paged.py)
-// Of windows (windowed.py).
+// Of windows (attention.py).
 ForwardResult attention_math(const ForwardCall& call);
 BackwardResult attention_math_backward(const BackwardCall& call);
 // Of lists of blocks (block_sparse.py).

@@ -1,6 +1,6 @@
 // What dropout's bits are drawn from: a seed of the default generator, as stock's kernels take theirs, so that
 // manual_seed, checkpoints and replays of graphs hold. The bits themselves are made in registers
-// (kernels/parts/scores/dropout.py) and, the same ones, by math (dropped.py): a backward follows any forward.
+// (kernels/parts/scores/dropout.py) and, the same ones, by math (dropout_reference.py): a backward follows any forward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include "arguments.h"

@@ -1,8 +1,8 @@
 // The third door: ops of attention(), which says what F.sdpa cannot. A kernel of ours wherever one can run the call,
 // since stock has none to compare it with; else the mathematics that Python registers beside each op.
 //
-//   torch_flashplug::cached_fwd: key and value in 8 bits (cached.py)
-//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (windowed.py)
+//   torch_flashplug::cached_fwd: key and value in 8 bits (quantized_kv.py)
+//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (attention.py)
 //   torch_flashplug::_plan_lists: what calls of them may share (plans.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
 //   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (listed.cpp)

@@ -166,7 +166,7 @@ Owned cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
-// What the ops of windowed.py and paged.py are told beside tensors.
+// What the ops of attention.py and paged.py are told beside tensors.
 template <const Schema& schema>
 void put_window(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
@@ -179,7 +179,7 @@ void put_window(const ForwardCall& call, OpCall* to) {
   op[schema["fixed_split_size"]] = box::from(call.fixed_split_size);
 }
 
-// What both ops of windowed.py are told beside operands and results.
+// What both ops of attention.py are told beside operands and results.
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;

@@ -13,8 +13,9 @@ from standin import Road
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from torch_flashplug import ops, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import sdpa as ops
 from torch_flashplug.registry.architectures import BACKENDS
 
 OWN_OPS = {

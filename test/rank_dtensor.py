@@ -12,8 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_flashplug
-from torch_flashplug import ops, tracing
+from torch_flashplug import tracing
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import sdpa
 from torch_flashplug.testing import Case, Inputs, assert_within_budget, attention_math
 from torch_flashplug.testing.oracle import Masking
 
@@ -109,7 +110,7 @@ def case_own_ops(rank: Rank) -> None:
     for placement in (HEADS, Replicate()):
         q, k, v, grad = _placed(rank, inputs, placement)
         F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())  # the first DTensor registers the strategies
-        out = ops.namespace.sdpa_fwd(q, k, v, None, 0.0, ops.CAUSAL_TOP_LEFT, None, 0)[0]
+        out = sdpa.namespace.sdpa_fwd(q, k, v, None, 0.0, sdpa.CAUSAL_TOP_LEFT, None, 0)[0]
         assert out.placements == (placement,)
         assert_right(case, inputs, *(_full(out)), _full(*torch.autograd.grad(out, (q, k, v), grad.detach())))
 

@@ -31,9 +31,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import env, integrations, ops
+from torch_flashplug import env, integrations
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.integrations import ring as ring_module
+from torch_flashplug.ops import sdpa
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
 
 SDPA = F.scaled_dot_product_attention
@@ -241,7 +242,7 @@ def case_mode_of_the_forward(rank: Rank) -> None:
     inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
 
     def watch(*args: object) -> tuple:
-        seen.append(bindings.backend_of(ops.BackwardArgs(*args).mode))
+        seen.append(bindings.backend_of(sdpa.BackwardArgs(*args).mode))
         return real.sdpa_bwd(*args)
 
     with ring(rank, case.Sq, Way()) as module:

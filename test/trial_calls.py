@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import dropped
-from torch_flashplug.lists import turns
+from torch_flashplug.ops import dropout_reference
+from torch_flashplug.ops.bitmask import words
+from torch_flashplug.ops.block_sparse_order import turns
 from torch_flashplug.registry.kernel_args import OF_KIND
 from torch_flashplug.registry.kernel_spec import BACKWARD_TILE, LISTED, SCRATCH_UNITS, WARPGROUP, KernelSpec
 from torch_flashplug.testing import (
@@ -32,7 +33,6 @@ from torch_flashplug.testing import (
     new_case,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
-from torch_flashplug.words import words
 
 ROOT = Path(__file__).resolve().parents[1]
 CTAS = 3
@@ -100,9 +100,9 @@ def bits(call: Call, seed: int) -> Call:
 def dropout(call: Call, seed: int) -> Call:
     B, Hq, Sq, Sk = call.shape
     drawn_from = torch.tensor([seed + 100])
-    kept = dropped.dropout_mask(drawn_from, B, Hq, Sq, Sk, DROPS)
+    kept = dropout_reference.dropout_mask(drawn_from, B, Hq, Sq, Sk, DROPS)
     call = call.given(drawn_from=drawn_from, drops=DROPS)
-    masking = dataclasses.replace(call.masking, kept=kept, kept_share=dropped.share_of(DROPS))
+    masking = dataclasses.replace(call.masking, kept=kept, kept_share=dropout_reference.share_of(DROPS))
     return dataclasses.replace(call, masking=masking)
 
 

@@ -14,7 +14,7 @@ from harness import Bench, facts_of, graphed, row_of
 from torch import Tensor
 
 from torch_flashplug import QuantizedTensor, sdpa_backend
-from torch_flashplug.quantised import in_int8, mean_of_finite, rotate
+from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rotate
 from torch_flashplug.registry.quant_recipes import LARGEST
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 

@@ -15,7 +15,7 @@ from harness import Bench, facts_of, row_of, time_calls
 from records import GRADIENT_FLOP, OURS
 from torch import Tensor
 
-from torch_flashplug import dropped
+from torch_flashplug.ops import dropout_reference
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -57,7 +57,7 @@ def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed:
     few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
     kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
     seen = None if mask is None else mask[:1, :1]
-    rule = Masking(int(case.causal), seen, kept=kept, kept_share=dropped.share_of(P))
+    rule = Masking(int(case.causal), seen, kept=kept, kept_share=dropout_reference.share_of(P))
     errors = measure_error(out[:1, :1], oracle(case, few, rule).out, plain(case, few, rule).out)
     return None if errors.ok else str(errors)
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import dropped, env
+from torch_flashplug import env
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.ops import empty_in_layout_of
-from torch_flashplug.quantised import Quantised, quantise
+from torch_flashplug.ops import dropout_reference
+from torch_flashplug.ops.quantize_reference import Quantised, quantise
+from torch_flashplug.ops.sdpa import empty_in_layout_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.quant_recipes import RECIPES
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, bias_grad_math, grads_math
@@ -71,7 +72,7 @@ def kept_by_ours(posed: Posed) -> Tensor:
 def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
     """kept: of probabilities, where some are dropped."""
     call, given = posed.call, (posed.q, posed.k, posed.v)
-    mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropped.share_of(call.dropout) or 1.0)
+    mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropout_reference.share_of(call.dropout) or 1.0)
     rule = {"scale": call.scale, "mask": mask}
     found = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):

@@ -19,10 +19,10 @@ if not inert:
 
     from .api import disable, enable, explain, sdpa_backend
     from .attention import attention
-    from .block_masks import BlockLists, block_lists
-    from .cached import QuantizedTensor
     from .explained import explain_attention
     from .explained_varlen import explain_varlen
+    from .ops.block_mask import BlockLists, block_lists
+    from .ops.quantized_kv import QuantizedTensor
     from .plans import LengthsPlan, plan
     from .sequences import append_kv
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from . import _start, composite, env, integrations, problem, repair, tracing
-from .cached import QuantizedTensor, readable
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 from .dispatch import bindings
-from .ops import never_a_frame
+from .ops.quantized_kv import QuantizedTensor, readable
+from .ops.sdpa import never_a_frame
 from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from .registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
 
@@ -120,7 +120,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
     scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None:
     what the process permits (enable). Operands are made ahead of each call, rotated and with scales (quant_recipes.py,
-    quantised.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
+    quantize_reference.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
     was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it is an order.
 
     Blocks nest. Inside a torch.compile region the block is compiled in, for F.sdpa and attention() (ops of torch's

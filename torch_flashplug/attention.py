@@ -1,4 +1,4 @@
-"""attention(): what F.scaled_dot_product_attention has no argument for. Windows and sinks are kernels' (windowed.py)
+"""attention(): what F.scaled_dot_product_attention has no argument for. Windows and sinks are kernels' (attention.py)
 where they are long or differentiated; what is left of a window of few rows is a call of F.scaled_dot_product_attention.
 """
 
@@ -34,9 +34,9 @@ from .operands import (
     window_of,
     written,
 )
+from .ops.attention import NO_PLAN, Window
 from .plans import LengthsPlan, check_is_plan
 from .sequences import check_pages, in_pages, on_end, some_of_each
-from .windowed import NO_PLAN, Window
 
 _F_SDPA = torch._C._nn.scaled_dot_product_attention  # the built-in one; context_parallel puts its own in its place
 

@@ -17,7 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from . import problem
 from .dispatch import bindings
 from .integrations import dtensor
-from .ops import never_a_frame
+from .ops.sdpa import never_a_frame
 from .tracing import kept_mask
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default

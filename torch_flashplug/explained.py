@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from . import _start, paged, problem
+from . import _start, problem
 from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
-from .block_masks import BlockLists, block_lists
 from .dispatch import bindings
 from .operands import check_out, window_of
+from .ops import paged
+from .ops.attention import Window, namespace
+from .ops.block_mask import BlockLists, block_lists
 from .plans import check_is_plan
 from .registry import features
 from .registry.architectures import BACKENDS, KERNEL_BACKENDS
-from .windowed import Window, namespace
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__

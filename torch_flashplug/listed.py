@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import problem, tracing
-from .block_masks import BlockLists, block_lists
-from .block_sparse import namespace
 from .operands import check_dtypes, check_operands, refuse_forward_mode
+from .ops.block_mask import BlockLists, block_lists
+from .ops.block_sparse import namespace
 
 
 def of_blocks(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import problem, sequences, windowed
-from .cached import multiplied_in
+from . import problem, sequences
 from .operands import softcap_of, split_size_of, splits_of, window_of
-from .windowed import Window
+from .ops import attention
+from .ops.attention import Window
+from .ops.quantized_kv import multiplied_in
 
 
 class _Seen(NamedTuple):
@@ -95,7 +96,7 @@ def check_is_plan(plan: object, on_end: bool) -> None:
 @torch.inference_mode(False)  # what is kept may meet gradients later
 @torch.no_grad()
 def _lists(operands: list[Tensor], lengths: sequences.Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
-    return windowed.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
+    return attention.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
                                           gradients)  # fmt: skip
 
 

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from . import digested, ops
 from .dispatch import bindings
 from .dispatch import table_structs as rows
+from .ops import mask_preprocess_reference, sdpa
 from .registry.dtypes import NUMBERS
 from .registry.kernel_spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
-_RIGHT_CHOICE = ops.namespace._right_choice.default
+_RIGHT_CHOICE = sdpa.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}  # to trace
 SUBCLASS = "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
@@ -158,8 +158,8 @@ def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
         return f"attn_mask is on {mask.device}, query on {query.device}"
     if mask.dtype == torch.bool and None not in wanted:
         (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
-        looked_at = digested.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
-        if digested.numbers_of(looked_at, Sq, Sk) > digested.MOST_NUMBERS[0]:
+        looked_at = mask_preprocess_reference.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
+        if mask_preprocess_reference.numbers_of(looked_at, Sq, Sk) > mask_preprocess_reference.MOST_NUMBERS[0]:
             return f"attn_mask {list(mask.shape)} has more scores than kernels count"
     return None
 

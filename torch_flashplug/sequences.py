@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import paged, problem
+from . import problem
 from .operands import (
     NO_SCALES,
     Scales,
@@ -25,7 +25,8 @@ from .operands import (
     scales_of,
     written,
 )
-from .windowed import NO_PLAN
+from .ops import paged
+from .ops.attention import NO_PLAN
 
 if TYPE_CHECKING:
     from .plans import LengthsPlan

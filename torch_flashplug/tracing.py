@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
-from . import ops
 from .dispatch import bindings
+from .ops import sdpa
 
 OVERRIDEABLE = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 OVERRIDEABLE_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
@@ -141,9 +141,9 @@ def _trace_forward(
     mask = _mask_behind(mode, attn_bias)
     if mask is not attn_bias and _may_change(mode, mask):
         with mode:
-            mask = ops.namespace.kept_mask(mask)
+            mask = sdpa.namespace.kept_mask(mask)
     with mode:
-        out, lse, seed, offset = ops.namespace.sdpa_fwd(
+        out, lse, seed, offset = sdpa.namespace.sdpa_fwd(
             query, key, value, mask, dropout_p, int(is_causal), scale, _baked_mode()
         )
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
@@ -159,7 +159,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
     mask = attn_bias if bias_grad or _mask_behind(mode, attn_bias) is attn_bias else _given_by(mode, forward.attn_bias)
     with mode:
-        dq, dk, dv, dbias = ops.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
+        dq, dk, dv, dbias = sdpa.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
     return dq, dk, dv, dbias if bias_grad else None
 
 
@@ -210,7 +210,7 @@ def _is_number(node: object, number: float) -> bool:
     return is_scalar and node.args[0] == number
 
 
-def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> ops.ForwardArgs | None:
+def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdpa.ForwardArgs | None:
     """Of the sdpa_fwd node that gave `offset`, among others its mode: the backward is traced when its block is long
     left. None: it is in no graph, or in another one.
     """
@@ -218,7 +218,7 @@ def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> ops.Forw
     if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return None
     forward = node.args[0]  # node is getitem(forward, 3)
-    return ops.ForwardArgs(*forward.args) if forward.target is ops.namespace.sdpa_fwd.default else None
+    return sdpa.ForwardArgs(*forward.args) if forward.target is sdpa.namespace.sdpa_fwd.default else None
 
 
 def _backward_meta(*args, scale: float | None = None) -> tuple:
@@ -289,7 +289,7 @@ def register() -> None:
     """Called once by _start.load()."""
     _library.impl("force", _force, "CompositeImplicitAutograd")
     _library.impl("kept_mask", kept_mask, "CompositeExplicitAutograd")
-    for side_effect in (ops.namespace.force, ops.namespace.force.default):
+    for side_effect in (sdpa.namespace.force, sdpa.namespace.force.default):
         torch.fx.node.has_side_effect(side_effect)
     OVERRIDEABLE.default.py_impl(ProxyTorchDispatchMode)(_trace_forward)
     OVERRIDEABLE_BACKWARD.default.py_impl(ProxyTorchDispatchMode)(_trace_backward)

@@ -17,8 +17,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import dropped
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import dropout_reference
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_args import DBIAS
@@ -77,8 +77,8 @@ def masking(spec: KernelSpec, case: Case, bias: Tensor) -> Masking:
     """With what a kernel drops."""
     if "dropout" not in spec.features:
         return Masking(bias=bias)
-    kept = dropped.dropout_mask(torch.tensor(SEED), case.B, case.Hq, case.Sq, case.Sk, DROPOUT_P)
-    return Masking(bias=bias, kept=kept, kept_share=dropped.share_of(DROPOUT_P))
+    kept = dropout_reference.dropout_mask(torch.tensor(SEED), case.B, case.Hq, case.Sq, case.Sk, DROPOUT_P)
+    return Masking(bias=bias, kept=kept, kept_share=dropout_reference.share_of(DROPOUT_P))
 
 
 class Direct:

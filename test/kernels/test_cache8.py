@@ -12,9 +12,9 @@ import torch
 from splits import planned
 from torch import Tensor
 
-from torch_flashplug.cached import dequantised
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.quantised import in_int8, rotate
+from torch_flashplug.ops.quantize_reference import in_int8, rotate
+from torch_flashplug.ops.quantized_kv import dequantised
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import FORMATS
 from torch_flashplug.registry.kernel_spec import KernelSpec

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import digested
 from torch_flashplug.dispatch import library
+from torch_flashplug.ops import mask_preprocess_reference
+from torch_flashplug.ops.bitmask import words
 from torch_flashplug.registry.kernel_spec import LISTED, TALL
 from torch_flashplug.registry.mask_layout import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from torch_flashplug.words import words
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
@@ -189,10 +189,10 @@ def test_torch_makes_the_same(name: str, gradients: bool) -> None:
     """And finds the mask in it."""
     digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
     mask = MASKS[name]()
-    made = digested.digest(mask, digest.numbers(rows_of(mask), *mask.shape[2:], gradients=gradients))
+    made = mask_preprocess_reference.digest(mask, digest.numbers(rows_of(mask), *mask.shape[2:], gradients=gradients))
     check(F.pad(made.flatten(), (0, 4), value=-7), mask.flatten(0, 1), rows_of(mask), gradients)
     if gradients:
-        assert torch.equal(digested.seen(made, *mask.shape[2:]), mask)
+        assert torch.equal(mask_preprocess_reference.seen(made, *mask.shape[2:]), mask)
 
 
 def rows_of(mask: Tensor) -> int:

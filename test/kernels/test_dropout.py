@@ -18,8 +18,8 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import dropped
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import dropout_reference
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -121,7 +121,7 @@ KNOWN = [
 @pytest.mark.parametrize("counter, key, result", KNOWN)
 def test_philox_is_philox(counter: str, key: str, result: str) -> None:
     counter, key, result = ([torch.tensor(int(word, 16)) for word in words.split()] for words in (counter, key, result))
-    assert list(dropped._philox(tuple(counter), tuple(key))) == result
+    assert list(dropout_reference._philox(tuple(counter), tuple(key))) == result
 
 
 # ---- kernels ----
@@ -237,7 +237,7 @@ def test_every_backward_keeps_what_its_forward_did(kernels_on: str, spec: Kernel
 
 def masking(case: Case, p: float, mask: Tensor | None, device: str) -> Masking:
     kept = bits_of(next_seed(device), case.B, case.Hq, case.Sq, case.Sk, p)
-    return Masking(int(case.causal), bias=mask, kept=kept, kept_share=dropped.share_of(p) or 1.0)
+    return Masking(int(case.causal), bias=mask, kept=kept, kept_share=dropout_reference.share_of(p) or 1.0)
 
 
 def rounded_outputs(case: Case, inputs: Inputs, out: Tensor) -> dict[str, float]:

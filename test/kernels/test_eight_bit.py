@@ -1,4 +1,4 @@
-"""8-bit attention as its recipes have it, in torch: operands (quantised.py) and what is made of them
+"""8-bit attention as its recipes have it, in torch: operands (quantize_reference.py) and what is made of them
 (testing/eight_bit.py), against fp64 and beside what others do.
 """
 
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_flashplug import quantised
-from torch_flashplug.quantised import KEY_ORDER, SAMPLES, Quantised, quantise, rotate
+from torch_flashplug.ops import quantize_reference
+from torch_flashplug.ops.quantize_reference import KEY_ORDER, SAMPLES, Quantised, quantise, rotate
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.registry.quant_recipes import RECIPES, Recipe
 from torch_flashplug.testing import Case, Masking, attention_math, new_case
@@ -148,9 +148,9 @@ def test_rotation_is_what_it_says(D: int) -> None:
         block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), block)
     matrix = torch.block_diag(*[block / math.sqrt(size)] * (D // size))
     found = rotate(torch.eye(D))
-    torch.testing.assert_close(found.double(), quantised.signs(D).double().diag() @ matrix)
+    torch.testing.assert_close(found.double(), quantize_reference.signs(D).double().diag() @ matrix)
     torch.testing.assert_close(found @ found.mT, torch.eye(D), atol=1e-6, rtol=0)
-    assert {-1.0, 1.0} == set(quantised.signs(D).tolist())
+    assert {-1.0, 1.0} == set(quantize_reference.signs(D).tolist())
 
 
 def test_keys_lie_as_products_want_probabilities() -> None:
@@ -159,8 +159,8 @@ def test_keys_lie_as_products_want_probabilities() -> None:
         assert KEY_ORDER[4 * t : 4 * t + 4] == (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)
     assert sorted(KEY_ORDER) == list(range(16))
     rows = torch.arange(48.0)
-    assert torch.equal(quantised.in_natural_order(quantised.in_key_order(rows)), rows)
-    assert quantised.in_key_order(rows)[16:20].tolist() == [16.0, 17.0, 24.0, 25.0]
+    assert torch.equal(quantize_reference.in_natural_order(quantize_reference.in_key_order(rows)), rows)
+    assert quantize_reference.in_key_order(rows)[16:20].tolist() == [16.0, 17.0, 24.0, 25.0]
 
 
 @pytest.mark.parametrize("Sk", [1, 15, 16, 17, 48, 129, 515])
@@ -173,7 +173,7 @@ def test_any_number_of_keys(Sk: int) -> None:
         assert operands.k_scale.shape == (1, 2, -(-Sk // BLOCK))
         if recipe.values is not None:
             assert operands.v.shape == (1, 2, 64, -(-Sk // 16) * 16)
-            padding = quantised.in_natural_order(operands.v.double())[..., Sk:]
+            padding = quantize_reference.in_natural_order(operands.v.double())[..., Sk:]
             assert not padding.any()
         most = 0.2 if recipe.scores == "e4m3" else 0.1
         assert error(attend(operands, recipe, 0.125).out, exact(q, k, v, 0.125)[0]) < most

@@ -1,4 +1,4 @@
-"""8-bit attention by kernels: operands that they make ahead of it, against quantised.py bit for bit; what they make of
+"""8-bit attention by kernels: operands that they make ahead of it, against quantize_reference.py bit for bit; what they make of
 these, against the same arithmetic in fp64 (testing/eight_bit.py); and the classic ways to get it wrong.
 """
 
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import quantised
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import quantize_reference
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KERNEL_ROWS
 from torch_flashplug.registry.quant_recipes import KEY_ORDER, LONGEST_SUM, RECIPES
@@ -62,10 +62,10 @@ def spec_of(
     return KernelSpec.from_name(plan.kernel)
 
 
-def operands(name: str, spec: KernelSpec, q: Tensor, k: Tensor, v: Tensor) -> quantised.Quantised:
+def operands(name: str, spec: KernelSpec, q: Tensor, k: Tensor, v: Tensor) -> quantize_reference.Quantised:
     """As that kernel has them: head dims filled up."""
     padded = [F.pad(x, (0, spec.d - x.shape[3])) for x in (q, k)]
-    return quantised.quantise(*padded, v, RECIPES[name], spec.tile_n)
+    return quantize_reference.quantise(*padded, v, RECIPES[name], spec.tile_n)
 
 
 def distance(out: Tensor, right: Tensor) -> float:
@@ -128,7 +128,7 @@ def test_operands_are_those_of_torch(spec: KernelSpec) -> None:
         for part, found in all_found.items():
             right = getattr(want, part)
             if part == "v":
-                right = quantised.turned(v, all_found["v_scale"], all_found["v_mean"], RECIPES[name].values)
+                right = quantize_reference.turned(v, all_found["v_scale"], all_found["v_mean"], RECIPES[name].values)
             if part in {"q", "k", "v"}:
                 nan = found.float().isnan() & right.float().isnan()
                 assert bool((nan | (found.view(torch.int8) == right.view(torch.int8))).all()), (part, seq)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops.attention import Window
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_within_budget
-from torch_flashplug.windowed import Window
 
 SEED, HEADS, KV_HEADS = 20261125, 4, 2
 AHEAD, BEHIND = 70, 5  # rows and keys that are no sequence's

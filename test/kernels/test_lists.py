@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_flashplug.lists import turns
+from torch_flashplug.ops.block_sparse_order import turns
 from torch_flashplug.registry.kernel_spec import LISTED, SHARE
 
 CALLS = [(1, 1, 200, 100), (1, 2, 1000, 130), (2, 1, 700, 1300), (2, 3, 2048, 1984)]  # batch, heads, Sq, Sk

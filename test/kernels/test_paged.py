@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.quantised import in_int8
+from torch_flashplug.ops.attention import Window
+from torch_flashplug.ops.quantize_reference import in_int8
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
-from torch_flashplug.windowed import Window
 
 SEED = 20261126
 OP = torch.ops.torch_flashplug.paged_fwd

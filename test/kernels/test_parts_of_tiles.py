@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import digested
+from torch_flashplug.ops import mask_preprocess_reference
 from torch_flashplug.registry.kernel_spec import LISTED, TALL
 from torch_flashplug.registry.mask_layout import TILE
 
@@ -40,8 +40,8 @@ def entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) 
 
 def lists_of(mask: Tensor) -> SimpleNamespace:
     """Those of tall blocks that a digest of an (Sq, Sk) mask has."""
-    tall = digested.tall(digested.states(mask[None]), len(mask))
-    counts, (masked, whole) = (x.tolist() for x in digested._lists(tall, never_empty=True))
+    tall = mask_preprocess_reference.tall(mask_preprocess_reference.states(mask[None]), len(mask))
+    counts, (masked, whole) = (x.tolist() for x in mask_preprocess_reference._lists(tall, never_empty=True))
     masked = [[*row, 0] for row in masked]  # a look behind the last one finds what is stored there
     return SimpleNamespace(
         masked=SimpleNamespace(iterator=masked),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.quantised import in_int8
+from torch_flashplug.ops.quantize_reference import in_int8
 from torch_flashplug.testing import assert_bitwise_equal
 
 OPS = torch.ops.torch_flashplug

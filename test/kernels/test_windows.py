@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops.attention import Window
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -28,7 +29,6 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
 )
-from torch_flashplug.windowed import Window
 
 SEED = 20261125
 HEADS = (1, 4, 2)  # B, Hq, Hkv

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import ops, problem, sdpa_backend
+from torch_flashplug import problem, sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import KERNEL_BACKENDS
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -299,7 +300,7 @@ def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
 
 def own_op(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
     """F.sdpa without torch's own checks, nor a router, and with arguments that it does not have."""
-    plain = ops.ForwardArgs(query, key, value, None, 0.0, ops.CAUSAL_NONE, None, 0)
+    plain = sdpa.ForwardArgs(query, key, value, None, 0.0, sdpa.CAUSAL_NONE, None, 0)
     return torch.ops.torch_flashplug.sdpa_fwd(*plain._replace(**more))[0]
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import torch_flashplug
-from torch_flashplug import BlockLists, attention, block_lists, digested
+from torch_flashplug import BlockLists, attention, block_lists
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import mask_preprocess_reference
 
 SEED = 20261126
 FORWARD, BACKWARD = torch.ops.torch_flashplug.listed_fwd, torch.ops.torch_flashplug.listed_bwd
@@ -84,13 +85,13 @@ def test_digest(mod: Callable, Sq: int, Sk: int, block: int | tuple[int, int]) -
     """Of a BlockMask the same comes as of the mask it stands for: each list, state and word."""
     lists = block_lists(block_mask(mod, Sq, Sk, block=block))
     seen = dense(mod, Sq, Sk)
-    right = digested.digest(seen, digested.numbers_of(Sq, Sq, Sk))
-    assert torch.equal(digested.seen(lists.digest, Sq, Sk), seen)
+    right = mask_preprocess_reference.digest(seen, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
+    assert torch.equal(mask_preprocess_reference.seen(lists.digest, Sq, Sk), seen)
     assert torch.equal(lists.digest, right)
     forward = block_lists(block_mask(mod, Sq, Sk, block=block), gradients=False)
-    numbers = digested.numbers_of(Sq, Sq, Sk, gradients=False)
-    assert torch.equal(forward.digest, digested.digest(seen, numbers)) and not forward.gradients
-    assert torch.equal(digested.seen(forward.digest, Sq, Sk), seen)
+    numbers = mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=False)
+    assert torch.equal(forward.digest, mask_preprocess_reference.digest(seen, numbers)) and not forward.gradients
+    assert torch.equal(mask_preprocess_reference.seen(forward.digest, Sq, Sk), seen)
 
 
 @pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
@@ -222,7 +223,7 @@ def test_lists_alone() -> None:
     """Without a mask_mod all of a listed block is seen; numbers beyond the last block are left out."""
     count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
     mask = flex.BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=128, seq_lengths=(256, 256))
-    seen = digested.seen(block_lists(mask).digest, 256, 256)[0, 0]
+    seen = mask_preprocess_reference.seen(block_lists(mask).digest, 256, 256)[0, 0]
     right = torch.zeros(256, 256, dtype=torch.bool)
     right[:128, 128:] = right[128:] = True
     assert torch.equal(seen, right)

@@ -12,7 +12,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug import QuantizedTensor, attention
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.quantised import in_int8, mean_of_finite, rotate, unrotate
+from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rotate, unrotate
 
 SEED = 20261125
 FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -19,9 +19,10 @@ from standin import OPEN_GATE, Road
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import _start, dropped, ops, sdpa_backend
+from torch_flashplug import _start, sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import dropout_reference, sdpa
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing.budget import assert_dropped_alike
 
@@ -36,7 +37,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, causal: bool = False
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     if causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
-    return scores.softmax(-1) * kept * dropped.factor(p) @ v.double()
+    return scores.softmax(-1) * kept * dropout_reference.factor(p) @ v.double()
 
 
 def kept_of(seed: Tensor, q: Tensor, k: Tensor, p: float = P) -> Tensor:
@@ -74,7 +75,7 @@ def test_the_carrier_returns_a_seed_as_efficient_does(road: Road) -> None:
 def test_the_own_op_returns_what_its_fake_says(road: Road, mode: int) -> None:
     inputs = road.qkv()
     for p in (0.0, P):
-        fakes, found = ops._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
+        fakes, found = sdpa._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
         for fake, real in zip(fakes, found, strict=True):
             assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
@@ -363,8 +364,8 @@ def test_a_backward_of_other_bits_is_seen() -> None:
         bits = torch.rand(whole.shape, generator=generator) >= P
         other = bits.clone()
         other[1, 3, 64:128, 128:192] = torch.rand(64, 64, generator=generator) >= P
-        out = rounded(whole * bits * dropped.factor(P) @ v.repeat_interleave(2, 1))
-        by_bits = [(rounded(whole * kept).float() * dropped.factor(P)).mT @ grad for kept in (bits, other)]
+        out = rounded(whole * bits * dropout_reference.factor(P) @ v.repeat_interleave(2, 1))
+        by_bits = [(rounded(whole * kept).float() * dropout_reference.factor(P)).mT @ grad for kept in (bits, other)]
         dv, wrong = (rounded(heads.unflatten(1, (2, 2)).sum(2)) for heads in by_bits)
         assert_dropped_alike(out, grad, dv, rounded(v))
         try:

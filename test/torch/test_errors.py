@@ -22,7 +22,10 @@ from standin import Road, road_to
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from torch_flashplug import attention, cached, integrations, ops, paged, sdpa_backend, windowed
+from torch_flashplug import attention, integrations, sdpa_backend
+from torch_flashplug.ops import attention as windowed
+from torch_flashplug.ops import paged, quantized_kv
+from torch_flashplug.ops import sdpa as ops
 
 sdpa = F.scaled_dot_product_attention
 
@@ -104,7 +107,7 @@ FORWARDS = {
     "sdpa": (lambda: sdpa(*[drawn(1, 2, 16, 64)] * 3), ops, "_scores"),
     "window": (windowed_call, windowed.reference, "scores_of"),
     "pages": (paged_call, paged, "gathered"),
-    "cache": (cached_call, cached, "attend"),
+    "cache": (cached_call, quantized_kv, "attend"),
 }
 
 

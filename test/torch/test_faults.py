@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import ops
 from torch_flashplug.api import DEVICES
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import sdpa as ops
 from torch_flashplug.registry import kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case

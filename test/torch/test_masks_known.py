@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torch_flashplug import attention, block_lists, block_masks
+from torch_flashplug import attention, block_lists
+from torch_flashplug.ops import block_mask
 
 ROWS = 200
 
@@ -102,7 +103,7 @@ def test_numbers_that_change_are_seen() -> None:
 
 
 def test_more_than_is_worth_a_look_is_never_known() -> None:
-    held = [[torch.zeros(())] for _ in range(block_masks._MOST_HELD)]
+    held = [[torch.zeros(())] for _ in range(block_mask._MOST_HELD)]
 
     def of_first(held: list[list[Tensor]]) -> Callable:
         return lambda b, h, q, k: held[0][0] + q >= k

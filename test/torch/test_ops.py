@@ -21,8 +21,9 @@ from standin import road_to
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import composite, ops
+from torch_flashplug import composite
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import BACKENDS
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -54,7 +55,7 @@ def forward(
     causal: int = 0,
     mode: int = 0,
 ) -> tuple[Tensor, ...]:
-    return ops.namespace.sdpa_fwd(query, key, value, bias, p, causal, None, mode)
+    return sdpa.namespace.sdpa_fwd(query, key, value, bias, p, causal, None, mode)
 
 
 CALLS = {
@@ -73,13 +74,13 @@ def test_opcheck_forward_and_backward(name: str) -> None:
     sizes, mask, causal = CALLS[name]
     tensors = [tensor.requires_grad_() for tensor in qkv(**sizes)]
     bias = torch.randn(mask, requires_grad=True) if mask else None
-    torch.library.opcheck(ops.namespace.sdpa_fwd.default, (*tensors, bias, 0.0, causal, None, 0), test_utils=OPCHECKS)
+    torch.library.opcheck(sdpa.namespace.sdpa_fwd.default, (*tensors, bias, 0.0, causal, None, 0), test_utils=OPCHECKS)
     with torch.no_grad():
         results = forward(*tensors, bias, causal=causal)
     plain = [tensor.detach() for tensor in tensors]
     detached = None if bias is None else bias.detach()
     arguments = (torch.randn_like(results[0]), *plain, detached, *results, 0.0, causal, None, 0, bias is not None)
-    torch.library.opcheck(ops.namespace.sdpa_bwd.default, arguments, test_utils=OPCHECKS)
+    torch.library.opcheck(sdpa.namespace.sdpa_bwd.default, arguments, test_utils=OPCHECKS)
 
 
 @pytest.mark.gpu
@@ -88,7 +89,7 @@ def test_opcheck_forward_and_backward(name: str) -> None:
 def test_opcheck_on_cuda_kernels(causal: int, grad: bool) -> None:
     tensors = [tensor.cuda().requires_grad_(grad) for tensor in qkv(torch.bfloat16, rows=128, keys=192, d=64, dv=64)]
     torch.library.opcheck(
-        ops.namespace.sdpa_fwd.default,
+        sdpa.namespace.sdpa_fwd.default,
         (*tensors, None, 0.0, causal, None, FORCE_FA3),
         test_utils=OPCHECKS,
         atol=2e-2,
@@ -119,7 +120,7 @@ def test_fake_has_the_strides_of_the_real_output(device: str, layout: str, dv: i
             want.dtype,
             want.device,
         ), name
-    grads = ops.namespace.sdpa_bwd(torch.randn_like(real[0]), query, key, value, None, *real, 0.0, 0, None, 0, False)
+    grads = sdpa.namespace.sdpa_bwd(torch.randn_like(real[0]), query, key, value, None, *real, 0.0, 0, None, 0, False)
     for name, got, like in zip(("dq", "dk", "dv"), grads, (query, key, value)):
         assert (got.shape, got.stride(), got.dtype) == (like.shape, torch.empty_like(like).stride(), like.dtype), name
 
@@ -230,16 +231,16 @@ def test_dropout_follows_its_seed(device: str) -> None:
     draws = []
     for _ in range(2):
         torch.manual_seed(7)
-        draws.append(ops.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0))
-    other = ops.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0)
+        draws.append(sdpa.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0))
+    other = sdpa.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0)
     assert torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[0][0], other[0])
     assert abs(draws[0][0].eq(0).float().mean().item() - 0.25) < 0.01
     # The backward drops the same entries: the output is linear in the values, so <dv, v> = <out, grad_out>.
-    out, lse, seed, offset = ops.namespace._math_fwd(query, key, value, None, 0.25, 0, None, 0)
+    out, lse, seed, offset = sdpa.namespace._math_fwd(query, key, value, None, 0.25, 0, None, 0)
     grad = torch.randn_like(out)
-    dv = ops.namespace._math_bwd(grad, query, key, value, None, out, lse, seed, offset, 0.25, 0, None, 0, False)[2]
+    dv = sdpa.namespace._math_bwd(grad, query, key, value, None, out, lse, seed, offset, 0.25, 0, None, 0, False)[2]
     torch.testing.assert_close((dv * value).sum(), (out * grad).sum(), rtol=1e-3, atol=1e-2)
-    assert ops.namespace._math_fwd(query, key, value, None, 1.0, 0, None, 0)[0].eq(0).all()
+    assert sdpa.namespace._math_fwd(query, key, value, None, 1.0, 0, None, 0)[0].eq(0).all()
 
 
 def test_gradcheck_with_mask_and_dropout() -> None:
@@ -277,7 +278,7 @@ def test_vmap_of_the_own_op(mapped: tuple[int | None, ...]) -> None:
 
     def grads(q: Tensor, k: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         out, lse, seed, offset = forward(q, k, value, m)
-        return out, *ops.namespace.sdpa_bwd(out, q, k, value, m, out, lse, seed, offset, 0.0, 0, None, 0, True)
+        return out, *sdpa.namespace.sdpa_bwd(out, q, k, value, m, out, lse, seed, offset, 0.0, 0, None, 0, True)
 
     got = torch.vmap(grads, mapped)(*inputs)
     for index in range(3):
@@ -298,7 +299,7 @@ def test_a_backward_knows_all_that_its_forward_was_told() -> None:
     """Else it would give the gradients of another call."""
     for name in ("sdpa", "_math"):
         told, known = (
-            {argument.name for argument in getattr(ops.namespace, f"{name}_{way}").default._schema.arguments}
+            {argument.name for argument in getattr(sdpa.namespace, f"{name}_{way}").default._schema.arguments}
             for way in ("fwd", "bwd")
         )
         assert told <= known
@@ -308,11 +309,11 @@ def test_a_backward_knows_all_that_its_forward_was_told() -> None:
 TOLD: dict[str, tuple[Any, Any]] = {
     **{
         name: (tensor, -tensor)
-        for name, tensor in zip(ops.ForwardArgs._fields, qkv(torch.bfloat16, rows=32, keys=48, d=64, dv=64))
+        for name, tensor in zip(sdpa.ForwardArgs._fields, qkv(torch.bfloat16, rows=32, keys=48, d=64, dv=64))
     },
     "attn_bias": (None, torch.linspace(-2, 2, 48).expand(32, 48)),
     "dropout_p": (0.0, 0.5),
-    "causal_mode": (ops.CAUSAL_NONE, ops.CAUSAL_BOTTOM_RIGHT),
+    "causal_mode": (sdpa.CAUSAL_NONE, sdpa.CAUSAL_BOTTOM_RIGHT),
     "scale": (None, 0.5),
     "mode": (0, BACKENDS.index("math")),
 }
@@ -325,14 +326,14 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     told: list[int] = []
 
     def noted(kind: type) -> Callable:
-        def make(*args) -> ops.ForwardArgs | ops.BackwardArgs:
+        def make(*args) -> sdpa.ForwardArgs | sdpa.BackwardArgs:
             told.append(kind(*args).mode)
             return kind(*args)
 
         return make
 
-    for kind in (ops.ForwardArgs, ops.BackwardArgs):
-        monkeypatch.setattr(ops, kind.__name__, noted(kind))
+    for kind in (sdpa.ForwardArgs, sdpa.BackwardArgs):
+        monkeypatch.setattr(sdpa, kind.__name__, noted(kind))
     return told
 
 
@@ -341,22 +342,22 @@ def by_autograd(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     torch.manual_seed(0)
     tensors = {name: x.detach() for name, x in call.items() if isinstance(x, Tensor)}
     leaves = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
-    results = ops.namespace.sdpa_fwd(**call | tensors)
+    results = sdpa.namespace.sdpa_fwd(**call | tensors)
     yield results
     yield torch.autograd.grad(results[0], leaves, GRAD)
 
 
 def by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     torch.manual_seed(0)
-    results = ops.namespace._math_fwd(**call)
+    results = sdpa.namespace._math_fwd(**call)
     yield results
     kept = dict(zip(("out", "lse", "seed", "offset"), results, strict=True))
     biased = call["attn_bias"] is not None
-    yield ops.namespace._math_bwd(grad_out=GRAD, **call, **kept, bias_grad=biased)[: 3 + biased]
+    yield sdpa.namespace._math_bwd(grad_out=GRAD, **call, **kept, bias_grad=biased)[: 3 + biased]
 
 
 @pytest.mark.parametrize("road", [nullcontext, lambda: road_to("cpu")], ids=["python", "cpp"])
-@pytest.mark.parametrize("argument", [one.name for one in ops.namespace.sdpa_fwd.default._schema.arguments])
+@pytest.mark.parametrize("argument", [one.name for one in sdpa.namespace.sdpa_fwd.default._schema.arguments])
 def test_every_argument_arrives(argument: str, road: Callable, modes: list[int]) -> None:
     """In the forward and, by way of autograd, in the backward; a new one needs its row of TOLD."""
     plain = {name: values[0] for name, values in TOLD.items()}
@@ -388,6 +389,6 @@ def test_every_argument_arrives(argument: str, road: Callable, modes: list[int])
 )
 def test_own_op_refuses_what_has_no_meaning(change: dict, text: str) -> None:
     query, key, value = qkv()
-    call = ops.ForwardArgs(query, key, value, None, 0.0, 0, None, 0)._replace(**change)
+    call = sdpa.ForwardArgs(query, key, value, None, 0.0, 0, None, 0)._replace(**change)
     with pytest.raises(RuntimeError, match=text):
-        ops.namespace.sdpa_fwd(*call)
+        sdpa.namespace.sdpa_fwd(*call)

@@ -13,7 +13,7 @@ from threads import all_end
 from torch import Tensor
 
 from torch_flashplug import attention, explain_attention
-from torch_flashplug.quantised import in_int8
+from torch_flashplug.ops.quantize_reference import in_int8
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.cached import QuantizedTensor
 from torch_flashplug.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from torch_flashplug.ops.quantized_kv import QuantizedTensor
 
 SCALES = (-0.2, -1, 0.0, -0.0, 0, -1e-30)
 NO_NUMBERS = (math.nan, math.inf, -math.inf)

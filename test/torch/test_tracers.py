@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_flashplug import composite, explain, ops, sdpa_backend, tracing
+from torch_flashplug import composite, explain, sdpa_backend, tracing
+from torch_flashplug.ops import sdpa as ops
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torch_flashplug import attention, sdpa_backend, windowed
+from torch_flashplug import attention, sdpa_backend
+from torch_flashplug.ops import attention as windowed
 
 SEED, HEADS, KV_HEADS, DIM = 20261127, 4, 2, 64
 AHEAD, BEHIND = 3, 5  # rows and keys ahead of the first sequence, and behind the last one

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_flashplug import attention
 from torch_flashplug.attention import _beside_sinks
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.windowed import Window
+from torch_flashplug.ops.attention import Window
 
 SEED = 20261125
 FORWARD, BACKWARD = torch.ops.torch_flashplug.attention_fwd, torch.ops.torch_flashplug.attention_bwd

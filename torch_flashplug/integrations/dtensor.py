@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops, problem, tracing
+from .. import problem, tracing
 from ..dispatch import bindings
+from ..ops import sdpa
 from . import context_parallel
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ def register() -> None:
 
     register_sharding(tracing.OVERRIDEABLE.default)(_aten_forward)
     register_sharding(tracing.OVERRIDEABLE_BACKWARD.default)(_aten_backward)
-    register_sharding(ops.namespace.sdpa_fwd.default)(_own_forward)
-    register_sharding(ops.namespace.sdpa_bwd.default)(_own_backward)
+    register_sharding(sdpa.namespace.sdpa_fwd.default)(_own_forward)
+    register_sharding(sdpa.namespace.sdpa_bwd.default)(_own_backward)
     context_parallel.register()
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import ops, tracing, windowed
+from .. import tracing
+from ..ops import attention, sdpa
 
 
 def register() -> None:
-    own = (ops.namespace.sdpa_fwd, ops.namespace.cached_fwd, windowed.namespace.attention_fwd)
+    own = (sdpa.namespace.sdpa_fwd, sdpa.namespace.cached_fwd, attention.namespace.attention_fwd)
     for forward in (tracing.OVERRIDEABLE, *own):
         register_flop_formula(forward)(_forward)
-    for backward in (tracing.OVERRIDEABLE_BACKWARD, ops.namespace.sdpa_bwd):
+    for backward in (tracing.OVERRIDEABLE_BACKWARD, sdpa.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)
-    register_flop_formula(windowed.namespace.attention_fwd_out)(lambda out, *given, **told: _forward(*given, **told))
-    register_flop_formula(windowed.namespace.attention_bwd)(_windowed_backward)
+    register_flop_formula(attention.namespace.attention_fwd_out)(lambda out, *given, **told: _forward(*given, **told))
+    register_flop_formula(attention.namespace.attention_bwd)(_windowed_backward)
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops, reference, windowed
 from ..dispatch import bindings
+from ..ops import attention, reference, sdpa
 from . import ring
 from .ring import Settings
 
 # Names since torch 2.13, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_WINDOW = windowed.Window(right=0, bottom_right=True)
+_WINDOW = attention.Window(right=0, bottom_right=True)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("fwd", "bwd"):
@@ -77,8 +77,8 @@ def _in_mode(mode: int) -> Iterator[None]:
         bindings.set_mode(before)
 
 
-def _window(is_causal: bool) -> windowed.Window:
-    return _WINDOW if is_causal else windowed.Window()
+def _window(is_causal: bool) -> attention.Window:
+    return _WINDOW if is_causal else attention.Window()
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple
     ring.check_balance(s)
     chunks = _Chunks(s, query, key)
     keys, values = map(chunks.gather, (key, value))
-    out = ops.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
+    out = sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     with _in_mode(s.mode):
         for rows, seen in chunks.calls(query.shape[2], key.shape[2]):

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..cached import QuantizedTensor
-from ..quantised import in_int8, mean_of_finite, rotate, signs
+from ..ops.quantize_reference import in_int8, mean_of_finite, rotate, signs
+from ..ops.quantized_kv import QuantizedTensor
 
 LEAST, SHARE = 64, 8  # tokens that room is made for beyond those that there are, and of these one in so many
 CONSTANT = 16  # tokens whose mean is no token's own
@@ -43,7 +43,7 @@ class _Rows:
 
 class Int8Layer(DynamicLayer):
     """Keys and values of a layer in INT8, a scale for each token and head. Of keys a constant is taken first, the mean
-    of the first update if that is long enough, and they are rotated (quantised.py): so no channel stands out. What a
+    of the first update if that is long enough, and they are rotated (quantize_reference.py): so no channel stands out. What a
     token leaves does not depend on what comes with it or later, but for that constant.
 
     The first update gives back what it was given: attention over the prompt is exact. No gradient goes through what is

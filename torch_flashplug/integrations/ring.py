@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import env, ops, reference
+from .. import env
 from ..dispatch import bindings
+from ..ops import reference, sdpa
 from . import merge
 
 _SETTINGS = "str group, str rotate, bool balanced, bool wide, bool is_causal, float? scale, int mode"
@@ -222,9 +223,9 @@ def _nothing_drawn(query: Tensor) -> tuple[Tensor, Tensor]:
 def register(name: str, forward: Callable, backward: Callable, library: torch.library.Library) -> None:
     """Both ops of that name, of which graphs know shapes alone."""
     for op, function, fake in (
-        (f"{name}_fwd", forward, ops.empty_results), (f"{name}_bwd", backward, ops.empty_gradients)
+        (f"{name}_fwd", forward, sdpa.empty_results), (f"{name}_bwd", backward, sdpa.empty_gradients)
     ):  # fmt: skip
-        library.impl(op, ops.never_a_frame(function), "CompositeExplicitAutograd")
+        library.impl(op, sdpa.never_a_frame(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=library)
 
 

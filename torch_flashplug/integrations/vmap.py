@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import ops, tracing, windowed
+from .. import tracing
+from ..ops import attention, sdpa
 
 _FORWARD_TENSORS = 3  # query, key, value
 _MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the one call that is made
@@ -60,11 +61,11 @@ def _cached_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
     fold, (*tensors, mask, rotated, scale) = _Fold(info, 0.0), args
     folded = [fold.in_(tensor, dim) for tensor, dim in zip(tensors, in_dims)]
     mask = fold.bias(mask, in_dims[len(tensors)], folded[0].shape[0] // fold.size)
-    return fold.out(ops.namespace.cached_fwd(*folded, mask, rotated, scale)), 0
+    return fold.out(sdpa.namespace.cached_fwd(*folded, mask, rotated, scale)), 0
 
 
 def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    op, tensors = windowed.namespace.attention_fwd, 7
+    op, tensors = attention.namespace.attention_fwd, 7
     query, key, value, sinks, cu_q, *settings = args
     if cu_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
         return _one_by_one(op, info, in_dims, args, tensors)
@@ -84,16 +85,16 @@ def _one_by_one(op: Callable, info, in_dims: tuple, args: tuple, tensors: int) -
 def _windowed_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     tensors, cu_q = 9, args[7]
     if cu_q is not None:
-        return _one_by_one(windowed.namespace.attention_bwd, info, in_dims, args, tensors)
+        return _one_by_one(attention.namespace.attention_bwd, info, in_dims, args, tensors)
     fold = _Fold(info, 0.0)
     folded = [None if x is None else fold.in_(x, dim) for x, dim in zip(args[:tensors], in_dims)]
-    *grads, delta = windowed.namespace.attention_bwd(*folded, *args[tensors:])
+    *grads, delta = attention.namespace.attention_bwd(*folded, *args[tensors:])
     whole = delta.dim() > 1
     return (*map(fold.out, grads), fold.out(delta) if whole else delta), (0, 0, 0, 0 if whole else None)
 
 
 def _own_forward(info, in_dims: tuple, *args) -> tuple:
-    return _forward(ops.namespace.sdpa_fwd, info, in_dims, args, {})
+    return _forward(sdpa.namespace.sdpa_fwd, info, in_dims, args, {})
 
 
 def _aten_forward(info, in_dims: tuple, *args, **settings) -> tuple:
@@ -113,26 +114,26 @@ def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict) ->
 
 
 def _own_backward(info, in_dims: tuple, *args) -> tuple:
-    a = ops.BackwardArgs(*args)
-    dims = ops.BackwardArgs(*in_dims)
+    a = sdpa.BackwardArgs(*args)
+    dims = sdpa.BackwardArgs(*in_dims)
     fold = _Fold(info, a.dropout_p)
     tensors, bias = _fold_backward(fold, a, dims)
-    grads = ops.namespace.sdpa_bwd(*tensors[:4], bias, *tensors[4:], *a[7:])
+    grads = sdpa.namespace.sdpa_bwd(*tensors[:4], bias, *tensors[4:], *a[7:])
     return _unfold_backward(fold, grads, a.attn_bias if a.bias_grad else None, dims.attn_bias)
 
 
 def _aten_backward(info, in_dims: tuple, *args, **settings) -> tuple:
     wanted = args[5]
     named = (*args[:5], *args[6:8], *args[14:16], args[12], int(args[13]), None, 0, bool(wanted[3]))
-    a = ops.BackwardArgs(*named)
-    dims = ops.BackwardArgs(*in_dims[:5], *in_dims[6:8], *in_dims[14:16], *(None,) * 5)
+    a = sdpa.BackwardArgs(*named)
+    dims = sdpa.BackwardArgs(*in_dims[:5], *in_dims[6:8], *in_dims[14:16], *(None,) * 5)
     fold = _Fold(info, a.dropout_p)
     tensors, bias = _fold_backward(fold, a, dims)
     grads = tracing.OVERRIDEABLE_BACKWARD(*tensors[:4], bias, wanted, *tensors[4:], *args[8:], **settings)
     return _unfold_backward(fold, grads, a.attn_bias if wanted[3] else None, dims.attn_bias)
 
 
-def _fold_backward(fold: _Fold, a: ops.BackwardArgs, dims: ops.BackwardArgs) -> tuple[list[Tensor], Tensor | None]:
+def _fold_backward(fold: _Fold, a: sdpa.BackwardArgs, dims: sdpa.BackwardArgs) -> tuple[list[Tensor], Tensor | None]:
     """(grad_out, query, key, value, out, lse) folded, and the bias."""
     names = ("grad_out", "query", "key", "value", "out", "lse")
     tensors = [fold.in_(getattr(a, name), getattr(dims, name)) for name in names]

@@ -1,5 +1,5 @@
 """Recipes of 8-bit attention: what scores and values are made of; and the numbers on which agree who makes operands of
-them (quantised.py) and who reads those. A new one is a row here. Standard library only.
+them (quantize_reference.py) and who reads those. A new one is a row here. Standard library only.
 """
 
 from __future__ import annotations

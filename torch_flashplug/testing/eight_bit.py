@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..quantised import Quantised, in_key_order
+from ..ops.quantize_reference import Quantised, in_key_order
 from ..registry.quant_recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
 from .oracle import Attention
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import bindings
 from . import reference
-from .dispatch import bindings
-from .ops import empty_results, mathematics, not_twice
+from .sdpa import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 # 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.

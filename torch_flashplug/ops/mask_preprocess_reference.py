@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registry.kernel_spec import LISTED, TALL
-from .registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from .words import bits, words
+from ..registry.kernel_spec import LISTED, TALL
+from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from .bitmask import bits, words
 
 MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: can_be_digested of src/mask.cpp
 

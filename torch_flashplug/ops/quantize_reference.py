@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registry.quant_recipes import (
+from ..registry.quant_recipes import (
     CHANNEL_RMS,
     CLEAR_MEAN,
     ENDS,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cached, digested, dropped, reference
-from .dispatch import bindings
+from ..dispatch import bindings
+from . import dropout_reference, mask_preprocess_reference, quantized_kv, reference
 
 CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT = 0, 1, 2
 
@@ -39,14 +39,14 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
-for _name in ("cached_fwd", "_cached_math"):  # cached.py's
+for _name in ("cached_fwd", "_cached_math"):  # quantized_kv.py's
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
         "bool rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
-_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # digested.py's
-# dropped.py's, for tests: what a call with that seed keeps
+_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # mask_preprocess_reference.py's
+# dropout_reference.py's, for tests: what a call with that seed keeps
 _library.define(
     "dropout_mask(Tensor seed, int B, int Hq, int Sq, int Sk, float dropout_p) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
@@ -240,7 +240,7 @@ def _scores(a: ForwardArgs) -> reference.Scores:
     s = reference.scores_of(a.query, a.key, a.value, a.scale)
     bias = a.attn_bias
     if bias is not None and bias.dtype == torch.int32:
-        bias = digested.seen(bias, *s.scores.shape[-2:])
+        bias = mask_preprocess_reference.seen(bias, *s.scores.shape[-2:])
     elif bias is not None and bias.dtype == torch.uint8:
         bias = bias.bool()
     if bias is not None and bias.dtype == torch.bool:
@@ -256,8 +256,8 @@ def _scores(a: ForwardArgs) -> reference.Scores:
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
     """0 where an entry is dropped, else 1 / (1 - p): what kernels draw of the same seed."""
-    kept = dropped.dropout_mask(seed, *probabilities.shape, dropout_p)
-    return kept.to(probabilities.dtype) * dropped.factor(dropout_p)
+    kept = dropout_reference.dropout_mask(seed, *probabilities.shape, dropout_p)
+    return kept.to(probabilities.dtype) * dropout_reference.factor(dropout_p)
 
 
 def _dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
@@ -266,7 +266,7 @@ def _dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: fl
         lambda: f"seed is {seed.dtype} {tuple(seed.shape)}; dropout_mask takes the int64 that a forward returned",
     )
     torch._check(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p is {dropout_p}; it has to be between 0 and 1")
-    return dropped.dropout_mask(seed, B, Hq, Sq, Sk, dropout_p)
+    return dropout_reference.dropout_mask(seed, B, Hq, Sq, Sk, dropout_p)
 
 
 def _dropout_mask_fake(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
@@ -310,7 +310,7 @@ def _cached_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Te
 
 @mathematics
 def _cached(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
-    out = cached.attend(query, key, value, *more)
+    out = quantized_kv.attend(query, key, value, *more)
     return _cached_fake(query, key, value).copy_(out)
 
 
@@ -363,8 +363,8 @@ def _register() -> None:
     for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
-        torch.library.register_autograd(f"torch_flashplug::{name}", cached.no_gradient, lib=_library)
-    _library.impl("_digest", held(digested.digest), "CompositeExplicitAutograd")
+        torch.library.register_autograd(f"torch_flashplug::{name}", quantized_kv.no_gradient, lib=_library)
+    _library.impl("_digest", held(mask_preprocess_reference.digest), "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cached import dequantised, multiplied_in
-from .ops import empty_in_layout_of, empty_results, held, never_a_frame
-from .windowed import NO_PLAN, SPLITS, namespace
+from .attention import NO_PLAN, SPLITS, namespace
+from .quantized_kv import dequantised, multiplied_in
+from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

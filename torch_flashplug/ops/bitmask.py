@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registry.mask_layout import BITS, THREADS, TILE
+from ..registry.mask_layout import BITS, THREADS, TILE
 
 
 def words(bits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (digested.py), made in plain torch on the
+"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (mask_preprocess_reference.py), made in plain torch on the
 mask's device, once for each mask. Only its blocks that hide something are looked into: nothing of Sq * Sk is made but
 a bit a score, two where gradients are wanted.
 """
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import digested
-from .registry.kernel_spec import LISTED, TALL
-from .registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
-from .words import words
+from ..registry.kernel_spec import LISTED, TALL
+from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from . import mask_preprocess_reference
+from .bitmask import words
 
 _AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
 _MOST_HELD = 1000  # things that a mask_mod holds: more take longer to look at than the mask
@@ -153,8 +153,8 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
     planes = [*(1,) * (2 - len(planes)), *planes]
     if len(planes) != 2 or min(Sq, Sk) < 1:
         raise ValueError(f"attention: block_mask is {(*planes, Sq, Sk)}; give (B or 1, Hq or 1, Sq, Sk), none of it 0")
-    P, numbers = planes[0] * planes[1], digested.numbers_of(Sq, Sq, Sk, gradients=gradients)
-    if any(found > most for found, most in zip((numbers, P * numbers), digested.MOST_NUMBERS, strict=True)):
+    P, numbers = planes[0] * planes[1], mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=gradients)
+    if any(found > most for found, most in zip((numbers, P * numbers), mask_preprocess_reference.MOST_NUMBERS, strict=True)):
         raise ValueError(f"attention: block_mask {(*planes, Sq, Sk)} has more scores than kernels count; give one head")
     pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
              (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
@@ -217,10 +217,10 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]
         asked = m.unsqueeze(1) * TILE + torch.arange(TILE, device=at.device) >= seen.Sq  # rows that do not exist: not
         every[plane, m, n] = (bits.all(2) | asked).all(1)
     states = _states(some, every)
-    made = digested.of_forwards(states, states, seen.Sq, rows)
-    made += digested.of_gradients(states, columns) if gradients else []
+    made = mask_preprocess_reference.of_forwards(states, states, seen.Sq, rows)
+    made += mask_preprocess_reference.of_gradients(states, columns) if gradients else []
     work = (int((x & KIND != NONE).sum()) * rows for x, rows in
-            ((digested.tall(states, seen.Sq), TALL), (states, LISTED)))  # fmt: skip
+            ((mask_preprocess_reference.tall(states, seen.Sq), TALL), (states, LISTED)))  # fmt: skip
     of_tall, of_others = work
     return torch.cat([part.flatten() for part in made]), of_tall / max(of_others, 1)
 
@@ -244,4 +244,4 @@ def _states(some: Tensor, every: Tensor) -> Tensor:
         padded[:, : some.shape[1], : some.shape[2]] = x
         blocks.append(padded.view(len(x), M // parts, parts, N // parts, parts).permute(0, 1, 3, 2, 4))
     upper, lower = blocks[0].any(4).unbind(3)
-    return digested.state_of(upper, lower, ~blocks[1].flatten(3).all(3))
+    return mask_preprocess_reference.state_of(upper, lower, ~blocks[1].flatten(3).all(3))

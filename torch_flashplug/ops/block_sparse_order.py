@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .registry.kernel_spec import LISTED, SHARE
+from ..registry.kernel_spec import LISTED, SHARE
 
 
 def turns(lists: list[tuple[Tensor, Tensor]], Sq: int, Sk: int) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
-3.3) by lists of blocks that were made ahead of the call (block_masks.py). Schema, fake, autograd, and their mathematics
+3.3) by lists of blocks that were made ahead of the call (block_mask.py). Schema, fake, autograd, and their mathematics
 on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp, those of
 masks, which one by `tall`, the work of tiles of TALL rows over that of others. Their backward knows no gradient of the
 LSE: that is made of two more calls.
@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from . import digested, reference
-from .ops import empty_gradients, empty_results, mathematics, never_a_frame, not_twice
+from . import mask_preprocess_reference, reference
+from .sdpa import empty_gradients, empty_results, mathematics, never_a_frame, not_twice
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _FORWARD = "Tensor query, Tensor key, Tensor value, Tensor digest, "
@@ -41,14 +41,14 @@ def _scores(
     Products need the latter, too: rows and keys of blocks that no list names may hold NaN, which kernels do not read.
     """
     check(query, key, digest)
-    seen = digested.seen(digest, query.shape[2], key.shape[2])
+    seen = mask_preprocess_reference.seen(digest, query.shape[2], key.shape[2])
     return reference.scores_of(query, key, value, scale).where(seen), seen
 
 
 def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
     """RuntimeError where lists are none of this call. Reads sizes: for real tensors only."""
     Sq, Sk = query.shape[2], key.shape[2]
-    numbers = [digested.numbers_of(Sq, Sq, Sk, gradients=gradients) for gradients in (False, True)]
+    numbers = [mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=gradients) for gradients in (False, True)]
     torch._check(
         digest.dtype == torch.int32 and digest.dim() == 3 and digest.shape[0] in (1, query.shape[0])
         and digest.shape[1] in (1, query.shape[1]) and digest.shape[2] in numbers,

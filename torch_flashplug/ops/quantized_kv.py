@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from .quantised import rotate, unrotate
+from .quantize_reference import rotate, unrotate
 
 FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 IN_WORDS = ", ".join(map(str, FORMATS))
