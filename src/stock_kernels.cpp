@@ -1,5 +1,5 @@
 // Stock's attention kernels for CUDA, called past the dispatcher by their mangled names, which spell all arguments but
-// no results: repair.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15; the others were seen in
+// no results: stock_workarounds.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15; the others were seen in
 // 2.11, and follow from 2.13's declarations.
 #include <dlfcn.h>
 

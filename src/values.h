@@ -16,7 +16,7 @@
 
 namespace flashplug {
 
-// What the dispatcher's dumps say of our registrations, by which overrides.py tells them from others'.
+// What the dispatcher's dumps say of our registrations, by which op_owners.py tells them from others'.
 inline constexpr const char* kOwner = "torch_flashplug";
 
 inline void check_shim(AOTITorchError error, const char* what) {

@@ -101,9 +101,9 @@ def says_ours() -> bool:
 def theirs_then_ours() -> None:
     theirs = TheirLibrary()
     import torch_flashplug
-    from torch_flashplug import integrations
+    from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
-    integrations.varlen.install("CPU")
+    varlen_hooks.install("CPU")
     assert all_are("theirs") and is_theirs(theirs) and says_theirs()
     assert active("torch_attn::_varlen_attn", "CPU") == "theirs"
     torch_flashplug.disable()
@@ -117,9 +117,9 @@ def theirs_then_ours() -> None:
 
 def ours_then_theirs() -> None:
     import torch_flashplug
-    from torch_flashplug import integrations
+    from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
-    integrations.varlen.install("CPU")
+    varlen_hooks.install("CPU")
     assert all_are("ours") and says_ours()
     theirs = TheirLibrary()
     assert all_are("theirs") and is_theirs(theirs) and says_theirs()

@@ -13,12 +13,13 @@ import on_cpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_flashplug  # noqa: E402
-from torch_flashplug import integrations, sdpa_backend  # noqa: E402
+from torch_flashplug import sdpa_backend  # noqa: E402
 from torch_flashplug.dispatch import bindings  # noqa: E402
+from torch_flashplug.torch_hooks import flash_attention_op  # noqa: E402
 
 aten = torch.ops.aten
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-OPS = [f"aten::{name}" for name in integrations.flash_door._OPS]
+OPS = [f"aten::{name}" for name in flash_attention_op._OPS]
 x = torch.randn(1, 9, 2, 64, dtype=torch.bfloat16).requires_grad_()
 wide = torch.randn(1, 90, 2, 64, dtype=torch.bfloat16)
 packed, cu = x.detach()[0].requires_grad_(), torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -92,14 +93,14 @@ def counted(path: str) -> dict[str, int]:
 
 def a_name_takes_few_rows() -> None:
     torch.nn.attention.activate_flash_attention_impl("FLASHPLUG")
-    integrations.flash_door.install("CPU")
+    flash_attention_op.install("CPU")
     assert not is_stocks(forward(x, window_size_left=2)[0])
     torch.nn.attention.restore_flash_attention_impl()
     assert is_stocks(forward(x, window_size_left=2)[0]) and not is_stocks(forward(wide, window_size_left=2)[0])
 
 
 with on_cpu.kernels():
-    integrations.flash_door.install("CPU")
+    flash_attention_op.install("CPU")
     assert all(has_kernel(op, "CPU") for op in OPS)
     bindings.counters(reset=True)
     arguments_arrive()

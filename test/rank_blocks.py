@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_flashplug
-from torch_flashplug import integrations, tracing
+from torch_flashplug.torch_hooks import tracing
+from torch_flashplug.torch_hooks.distributed import context_parallel
 
 
 def case_graph_of_another_balance(rank: Rank) -> None:
@@ -26,7 +27,7 @@ def case_graph_of_another_balance(rank: Rank) -> None:
         return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True, enable_gqa=True)
 
     for method in ("ring", "gather"):
-        integrations.context_parallel.use(method)
+        context_parallel.use(method)
         try:
             with ring(rank, case.Sq, Way()):
                 q, k, v, grad = part_of(rank, inputs, True)
@@ -37,7 +38,7 @@ def case_graph_of_another_balance(rank: Rank) -> None:
                 grads = torch.autograd.grad(out, (q, k, v), grad)  # its forward's
             assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
         finally:
-            integrations.context_parallel.use("ring")
+            context_parallel.use("ring")
             torch._dynamo.reset()
 
 

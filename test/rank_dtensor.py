@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 import torch_flashplug
-from torch_flashplug import tracing
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa
 from torch_flashplug.testing import Case, Inputs, assert_within_budget, attention_math
 from torch_flashplug.testing.oracle import Masking
+from torch_flashplug.torch_hooks import tracing
 
 BATCH, HEADS, ROWS = Shard(0), Shard(1), Shard(2)
 

@@ -31,11 +31,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import torch_flashplug
-from torch_flashplug import env, integrations
+from torch_flashplug import env
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.integrations import ring as ring_module
 from torch_flashplug.ops import sdpa
 from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal
+from torch_flashplug.torch_hooks.distributed import context_parallel as context_parallel_hooks
+from torch_flashplug.torch_hooks.distributed import ring_attention as ring_module
 
 SDPA = F.scaled_dot_product_attention
 
@@ -151,8 +152,8 @@ def case_not_balanced(rank: Rank) -> None:
 def case_gathered(rank: Rank) -> None:
     """Instead of a ring: a call for each chunk of rows."""
     with pytest.raises(ValueError, match="use one of ring, gather"):
-        integrations.context_parallel.use("mesh")
-    integrations.context_parallel.use("gather")
+        context_parallel_hooks.use("mesh")
+    context_parallel_hooks.use("gather")
     try:
         for causal, balanced in ((True, True), (True, False), (False, False)):
             for layout, heads in (("bshd", (4, 2)), ("bhsd", (2, 2))):
@@ -167,7 +168,7 @@ def case_gathered(rank: Rank) -> None:
                 )
                 assert_right(case, inputs, *unshard(rank, [out], balanced), unshard(rank, grads, balanced))
     finally:
-        integrations.context_parallel.use("ring")
+        context_parallel_hooks.use("ring")
 
 
 def case_forward_alone(rank: Rank) -> None:
@@ -314,7 +315,7 @@ def case_fully_sharded(rank: Rank) -> None:
 
 def case_changed_torch(rank: Rank) -> None:
     """A private name that is not as we know it: one warning, stock serves, and no rank hangs."""
-    module = integrations.context_parallel
+    module = context_parallel_hooks
     assert module.unknown(torchs) is None
     assert "custom_ops" in module.unknown(SimpleNamespace())
     changed = SimpleNamespace(**{**vars(torchs), "_create_rotater": lambda pg, method: None})

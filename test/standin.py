@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start, composite, overrides
+from torch_flashplug import _start
 from torch_flashplug.api import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
+from torch_flashplug.torch_hooks import op_owners, sdpa_composite
 
 SERVE_ALL = tuple(
     ChoiceRow(kind, "vectors", 90, grad, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
@@ -61,7 +62,7 @@ class Road:
             assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
         elif self.hook == "plan_b":
             bindings.uninstall(bindings.CUDA_SLOT)
-            composite.install(self.device.upper())
+            sdpa_composite.install(self.device.upper())
 
     def disable(self) -> None:
         torch_flashplug.disable()
@@ -87,7 +88,7 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     """Puts the hook in place for `device`, and everything back in the end."""
     bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
-        overrides.spend_warning()
+        op_owners.spend_warning()
         bindings.set_facts_override(DEVICES["h100"])
         bindings.set_standin(True)
         bindings.register_ops("CPU")

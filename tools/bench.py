@@ -64,7 +64,6 @@ from harness import Bench, auto_plan_of, facts_of, graphed, row_of, try_each
 from records import GRADIENT_FLOP
 from rich.console import Console
 
-from torch_flashplug import problem
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.testing import (
@@ -76,6 +75,7 @@ from torch_flashplug.testing import (
     time_host,
     time_interleaved,
 )
+from torch_flashplug.torch_hooks import describe_call
 
 GRAPH_CALLS, GRAPH_MS = 10, 2.0  # calls in one CUDA graph: so many, fewer where they would take longer than this
 ROUND_MS = 20.0  # of one candidate in one round, after as much of it untimed: power limits act within some 10 ms
@@ -86,7 +86,7 @@ def _tiles(case: Case, inputs: Inputs, ours: str) -> int:
     ChoiceRow.min_tiles bounds.
     """
     facts = bindings.device_facts(inputs.q.device.index) if inputs.q.is_cuda else bindings.NO_DEVICE
-    call = problem.describe(*inputs, None, 0.0, case.causal, case.scale)
+    call = describe_call.describe(*inputs, None, 0.0, case.causal, case.scale)
     return bindings.plan(call, facts, BACKENDS.index(ours.removeprefix("ours_")))["tiles"]
 
 

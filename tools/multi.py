@@ -28,8 +28,6 @@ from torch_flashplug import env, sdpa_backend
 from torch_flashplug.demo import llama
 from torch_flashplug.demo.model import Shape
 from torch_flashplug.demo.scopes import Scope, plugin_off, stock_backend
-from torch_flashplug.integrations import context_parallel
-from torch_flashplug.integrations.ring import steps_of
 from torch_flashplug.testing import (
     Candidate,
     attention_math,
@@ -41,6 +39,8 @@ from torch_flashplug.testing import (
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, OUT_FACTOR
 from torch_flashplug.testing.oracle import Masking
+from torch_flashplug.torch_hooks.distributed import context_parallel
+from torch_flashplug.torch_hooks.distributed.ring_attention import steps_of
 
 HEADS, KV_HEADS, D = 32, 8, 128
 BLOCKS = 4  # of one alone the host's start would count, as it does in no step of a model

@@ -11,13 +11,15 @@ from dataclasses import replace
 
 import torch
 
-from . import env, integrations, problem, recomputation, tracing
+from . import env, integrations
 from .codegen import compiler, jit
 from .codegen.provided import Circumstances, Provided
 from .dispatch import bindings, callbacks, kernel_sets, packs
 from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from .registry.architectures import BACKENDS
 from .registry.kernel_spec import KernelSpec
+from .torch_hooks import describe_call, recomputation, tracing
+from .torch_hooks.distributed import dtensor
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
 
@@ -76,7 +78,7 @@ def _load_core() -> None:
     packs.register()
     callbacks.set_compile(provide)
     callbacks.set_learn(recomputation.run_probe)
-    callbacks.set_trace(problem.sizes_of_traced, integrations.dtensor.part_of)
+    callbacks.set_trace(describe_call.sizes_of_traced, dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
     callbacks.set_log(_plan_log.log, plans=plans)
 

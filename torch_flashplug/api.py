@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, composite, env, integrations, problem, repair, tracing
+from . import _start, env, integrations
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 from .dispatch import bindings
 from .ops.quantized_kv import QuantizedTensor, readable
 from .ops.sdpa import never_a_frame
 from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from .registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
+from .torch_hooks import describe_call, sdpa_composite, stock_workarounds, tracing
+from .torch_hooks.distributed import dtensor
 
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
@@ -65,10 +67,10 @@ def enable(*, precision: str | None = None) -> None:
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
     elif env.HOOK.get() == "composite" or bindings.install(bindings.CUDA_SLOT) in _NOT_HOOKABLE:
-        composite.install("CUDA")
+        sdpa_composite.install("CUDA")
     elif not bindings.installed(bindings.CUDA_SLOT):
         _log.warning("%s", bindings.last_error())
-    if unrepaired := repair.install():
+    if unrepaired := stock_workarounds.install():
         _log.warning("%s", unrepaired)
     for satellite in integrations.SWITCHED:
         satellite.install()
@@ -83,8 +85,8 @@ def disable() -> None:
     bindings.set_enabled(False)
     if bindings.installed(bindings.CUDA_SLOT):
         bindings.uninstall(bindings.CUDA_SLOT)
-    composite.uninstall()
-    repair.uninstall()
+    sdpa_composite.uninstall()
+    stock_workarounds.uninstall()
     for satellite in integrations.SWITCHED:
         satellite.uninstall()
     tracing.cache_tag.set_process_mark("")
@@ -244,25 +246,25 @@ def explain(
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     if unusual is not None:
         return unusual
-    several = integrations.dtensor
+    several = dtensor
     given = _as_hook_gets(query, key, value, attn_mask)
     if several.part_of(*given, dropout_p) is not None:
         parts = (None if x is None else x.to_local() for x in given)
         plan = explain(*parts, dropout_p, is_causal, **settings, device=device)
         return replace(plan, part=several.in_words(given[0]), error=several.refusal(given[0]) or plan.error)
     device_type = "cuda" if device is not None else query.device.type
-    query, key, value, attn_mask = problem.under_autocast(device_type, query, key, value, attn_mask)
+    query, key, value, attn_mask = describe_call.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    asked = problem.as_router_gets(query, key, value, attn_mask)
+    asked = describe_call.as_router_gets(query, key, value, attn_mask)
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Calls on other devices never come to the hook: nothing is forced there.
     wanted = bindings.effective_mode()
     mode = wanted if device is not None or query.is_cuda else 0
     known = device is None and query.is_cuda and torch.backends.cuda.is_built()
-    known = known and not problem.decides_itself(query, key, value)
-    if known and problem.has_no_elements(query, key, value):  # stock's choice may end the process
-        if problem.is_asked(mode) and problem.math_takes_empty(attn_mask, is_causal):
+    known = known and not describe_call.decides_itself(query, key, value)
+    if known and describe_call.has_no_elements(query, key, value):  # stock's choice may end the process
+        if describe_call.is_asked(mode) and describe_call.math_takes_empty(attn_mask, is_causal):
             choice = SDPBackend.MATH.value
     elif known:
         # The op asks stock's choice function itself, past the router.
@@ -270,24 +272,24 @@ def explain(
             choice = torch._fused_sdp_choice(*asked, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         except RuntimeError as error:  # sdpa_kernel allows nothing that can run it
             raised = str(error).splitlines()[0]
-    refusal = functools.partial(problem.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    refusal = functools.partial(describe_call.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:
-        becomes, fault = problem.right_choice(choice, *asked, dropout_p, is_causal, scale)
-        in_math = composite.installed() and becomes != choice  # all that Plan B can put in the place of stock's
+        becomes, fault = describe_call.right_choice(choice, *asked, dropout_p, is_causal, scale)
+        in_math = sdpa_composite.installed() and becomes != choice  # all that Plan B can put in the place of stock's
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
-    if problem.takes_math(mode):
+    if describe_call.takes_math(mode):
         why = f"asked for by {env.BACKEND.name}" if bindings.is_preference(mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}")
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
-    outside = problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
-    if outside is problem.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
+    outside = describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
+    if outside is describe_call.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
         outside = several.why_not(query, key, value, attn_mask, dropout_p)
     if outside is not None:
         left = "; a forced backend leaves such calls to stock" if bindings.forced_kernels(wanted) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
-        mended = problem.is_asked(mode) and not composite.installed()  # Plan B sees its own calls alone
+        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B sees its own calls alone
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
@@ -297,17 +299,17 @@ def explain(
     fields["reasons"] |= _ignored(wanted, fields["reasons"], query) if mode != wanted else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
         few, hopper = made["kernel"].startswith("decode"), "_sm90_" in made["kernel"]
-        fields["mask"] = problem.bias_in_words(query, key, attn_mask, few, hopper)
+        fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
     impossible = bindings.forced_kernels(mode) not in (None, made["backend"])
     stocks = made["backend"] == "stock" and not impossible
     error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
-    mended = problem.is_asked(mode) and stocks
+    mended = describe_call.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
 
 
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return what decides about a call's query, key, value and mask: Plan B stands ahead of torch's change of dims."""
-    return tensors if composite.installed() else problem.as_router_gets(*tensors)
+    return tensors if sdpa_composite.installed() else describe_call.as_router_gets(*tensors)
 
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
@@ -324,7 +326,7 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
 
 def _described(device: str | None, *call: object) -> dict[str, float]:
     """problem.describe(), of a GPU where a preset is asked about."""
-    return problem.describe(*call) | ({"on_cuda": True} if device is not None else {})
+    return describe_call.describe(*call) | ({"on_cuda": True} if device is not None else {})
 
 
 def _explain_unusual(
@@ -393,8 +395,8 @@ def _in_one_line(
     parts.append(_dtype_name(query))
     parts += ["causal"] * is_causal
     parts += [f"mask {_dtype_name(attn_mask)} {list(attn_mask.shape)}"] if attn_mask is not None else []
-    parts += [f"dropout {dropout_p}"] * (dropout_p != 0.0) + ["grad"] * problem.wants_grad(query, key, value)
-    parts += ["grad of mask"] * (attn_mask is not None and problem.wants_grad(attn_mask))
+    parts += [f"dropout {dropout_p}"] * (dropout_p != 0.0) + ["grad"] * describe_call.wants_grad(query, key, value)
+    parts += ["grad of mask"] * (attn_mask is not None and describe_call.wants_grad(attn_mask))
     return ", ".join(parts)
 
 

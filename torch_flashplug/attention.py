@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import problem
 from .listed import of_blocks
 from .operands import (
     Scale,
@@ -37,6 +36,7 @@ from .operands import (
 from .ops.attention import NO_PLAN, Window
 from .plans import LengthsPlan, check_is_plan
 from .sequences import check_pages, in_pages, on_end, some_of_each
+from .torch_hooks import describe_call
 
 _F_SDPA = torch._C._nn.scaled_dot_product_attention  # the built-in one; context_parallel puts its own in its place
 
@@ -194,7 +194,7 @@ def _batches(  # noqa: PLR0913
     elif more and softcap == 0.0 and are_few_rows(query, key, value):
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
     elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
-        given = (*problem.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
+        given = (*describe_call.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
         (out, lse), filled = written("attention_fwd", into, *given, *settings, *NO_PLAN), into is not None
     else:
         top_left = _is_top_left(seen, query.shape[2], key.shape[2])

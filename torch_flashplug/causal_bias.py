@@ -10,10 +10,10 @@ import sys
 import torch
 from torch import Tensor
 
-from . import problem
 from .dispatch import bindings
 from .registry import dispatch_table, features
 from .registry.architectures import BACKENDS, KERNEL_BACKENDS
+from .torch_hooks import describe_call
 
 _DIM_STEP, _LARGEST_DIM = 8, 256  # of doors.cpp
 
@@ -36,7 +36,7 @@ def plan_lower_right(
     why = _why_stock(query, key, value, dropout_p, facts, mode)
     if why:
         return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, why)}
-    described = problem.describe(query, key, value, None, 0.0, False, scale)
+    described = describe_call.describe(query, key, value, None, 0.0, False, scale)
     described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
     described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}
     asked, reasons = bindings.backend_of(mode), {}
@@ -62,7 +62,7 @@ def _why_stock(
         return "the plugin is disabled; call torch_flashplug.enable()"
     if asked in {"math", "stock"}:
         return f"{asked} is forced; a lower-right mask is stock's then"
-    if not problem.kernels_allowed():
+    if not describe_call.kernels_allowed():
         return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE"
     if dropout_p != 0.0 or query.dtype not in {torch.bfloat16, torch.float16}:
         return "a lower-right mask with dropout or operands of other than 16 bits is stock's"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from . import _start, problem
+from . import _start
 from .api import DEVICES, SPLITS_SHIFT, Plan, explain
 from .attention import attention
 from .dispatch import bindings
@@ -26,6 +26,7 @@ from .ops.block_mask import BlockLists, block_lists
 from .plans import check_is_plan
 from .registry import features
 from .registry.architectures import BACKENDS, KERNEL_BACKENDS
+from .torch_hooks import describe_call
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
@@ -58,7 +59,7 @@ def explain_attention(
     arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
     lists = arguments.pop("plan", None)  # which no kernel is chosen by
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
-        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=problem.wants_grad(*given))
+        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=describe_call.wants_grad(*given))
     road = _Road(q.device if device is None else torch.device("cuda"), device)
     operands, told = [road.faked(x) for x in given], {name: road.faked(x) for name, x in arguments.items()}
     plan = road.follow(lambda: attention(*operands, **told))
@@ -144,7 +145,7 @@ class _Road(TorchFunctionMode):
         """By the first family of kernels that can, or the mode's; else mathematics. forced: what such a mode's kernels
         cannot run raises. mode: of an op that goes by no other.
         """
-        described = problem.describe(*args[:3], None, 0.0, False, None) | needs
+        described = describe_call.describe(*args[:3], None, 0.0, False, None) | needs
         described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
         described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
         mode, facts, reasons, error = self._mode() if mode is None else mode, self._facts(), {}, ""
@@ -240,4 +241,4 @@ def _in_one_line(given: tuple[Tensor, ...], arguments: dict[str, object]) -> str
     parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in given)))
     arguments = {name: x.digest if isinstance(x, BlockLists) else x for name, x in arguments.items()}
     parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in arguments.items()]
-    return ", ".join(parts + ["grad"] * problem.wants_grad(*given))
+    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*given))

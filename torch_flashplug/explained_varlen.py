@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, integrations, problem
+from . import _start
 from .api import DEVICES, Plan, sdpa_backend
 from .dispatch import bindings, varlen_decision
 from .explained import explain_attention
 from .registry.architectures import KERNEL_BACKENDS
+from .torch_hooks import describe_call
+from .torch_hooks import varlen_attn as varlen_hooks
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes, in which cuDNN reads
@@ -54,12 +56,12 @@ def explain_varlen(
     _start.load()
     from torch.nn.attention import varlen  # a second or more
 
-    integrations.varlen.prepare()
+    varlen_hooks.prepare()
     settings = {"window_size": (-1, -1), **settings}
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
         return _stocks(call, f"the tensors lie on {query.device.type}")
-    if (place := integrations.varlen.other_owner()) and bindings.enabled():
+    if (place := varlen_hooks.other_owner()) and bindings.enabled():
         return _stocks(call, f"another library's kernels, registered at {place}, stand at torch's op")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
@@ -117,7 +119,7 @@ def _facts(
     rule = varlen_decision.varlen_rule()
     return {
         "rule": bindings.names("varlen rules").index(rule),
-        "allowed": rule != "argument" or problem.kernels_allowed(),
+        "allowed": rule != "argument" or describe_call.kernels_allowed(),
         "into": settings.get("out") is not None,
         "enable_gqa": bool(settings.get("enable_gqa", False)),
         "max_q": max_q,
@@ -165,4 +167,4 @@ def _in_one_line(
     parts += [f"max_{name}={number}" for name, number in zip("qk", longest, strict=True)]
     given = {name: x for name, x in settings.items() if x is not None}
     parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in given.items()]
-    return ", ".join(parts + ["grad"] * problem.wants_grad(*operands))
+    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*operands))

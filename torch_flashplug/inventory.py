@@ -103,9 +103,9 @@ def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
     if env.disabled() and not bindings.enabled():  # enable() may have been called since
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
-    from . import composite
+    from .torch_hooks import sdpa_composite
 
-    stub, plan_b = bindings.installed(bindings.CUDA_SLOT), composite.installed()
+    stub, plan_b = bindings.installed(bindings.CUDA_SLOT), sdpa_composite.installed()
     why = (
         ""
         if stub or plan_b
@@ -124,11 +124,11 @@ def hook() -> dict[str, object]:
 
 def kept_by_others() -> dict[str, str]:
     """Ops of torch's that ours would stand at, and where another library has registered the kernels that they run."""
-    from . import integrations, repair
+    from .torch_hooks import flash_attention_op, stock_workarounds, varlen_attn
 
-    owners = {"varlen_attn": integrations.varlen.other_owner()}
-    owners["flash attention"] = integrations.flash_door.other_owner()
-    owners |= {f"F.sdpa's {backend} attention": place for backend, place in repair.other_owners().items()}
+    owners = {"varlen_attn": varlen_attn.other_owner()}
+    owners["flash attention"] = flash_attention_op.other_owner()
+    owners |= {f"F.sdpa's {backend} attention": place for backend, place in stock_workarounds.other_owners().items()}
     return {name: place for name, place in owners.items() if place}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import problem, tracing
 from .operands import check_dtypes, check_operands, refuse_forward_mode
 from .ops.block_mask import BlockLists, block_lists
 from .ops.block_sparse import namespace
+from .torch_hooks import describe_call, tracing
 
 
 def of_blocks(
@@ -36,7 +36,7 @@ def of_blocks(
         raise ValueError(f"attention: block_mask is on {block_mask.digest.device}, q on {q.device}")
     if wanted and not block_mask.gradients:
         raise ValueError("attention: lists of blocks were made without gradients; make them by block_lists(block_mask)")
-    given = (x.transpose(1, 2) for x in problem.under_autocast(q.device.type, *operands))
+    given = (x.transpose(1, 2) for x in describe_call.under_autocast(q.device.type, *operands))
     out, lse = namespace.listed_fwd(*given, block_mask.digest, block_mask.tall, scale, tracing.mode_of_block())
     out = out.transpose(1, 2)
     return (out if into is None else into.copy_(out)), lse

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import problem, tracing
 from .ops.attention import Window
 from .ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
 from .registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from .torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max
@@ -168,7 +168,7 @@ def refuse_forward_mode() -> None:
 def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
     """But for what autocast makes the same, which is all but fp64."""
     dtypes = {q.dtype, k.dtype, v.dtype}
-    if len(dtypes) > 1 and (torch.float64 in dtypes or not problem.is_autocast(q.device.type)):
+    if len(dtypes) > 1 and (torch.float64 in dtypes or not describe_call.is_autocast(q.device.type)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
     if not all(x.dtype.is_floating_point for x in (q, k, v)):
         raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
@@ -231,7 +231,7 @@ def in_16_bits(
         dequantise = torch.ops.torch_flashplug.dequantise
         key, value = dequantise(query, key, k_scale), dequantise(query, value, v_scale)
         query = query.to(multiplied_in(query))
-    return problem.under_autocast(query.device.type, query, key, value)
+    return describe_call.under_autocast(query.device.type, query, key, value)
 
 
 # ---- a given tensor for the output ----
@@ -243,7 +243,7 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
     if not all(isinstance(x, Tensor) and x.dim() for x in operands):
         return
     eight = v.dtype in FORMATS
-    dtype = q.dtype if eight else problem.under_autocast(q.device.type, q)[0].dtype
+    dtype = q.dtype if eight else describe_call.under_autocast(q.device.type, q)[0].dtype
     wanted = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
     if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
         given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import problem, sequences
+from . import sequences
 from .operands import softcap_of, split_size_of, splits_of, window_of
 from .ops import attention
 from .ops.attention import Window
 from .ops.quantized_kv import multiplied_in
+from .torch_hooks import describe_call
 
 
 class _Seen(NamedTuple):
@@ -151,7 +152,7 @@ def plan(  # noqa: PLR0913
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
     if gradients is not None and not isinstance(gradients, bool):
         raise TypeError(f"plan: gradients must be True, False or None, but got {type(gradients).__name__}.")
-    return problem.wants_grad(*operands) if gradients is None else gradients
+    return describe_call.wants_grad(*operands) if gradients is None else gradients
 
 
 def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
@@ -159,7 +160,7 @@ def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
     told = [x.to("meta") for x in operands]
     if eight:
         told = [x.to(multiplied_in(told[0])) for x in told]
-    told = problem.under_autocast(operands[0].device.type, *told)
+    told = describe_call.under_autocast(operands[0].device.type, *told)
     return [
         x if x.dtype == like.dtype else torch.empty(x.shape, dtype=like.dtype, device=x.device)
         for x, like in zip(operands, told, strict=True)

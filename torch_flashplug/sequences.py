@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import problem
 from .operands import (
     NO_SCALES,
     Scales,
@@ -27,6 +26,7 @@ from .operands import (
 )
 from .ops import paged
 from .ops.attention import NO_PLAN
+from .torch_hooks import describe_call
 
 if TYPE_CHECKING:
     from .plans import LengthsPlan
@@ -103,7 +103,7 @@ def some_of_each(
     refuse_forward_mode()
     turned = [x.transpose(1, 2) for x in operands]
     found = scales_of(eight, scales, *turned[1:])
-    turned = turned if eight else problem.under_autocast(q.device.type, *turned)
+    turned = turned if eight else describe_call.under_autocast(q.device.type, *turned)
     if are_few_rows(*turned):  # each cache is a page
         check_split_size(seen[-1], seen[:2], turned[0], turned[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
@@ -155,7 +155,7 @@ def in_pages(  # noqa: PLR0913
     check_split_size(seen[-1], seen[:2], query, pools[1], block_table.shape[1] * k.shape[1])
     found = map(_packed, scales_of(eight, scales, *pools))
     if not eight:
-        query, *pools = problem.under_autocast(q.device.type, query, *pools)
+        query, *pools = describe_call.under_autocast(q.device.type, query, *pools)
     given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *found, as_sinks(sinks, batch))
     if into is not None:
         into = (into if cu_q is None else into.unsqueeze(1)).transpose(1, 2)

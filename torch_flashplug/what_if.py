@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .api import DEVICES, Plan, explain, sdpa_backend
-from .problem import DTYPES
+from .torch_hooks.describe_call import DTYPES
 
 _LIMIT = 58  # torch counts bytes in 63 bits, and numbers have up to 8 bytes
 

@@ -79,7 +79,7 @@ EXCUSED: dict[str, str] = {
         for kind in ("forward", "decode", "backward", "dbias", "tilebwd")
     },
     "test/trials.py:__call__": "the same, and one more",
-    **{f"torch_flashplug/integrations/merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
+    **{f"torch_flashplug/torch_hooks/distributed/ring_merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
     "torch_flashplug/attention.py:attention": "one function for what others have three for, by the field's names",
     "torch_flashplug/plans.py:plan": "as many of the same arguments as lists depend on",
     **{

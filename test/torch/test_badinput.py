@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import problem, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.api import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import KERNEL_BACKENDS
+from torch_flashplug.torch_hooks import describe_call
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")
@@ -231,7 +232,7 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_explain_asks_what_the_router_asks(road: Road, name: str) -> None:
-    """problem.py asks of Python's tensors what router.cpp asks of torch's: a rule in one of them alone shows here."""
+    """describe_call.py asks of Python's tensors what router.cpp asks of torch's: a rule in one of them alone shows here."""
     args, more = CASES[name](road)
     road.took()
     result = outcome((args, more), grad=False)
@@ -295,7 +296,7 @@ def described(call: Call, on_cuda: bool = True) -> dict[str, float]:
     args, more = call
     settings = {"dropout_p": 0.0, "is_causal": False, "scale": None} | more
     settings.pop("enable_gqa", None)
-    return problem.describe(*args, settings.pop("attn_mask", None), **settings) | {"on_cuda": on_cuda}
+    return describe_call.describe(*args, settings.pop("attn_mask", None), **settings) | {"on_cuda": on_cuda}
 
 
 def own_op(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
@@ -310,7 +311,7 @@ OF_ATTENTION = {"left", "right", "bottom_right", "softcap", "sequences", "by_kin
 
 @pytest.mark.parametrize("fact", [fact for fact in bindings.problem_facts() if fact not in OF_ATTENTION])
 def test_every_fact_is_read_and_said_by_problem_py(fact: str) -> None:
-    """The plan that a call leaves in the memory of plans is that of the facts that problem.py says of its tensors. A
+    """The plan that a call leaves in the memory of plans is that of the facts that describe_call.py says of its tensors. A
     fact without a reader is the same in all calls.
     """
     with road_to("cpu") as road, sdpa_backend("fa3"):

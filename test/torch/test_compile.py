@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import sdpa_backend, tracing
+from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.torch_hooks import tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -14,9 +14,10 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, api, composite, env, sdpa_backend
+from torch_flashplug import _start, api, env, sdpa_backend
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
+from torch_flashplug.torch_hooks import sdpa_composite
 
 
 def ours(took: dict[str, int]) -> int:
@@ -91,9 +92,9 @@ def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None
     else:
         monkeypatch.setattr(bindings, "install", lambda slot: 3)
     torch_flashplug.enable()
-    assert composite.installed()
+    assert sdpa_composite.installed()
     torch_flashplug.disable()
-    assert not composite.installed()
+    assert not sdpa_composite.installed()
     monkeypatch.undo()
     torch_flashplug.enable()
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
-from torch_flashplug import attention, explain, integrations, sdpa_backend
+from torch_flashplug import attention, explain, sdpa_backend
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.torch_hooks import efficient_attention_op
 
 SEED, LOWER_RIGHT = 20261127, 2
 EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(integrations.efficient_door, kernels_on):
+    with on_cpu.installed_at(efficient_attention_op, kernels_on):
         yield kernels_on
 
 

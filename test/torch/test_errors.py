@@ -22,10 +22,11 @@ from standin import Road, road_to
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from torch_flashplug import attention, integrations, sdpa_backend
+from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.ops import attention as windowed
 from torch_flashplug.ops import paged, quantized_kv
 from torch_flashplug.ops import sdpa as ops
+from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
 sdpa = F.scaled_dot_product_attention
 
@@ -162,7 +163,7 @@ def test_of_stocks_varlen(monkeypatch: pytest.MonkeyPatch, error: BaseException,
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", raising(error), "CPU")
     try:
-        with on_cpu.installed_at(integrations.varlen, "cpu"):
+        with on_cpu.installed_at(varlen_hooks, "cpu"):
             assert_raises_it(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
     finally:
         library._destroy()

@@ -23,10 +23,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
-from torch_flashplug import problem, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.api import DEVICES as GPUS
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
+from torch_flashplug.torch_hooks import describe_call
 
 # What the router counts: the call is ours and ran; is ours and was only traced; is stock's; or nothing, since stock
 # refuses it first, or math is the answer before the router looks at it.
@@ -129,7 +130,7 @@ class Exit:
 
 
 DIMS, DEVICES, SHAPES = "need 4 dims", "different devices", "need broadcasting or do not fit"
-ADDS_BATCH_DIM, DATA = problem.adds_batch_dim(), "depend on data"
+ADDS_BATCH_DIM, DATA = describe_call.adds_batch_dim(), "depend on data"
 MASKS, MASK_DIMS = "does not broadcast to (batch, heads, rows, keys)", "kernels take 2 to 4"
 EXITS = {
     "none": Exit("", took=OURS, backend="fa3"),
@@ -246,7 +247,7 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
         with road_to("cpu") as road:
             tensors, ran, stock_ran = way.change(road.qkv()), Ran(), Ran()
             with way.scope(), contextlib.suppress(RuntimeError, IndexError):
-                asked[name] = problem.is_asked(bindings.effective_mode())
+                asked[name] = describe_call.is_asked(bindings.effective_mode())
                 with ran:
                     F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
             left = road.took() == STOCK
@@ -284,7 +285,7 @@ def test_faults_of_a_call(change: dict[str, object], fault: str, right: str) -> 
     given = {"query": tensor, "key": tensor, "value": tensor} | settings | change
 
     def answer(choice: SDPBackend) -> tuple[str, str]:
-        became, said = problem.right_choice(choice.value, *given.values())
+        became, said = describe_call.right_choice(choice.value, *given.values())
         return SDPBackend(became).name.removesuffix("_ATTENTION"), said
 
     became, said = answer(SDPBackend.CUDNN_ATTENTION)

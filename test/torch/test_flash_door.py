@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import attention, integrations, sdpa_backend
+from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.torch_hooks import flash_attention_op
 
 SEED, CUDA = 20261126, pytest.mark.gpu
 ROWS, KEYS = (70, 1, 130, 3), (70, 9, 140, 3)
@@ -33,7 +34,7 @@ INTO = hasattr(aten, "_flash_attention_forward_no_dropout_inplace")
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(integrations.flash_door, kernels_on):
+    with on_cpu.installed_at(flash_attention_op, kernels_on):
         yield kernels_on
 
 
@@ -279,7 +280,7 @@ def test_disabled_is_stock_bit_for_bit() -> None:
 
 def test_schemas_are_known() -> None:
     """Or the door stays closed in this torch."""
-    for name in integrations.flash_door._OPS:
+    for name in flash_attention_op._OPS:
         packet = getattr(aten, name, None)
         assert packet is None or bindings.know_flash(str(packet.default._schema))
     assert not bindings.know_flash(str(aten._flash_attention_forward.default._schema).replace("max_q", "most_q"))
@@ -324,15 +325,15 @@ def test_another_implementation_keeps_its_place(door: str) -> None:
             pass
 
     names = torch.nn.attention
-    integrations.flash_door.uninstall()
+    flash_attention_op.uninstall()
     names.register_flash_attention_impl("OTHER", register_fn=Other)
     names.activate_flash_attention_impl("OTHER")
     try:
-        integrations.flash_door.install(door.upper())
+        flash_attention_op.install(door.upper())
         assert has_kernel(FORWARD, door.upper()) == (door == "cuda")  # stock's
         if door == "cpu":
             names.activate_flash_attention_impl("FLASHPLUG")
-            integrations.flash_door.install("CPU")
+            flash_attention_op.install("CPU")
             assert has_kernel(FORWARD, "CPU")
     finally:
         names.restore_flash_attention_impl()

@@ -14,11 +14,12 @@ from standin import OPEN_GATE, SERVE_ALL, Road, road_to
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import composite, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
+from torch_flashplug.torch_hooks import sdpa_composite
 
 CLOSE = {"atol": 2e-2, "rtol": 2e-2}
 
@@ -228,7 +229,7 @@ def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
     )
     for rows, taken in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
         bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
-        composite._forget_decisions()
+        sdpa_composite._forget_decisions()
         for name in ELEMENTWISE:
             args, kwargs = calls(any_road)[name]
             any_road.took()

@@ -13,10 +13,10 @@ from faults import check, half
 from standin import road_to
 from torch.nn.attention import SDPBackend
 
-from torch_flashplug import problem
 from torch_flashplug.api import DEVICES as GPUS
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Inputs, new_case
+from torch_flashplug.torch_hooks import describe_call
 
 CUDNN, FLASH, MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
 sdpa = F.scaled_dot_product_attention
@@ -37,8 +37,8 @@ def test_unmasked_rest_of_blocks_is_a_fault(rows: int, keys: int, change: dict[s
     given = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
     with road_to("cpu"):
         bindings.set_facts_override(GPUS[settings["gpu"]])
-        became, said = problem.right_choice(CUDNN.value, *given)
-        assert problem.right_choice(FLASH.value, *given) == (FLASH.value, "")
+        became, said = describe_call.right_choice(CUDNN.value, *given)
+        assert describe_call.right_choice(FLASH.value, *given) == (FLASH.value, "")
     # Beside the stand-in nothing is efficient's.
     assert became == (MATH if faulty else CUDNN).value and ("NaN" in said) is faulty
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.integrations import merge
-from torch_flashplug.integrations.ring import Step, steps_of
 from torch_flashplug.testing import assert_bitwise_equal
+from torch_flashplug.torch_hooks.distributed import ring_merge
+from torch_flashplug.torch_hooks.distributed.ring_attention import Step, steps_of
 
 B, H, S, D = 2, 3, 70, 72
 
@@ -47,7 +47,7 @@ def test_merge(device: str, first: int, rows_first: bool, dtype: torch.dtype) ->
     out[1, 0, -1] = step_out[1, 0, -1] = 0.0
     exact, exact_lse = _merged(out[:, :, first:], lse[:, :, first:], step_out, step_lse)
     before, before_lse = out[:, :, :first].clone(), lse[:, :, :first].clone()
-    merge.namespace.ring_merge(out, lse, step_out, step_lse, first)
+    ring_merge.namespace.ring_merge(out, lse, step_out, step_lse, first)
     # An LSE of 30 in fp32 is good to 2e-6, and so are the shares.
     rounding = max(torch.finfo(dtype).eps, 2e-5)
     torch.testing.assert_close(out[:, :, first:].double(), exact, atol=rounding, rtol=rounding)
@@ -63,7 +63,7 @@ def test_add(device: str, first: int, dtype: torch.dtype) -> None:
     part = _draw(B, H, S - S // 2, D, dtype=torch.bfloat16, device=device, rows_first=False, seed=2)
     exact = total.double()
     exact[:, :, first : first + part.shape[2]] += part.double()
-    merge.namespace.ring_add(total, part, first)
+    ring_merge.namespace.ring_add(total, part, first)
     torch.testing.assert_close(total.double(), exact, atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
 
 

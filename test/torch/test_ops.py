@@ -21,10 +21,10 @@ from standin import road_to
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import composite
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import BACKENDS
+from torch_flashplug.torch_hooks import sdpa_composite
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FORCE_FA3 = BACKENDS.index("fa3")
@@ -188,7 +188,7 @@ def test_a_call_without_an_argument_says_which(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "function, more", [(composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
+    "function, more", [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
 )
 def test_calls_are_spelled_as_torchs(function: Callable, more: set[str]) -> None:
     """F.sdpa's arguments, and those of stock's choice, which both ask."""

@@ -21,9 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import repair, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Case, Inputs, new_case
+from torch_flashplug.torch_hooks import stock_workarounds
 
 sdpa = F.scaled_dot_product_attention
 
@@ -178,7 +179,7 @@ def test_dropout_and_the_order_of_grad_out() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_without_cuda_there_is_nothing_to_repair() -> None:
-    assert repair.install() == "" and bindings.repair()
+    assert stock_workarounds.install() == "" and bindings.repair()
     for backends in (("cudnn",), bindings.STOCK_BACKENDS):
         assert not bindings.repair(*backends) and "lacks CUDA attention" in bindings.last_error()
 
@@ -194,8 +195,8 @@ def test_what_another_torch_has_changed_is_left_alone(monkeypatch: pytest.Monkey
     for schemas, repaired in ((known, bindings.STOCK_BACKENDS), (other, ("cudnn",))):
         monkeypatch.setattr(bindings, "names", lambda of, schemas=schemas: tuple(schemas))
         monkeypatch.setattr(bindings, "repair", lambda *backends: asked.append(backends) or True)
-        said = repair.install()
-        repair.in_graphs(False)
+        said = stock_workarounds.install()
+        stock_workarounds.in_graphs(False)
         assert asked.pop() == repaired
         assert ("_flash_attention" in said) == ("_efficient_no_more_" in said) == (schemas is other), said
 
@@ -215,11 +216,11 @@ def test_traced_graphs_give_grad_out_in_the_order_of_out(memory: str) -> None:
             graph = make_fx(lambda *given: op(*given, None, None, None, 128, 128, 0.0, True))(*arguments).graph
         return [node for node in graph.nodes if node.op == "call_function"]
 
-    repair.in_graphs(True)
+    stock_workarounds.in_graphs(True)
     try:
         nodes = traced()
     finally:
-        repair.in_graphs(False)
+        stock_workarounds.in_graphs(False)
     (backward,) = (node for node in nodes if node.target is op)
     assert math.copysign(1.0, backward.args[13]) == -1.0
     given, _, _, _, out = (node.meta["val"] for node in backward.args[:5])
@@ -227,7 +228,7 @@ def test_traced_graphs_give_grad_out_in_the_order_of_out(memory: str) -> None:
     assert any(node.target is torch.ops.aten.clone.default for node in nodes) == (memory == "bhsd")
     untouched = traced()
     assert untouched[0].target is op and math.copysign(1.0, untouched[0].args[13]) == 1.0
-    repair.in_graphs(torch.version.cuda is not None)
+    stock_workarounds.in_graphs(torch.version.cuda is not None)
 
 
 # ---- operands ----

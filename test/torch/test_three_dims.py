@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import problem, sdpa_backend
+from torch_flashplug import sdpa_backend
 from torch_flashplug.api import DEVICES, Plan
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.torch_hooks import describe_call
 
 MASKS = {"none": None, "keys": (96,), "scores": (128, 96), "heads": (4, 128, 96), "one": (1, 128, 96),
          "four_dims": (1, 4, 128, 96), "two_batches": (2, 4, 128, 96)}  # fmt: skip
@@ -56,7 +57,7 @@ def test_explain_agrees_with_the_router_on_masks(mask: str, dtype: torch.dtype, 
     with road_to("cpu") as road, sdpa_backend(backend):
         plan = agrees_with_router(road, *operands(), mask_of(mask, dtype))
 
-    served = problem.adds_batch_dim() and mask != "two_batches"
+    served = describe_call.adds_batch_dim() and mask != "two_batches"
     assert plan.backend == ("fa3" if served else "stock")
 
 
@@ -85,7 +86,7 @@ CALLS: dict[str, Callable[[], tuple[list[Tensor], dict[str, object]]]] = {
 @pytest.fixture
 def adds_batch_dim(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Make explain() believe that this torch adds a batch dim, or that it does not."""
-    return lambda answer: monkeypatch.setattr(problem, "adds_batch_dim", lambda: answer)
+    return lambda answer: monkeypatch.setattr(describe_call, "adds_batch_dim", lambda: answer)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
@@ -156,4 +157,4 @@ def test_explain_asks_stock_about_the_dims_that_torch_would_ask_about(
 def test_torch_adds_a_batch_dim_since_2_14(version: str, answer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
 
-    assert problem.adds_batch_dim() is answer
+    assert describe_call.adds_batch_dim() is answer

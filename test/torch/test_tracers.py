@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_flashplug import composite, explain, sdpa_backend, tracing
+from torch_flashplug import explain, sdpa_backend
 from torch_flashplug.ops import sdpa as ops
+from torch_flashplug.torch_hooks import sdpa_composite, tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -257,7 +258,7 @@ def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
         got = torch.vmap(causal)(*inputs)
         assert road.took().get("ours_fwd", 0) == 0
         torch.testing.assert_close(got[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
-        assert composite.installed()
+        assert sdpa_composite.installed()
 
 
 def test_explain_inside_a_transform(any_road: Road) -> None:

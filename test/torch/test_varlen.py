@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 import torch_flashplug
-from torch_flashplug import _start, attention, integrations
+from torch_flashplug import _start, attention
 from torch_flashplug.dispatch import bindings, packs
+from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
@@ -27,7 +28,7 @@ SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen
 
 @pytest.fixture
 def door(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(integrations.varlen, kernels_on):
+    with on_cpu.installed_at(varlen_hooks, kernels_on):
         yield kernels_on
 
 
@@ -141,7 +142,7 @@ def test_compiled(door: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "stock", "math"])
 def test_stock_otherwise(stock_on_cpu: list[str], backend: str) -> None:
     """Auto too, on a device that was not measured."""
-    integrations.varlen.install("CPU")
+    varlen_hooks.install("CPU")
     q = torch.randn(9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     cu = starts((4, 5), "cpu")
     with torch_flashplug.sdpa_backend(backend):
@@ -150,7 +151,7 @@ def test_stock_otherwise(stock_on_cpu: list[str], backend: str) -> None:
 
 
 def test_disable_leaves_no_trace(stock_on_cpu: list[str]) -> None:
-    integrations.varlen.install("CPU")
+    varlen_hooks.install("CPU")
     ops = [f"torch_attn::{name}" for name in ("_varlen_attn", "_varlen_attn_backward")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert all(has(op, "CPU") and has(op, "CUDA") for op in ops)
@@ -183,7 +184,7 @@ def test_what_forced_kernels_do_not_take(door: str) -> None:
 
 
 def test_a_preference_leaves_to_stock_what_it_cannot_run(stock_on_cpu: list[str]) -> None:
-    integrations.varlen.install("CPU")
+    varlen_hooks.install("CPU")
     bindings.set_process_backend(torch_flashplug.sdpa_backend("fa3").mode)
     try:
         q = torch.randn(9, 2, 60)

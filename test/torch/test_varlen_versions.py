@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import torch_flashplug
-from torch_flashplug import _start, explain_varlen, integrations
+from torch_flashplug import _start, explain_varlen
 from torch_flashplug.dispatch import bindings, packs, varlen_decision
 from torch_flashplug.registry import dispatch_table
+from torch_flashplug.torch_hooks import flash_attention_op
+from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 TAKES = varlen.varlen_attn.__kwdefaults__
@@ -28,7 +30,7 @@ LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
 @pytest.fixture
 def rule() -> Iterator[Callable[[str], None]]:
     """Says how torch chooses, as another version's would."""
-    integrations.varlen.prepare()
+    varlen_hooks.prepare()
     before = varlen_decision.varlen_rule()
     yield varlen_decision.know_varlen_rule
     varlen_decision.know_varlen_rule(before)
@@ -39,10 +41,10 @@ def door(kernels_on: str) -> Iterator[str]:
     """Install the varlen_attn kernels alone. On a GPU torch's own varlen_attn runs for calls that these kernels do not
     take, and calls stock's flash attention, which must not be replaced here.
     """
-    with on_cpu.installed_at(integrations.varlen, kernels_on):
-        integrations.flash_door.uninstall()
+    with on_cpu.installed_at(varlen_hooks, kernels_on):
+        flash_attention_op.uninstall()
         yield kernels_on
-        integrations.flash_door.install()
+        flash_attention_op.install()
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def misaligned(x: Tensor) -> Tensor:
 
 
 def test_the_rule_of_this_torch() -> None:
-    integrations.varlen.prepare()
+    varlen_hooks.prepare()
     has_cudnn = torch.version.cuda is not None and (torch.backends.cudnn.version() or 0) >= 91800
     of_2_14 = "shapes" if has_cudnn else "flash"
     expected = "flash" if VERSION < (2, 14) else of_2_14 if VERSION < (2, 15) else "argument"

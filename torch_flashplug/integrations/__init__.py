@@ -8,7 +8,15 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from . import context_parallel, dtensor, efficient_door, flash_door, flash_name, flops, varlen, vmap
+from ..torch_hooks import (
+    efficient_attention_op,
+    flash_attention_op,
+    flash_impl_registry,
+    flop_counter,
+    varlen_attn,
+    vmap,
+)
+from ..torch_hooks.distributed import context_parallel, dtensor
 
 __all__ = [
     "ALL",
@@ -23,8 +31,8 @@ __all__ = [
     "vmap",
 ]
 
-ALL = (flops, vmap, flash_name)  # each has register(), called once by _start.load()
-SWITCHED = (varlen, flash_door, efficient_door)  # each has install() and uninstall(), called by enable() and disable()
+ALL = (flop_counter, vmap, flash_impl_registry)  # each has register(), called once by _start.load()
+SWITCHED = (varlen_attn, flash_attention_op, efficient_attention_op)  # each has install() and uninstall(), called by enable() and disable()
 
 
 def __getattr__(name: str) -> ModuleType:

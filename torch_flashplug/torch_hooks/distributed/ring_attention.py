@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import env
-from ..dispatch import bindings
-from ..ops import reference, sdpa
-from . import merge
+from ... import env
+from ...dispatch import bindings
+from ...ops import reference, sdpa
+from . import ring_merge
 
 _SETTINGS = "str group, str rotate, bool balanced, bool wide, bool is_causal, float? scale, int mode"
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -180,7 +180,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple
             if out is None:  # one sum needs no more digits than what it is made of
                 out, lse = step_out.float() if ring.made > 2 else step_out, step_lse
             else:
-                merge.namespace.ring_merge(out, lse, step_out, step_lse, cut.first)
+                ring_merge.namespace.ring_merge(out, lse, step_out, step_lse, cut.first)
     return out.to(query.dtype), lse
 
 
@@ -205,8 +205,8 @@ def _backward(
                 pair.buffer = rotater.next_buffer()
                 if cut is not None:
                     for sum_, part in zip(pair.views(), (dk, dv)):
-                        merge.namespace.ring_add(sum_, part, 0)
-                    merge.namespace.ring_add(total, dq, cut.first)
+                        ring_merge.namespace.ring_add(sum_, part, 0)
+                    ring_merge.namespace.ring_add(total, dq, cut.first)
             if ring.ranks > 1:
                 rotater.exchange_buffers(pair.buffer)
         if ring.ranks > 1:

@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
-from .dispatch import bindings
-from .ops import sdpa
+from ..dispatch import bindings
+from ..ops import sdpa
 
 OVERRIDEABLE = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 OVERRIDEABLE_BACKWARD = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward

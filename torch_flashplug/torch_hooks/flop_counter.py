@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import tracing
 from ..ops import attention, sdpa
+from . import tracing
 
 
 def register() -> None:

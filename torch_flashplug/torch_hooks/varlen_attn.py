@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from .. import overrides
 from ..dispatch import bindings, callbacks, varlen_decision
+from . import op_owners
 
 _MODULE = "torch.nn.attention.varlen"
 _BACKWARD = "_varlen_attn_backward"
@@ -48,7 +48,7 @@ def uninstall() -> None:
 
 def other_owner(device: str = "CUDA") -> str:
     """Return where another library has registered a kernel that one of these ops runs; empty: there is none."""
-    return overrides.first_other_owner(*(f"torch_attn::{name}" for name in _OPS), key=device)
+    return op_owners.first_other_owner(*(f"torch_attn::{name}" for name in _OPS), key=device)
 
 
 def prepare() -> None:

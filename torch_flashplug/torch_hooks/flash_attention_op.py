@@ -10,7 +10,7 @@ import logging
 import torch
 
 from ..dispatch import bindings
-from ..overrides import first_other_owner, spend_warning
+from .op_owners import first_other_owner, spend_warning
 
 NAME = "FLASHPLUG"  # in torch.nn.attention's registry
 _OPS = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_flash_attention_backward")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import tracing
 from ..ops import attention, sdpa
+from . import tracing
 
 _FORWARD_TENSORS = 3  # query, key, value
 _MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the one call that is made

@@ -45,13 +45,13 @@ def _triton() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
-        from . import merge_triton
+        from . import ring_merge_triton
 
-        merge_triton.try_out("cuda")
+        ring_merge_triton.try_out("cuda")
     except Exception as problem:  # each version fails in a way of its own
         _log.warning("steps of rings are merged in plain torch, which takes longer: Triton: %s", problem)
         return None
-    return merge_triton
+    return ring_merge_triton
 
 
 def _are_rows(*tensors: Tensor) -> bool:

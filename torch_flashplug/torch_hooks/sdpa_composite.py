@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import problem
-from .dispatch import bindings
-from .integrations import dtensor
-from .ops.sdpa import never_a_frame
+from ..dispatch import bindings
+from ..ops.sdpa import never_a_frame
+from . import describe_call
+from .distributed import dtensor
 from .tracing import kept_mask
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -74,7 +74,7 @@ def _sdpa(
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # it adds what it is given
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    if attn_mask is not None and attn_mask.dtype == torch.bool and problem.wants_grad(query, key, value):
+    if attn_mask is not None and attn_mask.dtype == torch.bool and describe_call.wants_grad(query, key, value):
         # Stock keeps a copy of it: the caller may change it before the backward. Graphs keep values.
         attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else kept_mask(attn_mask)
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
@@ -91,20 +91,20 @@ def _backend(
     scale: float | None,
 ) -> str:
     mode, device = bindings.effective_mode(), query.device
-    if problem.takes_math(mode):
+    if describe_call.takes_math(mode):
         return "math" if _math_can(query, key, value, attn_mask) else "stock"
-    if not problem.is_asked(mode):
+    if not describe_call.is_asked(mode):
         return "stock"
     part = dtensor.part_of(query, key, value, attn_mask, dropout_p)
     if part is not None:
         query, key, value = dtensor.shown(part, query, key, value)
-    if problem.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
-        return "math" if problem.math_takes_empty(attn_mask, is_causal) else "stock"
-    if problem.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
+    if describe_call.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
+        return "math" if describe_call.math_takes_empty(attn_mask, is_causal) else "stock"
+    if describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
     if (forced := bindings.forced_kernels(mode)) is not None:
         return forced  # if it is impossible, the carrier raises the reasons
-    facts = problem.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
+    facts = describe_call.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": device.type in _libraries
     }
     planned = _planned_backend(tuple(facts.items()), device.index or 0, mode, bindings.missing_changes())
@@ -114,7 +114,7 @@ def _backend(
         return "stock"
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
-    _, fault = problem.right_choice(choice, *given, scale)
+    _, fault = describe_call.right_choice(choice, *given, scale)
     return "math" if fault else "stock"
 
 

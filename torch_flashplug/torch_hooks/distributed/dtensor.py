@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import problem, tracing
-from ..dispatch import bindings
-from ..ops import sdpa
+from ...dispatch import bindings
+from ...ops import sdpa
+from .. import describe_call, tracing
 from . import context_parallel
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, 
     if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
         said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
         return f"query, key and value are placed differently ({said}); redistribute them alike"
-    if mask is not None and (mask.dtype.is_floating_point is False or problem.misfit(query, key, mask) is not None):
+    if mask is not None and (mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None):
         return "a bool attn_mask of a DTensor, or one that does not fit, is stock attention's"
     if _is_step(query) and (mask is not None or dropout_p):
         return "stock's context_parallel takes no attn_mask, and its gradients none of dropout; it has to answer"
@@ -113,12 +113,12 @@ def _uneven(query: DTensor, key: DTensor) -> str | None:
 
 
 def _heads_of(*shapes: tuple) -> list[int | None]:
-    return [problem.hints(shape)[_HEADS] for shape in shapes]
+    return [describe_call.hints(shape)[_HEADS] for shape in shapes]
 
 
 def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
     """Of the largest part, which some rank has."""
-    sizes = list(problem.hints(tensor.shape))
+    sizes = list(describe_call.hints(tensor.shape))
     for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements):
         if type(placement) is module().Shard and sizes[placement.dim] is not None:
             sizes[placement.dim] = -(-sizes[placement.dim] // ranks)

@@ -1,5 +1,5 @@
 """torch's context_parallel on kernels of ours: two entries in torch's own table of handlers, which it gives to DTensor
-each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is ring.py's.
+each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is ring_attention.py's.
 
 All of torch's that is named here is private: where it is not what we know, one warning, and stock serves the calls.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from ...dispatch import bindings
 from .. import tracing
-from ..dispatch import bindings
-from . import gathered, ring
+from . import allgather_kv, ring_attention
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -120,15 +120,15 @@ def _replicated(tensor: Tensor) -> tuple:
 
 
 _METHODS = {
-    "ring": (ring.namespace.ring_fwd, ring.namespace.ring_bwd),
-    "gather": (gathered.namespace.gathered_fwd, gathered.namespace.gathered_bwd),
+    "ring": (ring_attention.namespace.ring_fwd, ring_attention.namespace.ring_bwd),
+    "gather": (allgather_kv.namespace.gathered_fwd, allgather_kv.namespace.gathered_bwd),
 }
 _method = "ring"
 
 
 def use(method: str) -> None:
     """How keys and values come to the rows of other ranks, in calls that are ours from here on, but for graphs that
-    were compiled before: "ring", the default, step by step, or "gather", all at once (gathered.py). What ranks exchange
+    were compiled before: "ring", the default, step by step, or "gather", all at once (allgather_kv.py). What ranks exchange
     differs, so all of them have to say the same, also before a backward, and none may leave calls to stock.
     """
     global _method  # noqa: PLW0603  (as torch's own options, it is the process's)
@@ -147,11 +147,11 @@ def _mode_of(x: Tensor) -> int:
     return 0 if bindings.is_preference(mode) else mode & _WORD
 
 
-def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool) -> ring.Settings:
+def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool) -> ring_attention.Settings:
     """torch's options are the process's; which rows a rank has does not change behind a forward."""
     options, group = sys.modules[_MODULE]._cp_options, query.device_mesh.get_group()
     how = (options.rotate_method.name, balanced, options.convert_to_f32)
-    return ring.Settings(group.group_name, *how, bool(is_causal), scale, mode)
+    return ring_attention.Settings(group.group_name, *how, bool(is_causal), scale, mode)
 
 
 def _forward(op: object, args: tuple, kwargs: dict) -> tuple:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import bindings
-from . import flash_door
+from . import flash_attention_op
 
 
 class Handle:
@@ -18,7 +18,7 @@ class Handle:
     def __init__(self) -> None:
         bindings.prefer_flash(True)
         if bindings.enabled():
-            flash_door.install(over_others=True)
+            flash_attention_op.install(over_others=True)
 
     def remove(self) -> None:
         bindings.prefer_flash(False)
@@ -27,4 +27,4 @@ class Handle:
 def register() -> None:
     offer = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if offer is not None:
-        offer(flash_door.NAME, register_fn=Handle)
+        offer(flash_attention_op.NAME, register_fn=Handle)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..dispatch import bindings
-from ..ops import attention, reference, sdpa
-from . import ring
-from .ring import Settings
+from ...dispatch import bindings
+from ...ops import attention, reference, sdpa
+from . import ring_attention
+from .ring_attention import Settings
 
 # Names since torch 2.13, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,8 +25,8 @@ _WINDOW = attention.Window(right=0, bottom_right=True)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("fwd", "bwd"):
-    _schema = getattr(ring.namespace, f"ring_{_name}").default._schema
-    _library.define(str(_schema).removeprefix("torch_flashplug::").replace("ring_", "gathered_"), tags=ring.TAGS)
+    _schema = getattr(ring_attention.namespace, f"ring_{_name}").default._schema
+    _library.define(str(_schema).removeprefix("torch_flashplug::").replace("ring_", "gathered_"), tags=ring_attention.TAGS)
 
 namespace = torch.ops.torch_flashplug
 
@@ -35,7 +35,7 @@ class _Chunks:
     """Of rows in a sequence, by who holds them: with balance rank r has chunks r and 2 W - 1 - r, else chunk r."""
 
     def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
-        ring.check(settings, query, key)
+        ring_attention.check(settings, query, key)
         self.group = dist.distributed_c10d._resolve_process_group(settings.group)
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.settings = settings
@@ -83,7 +83,7 @@ def _window(is_causal: bool) -> attention.Window:
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
     s = Settings(*given)
-    ring.check_balance(s)
+    ring_attention.check_balance(s)
     chunks = _Chunks(s, query, key)
     keys, values = map(chunks.gather, (key, value))
     out = sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
@@ -116,4 +116,4 @@ def _backward(
     return dq, *map(chunks.scatter, sums, (key, value))
 
 
-ring.register("gathered", _forward, _backward, _library)
+ring_attention.register("gathered", _forward, _backward, _library)

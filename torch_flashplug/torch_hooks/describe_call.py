@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .dispatch import bindings
-from .dispatch import table_structs as rows
-from .ops import mask_preprocess_reference, sdpa
-from .registry.dtypes import NUMBERS
-from .registry.kernel_spec import ROWS_PER_WARPGROUP
+from ..dispatch import bindings
+from ..dispatch import table_structs as rows
+from ..ops import mask_preprocess_reference, sdpa
+from ..registry.dtypes import NUMBERS
+from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .dispatch.library import lib
+from ..dispatch.library import lib
 
 
 class _Probe(torch.autograd.Function):

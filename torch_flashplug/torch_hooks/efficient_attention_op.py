@@ -10,7 +10,7 @@ import logging
 import torch
 
 from ..dispatch import bindings, varlen_decision
-from ..overrides import first_other_owner, spend_warning
+from .op_owners import first_other_owner, spend_warning
 
 _OPS = ("aten::_efficient_attention_forward", "aten::_efficient_attention_backward")
 _log = logging.getLogger("torch_flashplug")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from . import env
-from .dispatch import bindings
-from .overrides import first_other_owner, spend_warning
+from .. import env
+from ..dispatch import bindings
+from .op_owners import first_other_owner, spend_warning
 
 _log = logging.getLogger("torch_flashplug")
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
