@@ -3,7 +3,7 @@
 //
 //   torch_flashplug::cached_fwd: key and value in 8 bits (quantized_kv.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (attention.py)
-//   torch_flashplug::_plan_lists: what calls of them may share (plans.py)
+//   torch_flashplug::_plan_lists: what calls of them may share (varlen_plan.py)
 //   torch_flashplug::paged_fwd: key and value in pages (paged.py)
 //   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (listed.cpp)
 //   attention_fwd_out, paged_fwd_out: the same into a given tensor

@@ -20,7 +20,7 @@ import standin
 import torch
 from torch._functorch import config as functorch_config
 
-from torch_flashplug import _start
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
@@ -158,10 +158,10 @@ def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
 
     def push(spec: KernelSpec) -> None:
         rivals = {"bwd", "detbwd", "partbwd", "tilebwd"} if spec.is_backward else {"fwd"}
-        _start.push_tables([row for row in kernel_table.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
+        startup.push_tables([row for row in kernel_table.KERNEL_ROWS if row.kind not in rivals or spec in row.specs()])
 
     yield push
-    _start.push_tables()
+    startup.push_tables()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_flashplug import sdpa_backend
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings, table_structs
 from torch_flashplug.registry.dtypes import ELEMENTS
 from torch_flashplug.testing import Case

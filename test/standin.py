@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 import torch_flashplug
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
@@ -106,4 +106,4 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
             bindings.set_facts_override(None)
             bindings.unregister_ops()
             bindings.register_ops("CUDA")
-        _start.push_tables()
+        startup.push_tables()

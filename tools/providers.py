@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import torch_flashplug
-from torch_flashplug import _start
+from torch_flashplug.api import startup
 from torch_flashplug.demo.scopes import plugin_off, stock_backend
 from torch_flashplug.registry import kernel_spec, kernel_table
 
@@ -122,12 +122,12 @@ def tall_tiles() -> Iterator[None]:
     """Ours, with bool masks in the tallest tiles that there are."""
     rows = kernel_table.KERNEL_ROWS
     kernels = [replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row for row in rows]
-    _start.push_tables(kernels)
+    startup.push_tables(kernels)
     try:
         with torch_flashplug.sdpa_backend("fa3"):
             yield
     finally:
-        _start.push_tables()
+        startup.push_tables()
 
 
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:

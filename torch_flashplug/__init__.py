@@ -17,14 +17,14 @@ inert = env.torch_is_loading_backends() and "inert" not in globals()
 if not inert:
     env.check()
 
-    from .api import disable, enable, explain, sdpa_backend
-    from .attention import attention
-    from .explained import explain_attention
-    from .explained_varlen import explain_varlen
+    from .api.attention import attention
+    from .api.backend import disable, enable, explain, sdpa_backend
+    from .api.explain_attention import explain_attention
+    from .api.explain_varlen import explain_varlen
+    from .api.varlen import append_kv
+    from .api.varlen_plan import LengthsPlan, plan
     from .ops.block_mask import BlockLists, block_lists
     from .ops.quantized_kv import QuantizedTensor
-    from .plans import LengthsPlan, plan
-    from .sequences import append_kv
 
     __all__ = [
         "BlockLists",

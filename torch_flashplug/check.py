@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from . import env, interpreted, inventory
-from .api import sdpa_backend
+from .api.backend import sdpa_backend
 from .codegen import dsl, kernel_cache, linker
 from .dispatch import bindings, library
 from .registry.architectures import FAMILIES

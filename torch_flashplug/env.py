@@ -13,7 +13,7 @@ OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")  # words for a
 class Flag:
     """One environment variable: its name, its default and what it does (the README table is checked against this).
 
-    `traced`: it decides what is traced, so graphs that are kept are those of its value (_cache_mark in api.py).
+    `traced`: it decides what is traced, so graphs that are kept are those of its value (_cache_mark in backend.py).
     """
 
     name: str

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import attention, check_before
-from .operands import splits_of
-from .sequences import append_kv
+from .api.attention import attention, check_before
+from .api.attention_args import splits_of
+from .api.varlen import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env
+from . import env
+from .api import backend, startup
 from .codegen import dsl
 from .codegen.provided import Circumstances, Provided
 from .dispatch import bindings, callbacks, packs
@@ -46,7 +47,7 @@ def missing() -> str:
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: object) -> str:
     """Return the name of the kernel that this call runs on an H100; an empty text where stock torch serves it."""
-    return api.explain(query, key, value, **settings, device=DEVICE).kernel or ""
+    return backend.explain(query, key, value, **settings, device=DEVICE).kernel or ""
 
 
 def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> Path:
@@ -90,18 +91,18 @@ def kernels(
     Raises:
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
     """
-    _start.load()
+    startup.load()
     was_enabled = bindings.enabled()
-    bindings.set_facts_override(api.DEVICES[DEVICE])
+    bindings.set_facts_override(backend.DEVICES[DEVICE])
     bindings.set_standin(2)
     bindings.clear_packs()
     bindings.load_pack(pack, TARGET)
     callbacks.set_compile(provide)
     bindings.register_ops("CPU")
-    _start.push_tables()  # C++ looks for kernels again
+    startup.push_tables()  # C++ looks for kernels again
     torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     try:
-        api.enable()
+        backend.enable()
         if bindings.install(bindings.CPU_SLOT) != 0:
             raise RuntimeError(f"torch_flashplug: CPU tensors cannot be hooked: {bindings.last_error()}")
         yield
@@ -112,8 +113,8 @@ def kernels(
         bindings.unregister_ops()
         bindings.register_ops("CUDA")
         bindings.clear_packs()
-        callbacks.set_compile(_start.provide)
+        callbacks.set_compile(startup.provide)
         packs.register()
-        _start.push_tables()
+        startup.push_tables()
         if not was_enabled:
-            api.disable()
+            backend.disable()

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from . import _start, api, env, model_config, what_if
+from . import env, model_config, what_if
+from .api import backend as api
+from .api import startup
 from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
 from .dispatch import bindings, kernel_sets
 from .dispatch import packs as installed_packs
@@ -57,7 +59,7 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: ob
     Raises:
         ValueError: a file is no configuration of a model with attention.
     """
-    _start.load()
+    startup.load()
     layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
     mode = bindings.effective_mode()
     if bindings.backend_of(mode) in {"math", "stock"}:
@@ -71,7 +73,7 @@ def why_none(facts: dict[str, int]) -> str:
     Args:
         facts: of the GPU.
     """
-    _start.load()
+    startup.load()
     backend = bindings.backend_of(bindings.effective_mode())
     if backend in {"math", "stock"}:
         return f"{env.BACKEND.name}={backend} leaves all calls to torch; unset the variable"
@@ -130,7 +132,7 @@ def facts_of(device: str) -> dict[str, int]:
         ValueError: the device is unknown.
     """
     if not device and torch.cuda.is_available():
-        _start.load()
+        startup.load()
         return bindings.device_facts()
     if (device or "h100") not in api.DEVICES:
         raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}")

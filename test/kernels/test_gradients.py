@@ -17,7 +17,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.architectures import FAMILIES, Family
@@ -142,7 +142,7 @@ def spared(rows: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _start.push_tables()
+        startup.push_tables()
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])

@@ -16,7 +16,7 @@ from splits import planned
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import WHOLE
@@ -206,10 +206,10 @@ def only() -> Iterator[Callable]:
     """Pushes these rows alone."""
 
     def push(of: Callable[[kernel_table.KernelRow], bool]) -> None:
-        _start.push_tables([row for row in kernel_table.KERNEL_ROWS if of(row)])
+        startup.push_tables([row for row in kernel_table.KERNEL_ROWS if of(row)])
 
     yield push
-    _start.push_tables()
+    startup.push_tables()
 
 
 FORWARDS = [spec for spec in MASKED if spec.kind == "fwd"]

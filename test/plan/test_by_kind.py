@@ -12,9 +12,9 @@ import torch
 from plans import Call, call, made_of
 from torch import Tensor
 
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.attention_args import MOST_SPLITS, SPLIT_UNIT, check_split_size
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.operands import MOST_SPLITS, SPLIT_UNIT, check_split_size
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 

@@ -16,8 +16,8 @@ import torch
 from plans import call, made_of
 from torch.utils.dlpack import to_dlpack
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import compiler
 from torch_flashplug.dispatch import bindings, library, table_structs
 from torch_flashplug.registry import architectures, dispatch_table, features, kernel_args, kernel_table, stock_bugs
@@ -30,9 +30,9 @@ from torch_flashplug.registry.kernel_table import KernelRow
 
 @pytest.fixture(autouse=True)
 def own_table() -> Iterator[None]:
-    _start.push_tables()
+    startup.push_tables()
     yield
-    _start.push_tables()
+    startup.push_tables()
 
 
 def test_ids_are_mirrored() -> None:
@@ -214,7 +214,7 @@ def test_auto_takes_elements_that_were_measured() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
 def test_a_family_has_a_gpu_to_be_asked_about(family: Family) -> None:
     """explain and what the tests ask go by presets."""
-    assert any(family.arch == facts["cc"] for facts in DEVICES.values()), f"no preset of DEVICES (api.py) is {family}"
+    assert any(family.arch == facts["cc"] for facts in DEVICES.values()), f"no preset of DEVICES (backend.py) is {family}"
 
 
 def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
@@ -281,7 +281,7 @@ def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> 
     nobodys = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
     monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (nobodys, *kernel_args.FORWARD))
     with pytest.raises(ValueError, match=r"argument Sq is optional, and no feature"):
-        _start.push_tables()
+        startup.push_tables()
 
 
 def test_tags_are_sets_of_features() -> None:

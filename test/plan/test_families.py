@@ -10,8 +10,8 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES, SPLITS_SHIFT
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
 from torch_flashplug.codegen import compiler
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
@@ -65,12 +65,12 @@ def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> No
 @pytest.fixture(autouse=True)
 def restored_table() -> Iterator[None]:
     yield
-    _start.push_tables()
+    startup.push_tables()
 
 
 class TestGolden(expecttest.TestCase):
     def setUp(self) -> None:
-        _start.push_tables()
+        startup.push_tables()
 
     def test_forced(self) -> None:
         names = ("prefill_4k_d128_causal", "prefill_16k_d64_fp16", "odd_tail_sq113_sk203_d72", "vision_4k_d72")

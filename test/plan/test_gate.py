@@ -14,8 +14,9 @@ from graphs import AUTO, FA3
 from splits import CAUSAL_TEXT, MOST, planned
 
 import torch_flashplug
-from torch_flashplug import _start, sdpa_backend
-from torch_flashplug.api import DEVICES
+from torch_flashplug import sdpa_backend
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing import new_case
@@ -25,7 +26,7 @@ from torch_flashplug.testing import new_case
 def restored() -> Iterator[None]:
     """The table afterwards."""
     yield
-    _start.push_tables()
+    startup.push_tables()
 
 
 @pytest.fixture

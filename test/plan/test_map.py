@@ -12,8 +12,8 @@ from itertools import groupby
 import expecttest
 from plans import Call, call
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import FAMILIES
 
@@ -49,7 +49,7 @@ class TestMap(expecttest.TestCase):
     maxDiff = None
 
     def setUp(self) -> None:
-        _start.push_tables()
+        startup.push_tables()
 
     def test_what_auto_decides(self) -> None:
         eights, odd = range(8, 257, 8), [d for d in range(2, 257, 10) if d % 8]

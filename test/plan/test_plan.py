@@ -12,8 +12,8 @@ import expecttest
 import pytest
 from plans import CALLS, call, made_of, table_of
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 from torch_flashplug.registry import dispatch_table, kernel_table
@@ -65,9 +65,9 @@ def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_table() -> Iterator[None]:
-    _start.push_tables()
+    startup.push_tables()
     yield
-    _start.push_tables()
+    startup.push_tables()
 
 
 class TestGolden(expecttest.TestCase):

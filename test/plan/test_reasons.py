@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES, sdpa_backend
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES, sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import ChoiceRow
@@ -66,7 +66,7 @@ ELSEWHERE = {"together"}  # asked of a table of its own, by test_facts
 @pytest.fixture(autouse=True)
 def own_table() -> Iterator[None]:
     yield
-    _start.push_tables()
+    startup.push_tables()
 
 
 @pytest.mark.parametrize("why", [name for name in bindings.names("reasons") if name not in ELSEWHERE])

@@ -81,7 +81,7 @@ def test_a_section_has_an_example(name: str) -> None:
 
 
 def test_fields_of_plans_are_on_the_page() -> None:
-    assert not [name for name in torch_flashplug.api.Plan.__dataclass_fields__ if f"`{name}`" not in PAGE]
+    assert not [name for name in torch_flashplug.api.backend.Plan.__dataclass_fields__ if f"`{name}`" not in PAGE]
 
 
 def test_verbs_and_options_of_explain_are_on_the_page() -> None:

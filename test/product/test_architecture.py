@@ -80,8 +80,8 @@ EXCUSED: dict[str, str] = {
     },
     "test/trials.py:__call__": "the same, and one more",
     **{f"torch_flashplug/torch_hooks/distributed/ring_merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
-    "torch_flashplug/attention.py:attention": "one function for what others have three for, by the field's names",
-    "torch_flashplug/plans.py:plan": "as many of the same arguments as lists depend on",
+    "torch_flashplug/api/attention.py:attention": "one function for what others have three for, by the field's names",
+    "torch_flashplug/api/varlen_plan.py:plan": "as many of the same arguments as lists depend on",
     **{
         f"torch_flashplug/flash_attn.py:{name}": "another package's arguments"
         for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import torch_flashplug
 from torch_flashplug import env, interpreted
 from torch_flashplug.__main__ import main
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.demo import measured, show, train, without_gpu
 from torch_flashplug.demo import model as gpt
 from torch_flashplug.registry.architectures import FAMILIES

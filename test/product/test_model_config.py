@@ -11,8 +11,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 import torch_flashplug
-from torch_flashplug import __main__, _start, config_classes, model_config, warmup, what_if
-from torch_flashplug.api import DEVICES
+from torch_flashplug import __main__, config_classes, model_config, warmup, what_if
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
@@ -212,7 +213,7 @@ def test_sizes_that_torch_cannot_count_are_named(name):
 
 def test_heads_that_do_not_divide_never_reach_the_dispatcher():
     """Which would divide by their quotient, 0."""
-    _start.load()
+    startup.load()
     sizes = {"B": 1, "Hq": 32, "Hkv": 64, "Sq": 1, "Sk": 4096, "D": 128, "Dv": 128}
     asks = (bindings.plan, bindings.is_remembered)
     for ask in (*asks, lambda *call: bindings.forced_error(*call, 0), lambda *call: bindings.kernel_missing(*call, 0)):
@@ -228,7 +229,7 @@ def test_heads_that_do_not_divide_never_reach_the_dispatcher():
 @pytest.fixture
 def preferred():
     """Return a function that makes a backend that of this process, until the test ends."""
-    _start.load()
+    startup.load()
     yield lambda backend: bindings.set_process_backend(BACKENDS.index(backend))
     bindings.set_process_backend(0)
 

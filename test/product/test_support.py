@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plans import Call, call, made_of
 
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.dispatch.bindings import PREFERENCE
 from torch_flashplug.registry import dispatch_table

@@ -13,8 +13,9 @@ import torch
 import transformers
 
 import torch_flashplug
-from torch_flashplug import __main__, _start, env, model_config, warmup
-from torch_flashplug.api import DEVICES
+from torch_flashplug import __main__, env, model_config, warmup
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs
@@ -84,13 +85,13 @@ def asked() -> Iterator[list[str]]:
         names.append(name)
         return Provided(why="recorded", later=True)
 
-    _start.load()
+    startup.load()
     bindings.set_facts_override(H100)
     bindings.set_standin(2)
     bindings.clear_packs()
     callbacks.set_compile(record)
     bindings.register_ops("CPU")
-    _start.push_tables()
+    startup.push_tables()
     torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     torch_flashplug.enable()
     assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
@@ -100,9 +101,9 @@ def asked() -> Iterator[list[str]]:
     bindings.set_facts_override(None)
     bindings.unregister_ops()
     bindings.register_ops("CUDA")
-    callbacks.set_compile(_start.provide)
+    callbacks.set_compile(startup.provide)
     packs.register()
-    _start.push_tables()
+    startup.push_tables()
 
 
 def run_decoder(model: torch.nn.Module) -> None:
@@ -318,7 +319,7 @@ def test_kernels_of_other_versions_are_pruned(tmp_path, monkeypatch):
 
 def test_a_miss_names_the_kernels_of_the_same_model():
     """Llama's, by the first kernel of its first prompt."""
-    _start.load()
+    startup.load()
     spec = KernelSpec.from_name("fwd_sm90_bf16_d128_causal_m128n128s2")
     inference = kernel_sets.following(spec, H100, training=False, deterministic=False)
     training = kernel_sets.following(spec, H100, training=True, deterministic=True)

@@ -24,8 +24,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start, check, env, inventory, warmup
-from torch_flashplug.api import DEVICES
+from torch_flashplug import check, env, inventory, warmup
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
@@ -180,8 +181,8 @@ def test_a_call_asks_compressed_packs_before_it_compiles(install, monkeypatch):
     install.put()
     asked = []
     monkeypatch.setattr(jit, "provide", lambda name, *more: asked.append(name) or Provided(why="no"))
-    assert _start.provide(KERNEL, 90, CALL).function and not asked
-    assert _start.provide(OTHER, 90, CALL).why == "no" and asked == [OTHER]
+    assert startup.provide(KERNEL, 90, CALL).function and not asked
+    assert startup.provide(OTHER, 90, CALL).why == "no" and asked == [OTHER]
 
 
 def test_what_follows_a_miss_is_not_compiled_where_a_pack_has_it(install, monkeypatch):
@@ -189,7 +190,7 @@ def test_what_follows_a_miss_is_not_compiled_where_a_pack_has_it(install, monkey
     monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
     monkeypatch.setattr(bindings, "device_facts", dict)
     monkeypatch.setattr(jit, "provide", lambda name, target, given, following: following())
-    assert _start.provide(OTHER, 90, CALL) == [OTHER]
+    assert startup.provide(OTHER, 90, CALL) == [OTHER]
 
 
 def test_a_folder_that_cannot_be_written_is_passed_over(install, lines):
@@ -345,7 +346,7 @@ GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decod
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_core_packs_hold_what_usual_layers_ask_for(dtype):
     """Prompts, decoding and training, by all lengths and batches of kernel_sets."""
-    _start.load()
+    startup.load()
     core = {spec.name() for pack in kernel_table.PACKS if pack.name in kernel_table.CORE for spec in pack.specs()}
     asked = set()
     for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):

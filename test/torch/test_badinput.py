@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import sdpa_backend
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import KERNEL_BACKENDS

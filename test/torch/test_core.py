@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import _start
-from torch_flashplug.api import DEVICES, SPLITS_SHIFT
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
 from torch_flashplug.codegen.provided import Circumstances
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.dispatch import table_structs as rows
@@ -121,7 +121,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     bindings.clear_packs()
     bindings.set_standin(0)
     bindings.set_facts_override(None)
-    _start.push_tables()
+    startup.push_tables()
 
 
 def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:
@@ -251,7 +251,7 @@ def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(_start.provide)
+        callbacks.set_compile(startup.provide)
 
 
 def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> None:
@@ -282,7 +282,7 @@ def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
             bindings.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(_start.provide)
+        callbacks.set_compile(startup.provide)
     assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
 
 

@@ -14,7 +14,9 @@ from standin import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import _start, api, env, sdpa_backend
+from torch_flashplug import env, sdpa_backend
+from torch_flashplug.api import backend as api
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
 from torch_flashplug.torch_hooks import sdpa_composite
@@ -281,7 +283,7 @@ def test_explain_tells_what_happens(any_road: Road) -> None:
 @pytest.mark.parametrize("beside", ["nothing", "causal", "mask", "bias", "bias32"])
 def test_the_router_takes_what_explain_says(road: Road, beside: str, dropout: float, grad: bool) -> None:
     """By the measured tables, whose rows and rescues it asks by class first."""
-    _start.push_tables()
+    startup.push_tables()
     masks = {"mask": torch.ones(300, 300, device=road.device).tril().bool()}
     masks |= {"bias": torch.randn(300, 300, device=road.device).to(road.dtype)}
     masks |= {"bias32": torch.randn(300, 300, device=road.device)}
@@ -327,7 +329,7 @@ def test_each_new_plan_is_logged_once(road: Road) -> None:
         first = len(told)
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     finally:
-        callbacks.set_log(_start._plan_log.log, plans=False)
+        callbacks.set_log(startup._plan_log.log, plans=False)
     assert 1 <= first <= 2 and first < len(told) <= 2 * first  # one line each from the router and from the op
     assert all(level == logging.DEBUG and "fa3" in text for level, text in told)
 
@@ -370,7 +372,7 @@ def test_flags_read_up_to_a_graph_are_in_its_tag(road: Road, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(env.Flag, "get", lambda flag: read.add(flag.name) or get(flag))
         bindings.clear_packs()  # they are registered again
-        _start._load_core()
+        startup._load_core()
         road.enable()
         torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*road.qkv())
     marks = {api._cache_mark(): ""}

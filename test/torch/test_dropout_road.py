@@ -19,8 +19,9 @@ from standin import OPEN_GATE, Road
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_flashplug import _start, sdpa_backend
-from torch_flashplug.api import DEVICES
+from torch_flashplug import sdpa_backend
+from torch_flashplug.api import startup
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import dropout_reference, sdpa
 from torch_flashplug.registry import dispatch_table, kernel_table
@@ -140,7 +141,7 @@ def test_plans_never_let_the_efficient_attention_follow() -> None:
             plan = bindings.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
             assert plan["backend"] == "fa3" and plan["gradients"].startswith(follower), plan
     finally:
-        _start.push_tables()
+        startup.push_tables()
 
 
 # ---- gradients through F.sdpa ----

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_flashplug
 from torch_flashplug import sdpa_backend
-from torch_flashplug.api import DEVICES as GPUS
+from torch_flashplug.api.backend import DEVICES as GPUS
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.torch_hooks import describe_call
@@ -333,7 +333,7 @@ def test_masked_calls_are_served_and_explained_under_modes_and_transforms(watch:
     """Under a dispatch mode and functorch F.sdpa makes floats of the mask, and kernels take them as a bias."""
     with road_to("cpu") as road:
         tensors: list[Tensor] = [*road.qkv(), torch.ones(128, 128, dtype=torch.bool)]
-        plans: list[torch_flashplug.api.Plan] = []
+        plans: list[torch_flashplug.api.backend.Plan] = []
 
         def attend(query: Tensor) -> Tensor:
             plans.append(torch_flashplug.explain(query, *tensors[1:], device="h100"))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_flashplug import _start, attention, explain, explain_attention, sdpa_backend
+from torch_flashplug import attention, explain, explain_attention, sdpa_backend
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import callbacks
 
 HQ, HKV, D = 8, 2, 128
@@ -168,7 +169,7 @@ def told() -> list[str]:
     said: list[str] = []
     callbacks.set_log(lambda _, text: said.append(text), plans=True)
     yield said
-    callbacks.set_log(_start._plan_log.log, plans=False)
+    callbacks.set_log(startup._plan_log.log, plans=False)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa as ops
 from torch_flashplug.registry import kernel_table, stock_bugs

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from torch_flashplug import _start, env
+from torch_flashplug import env
+from torch_flashplug.api import startup
 
 # Each is read when the plugin is loaded, before anything is switched on.
 NOT_ALLOWED = (
-    (env.HOOK, "composit", _start._load_core, "use one of stub, composite"),
-    (env.BACKEND, "fa5", _start._process_backend, "use one of"),
-    (env.PRECISION, "7bit", _start._process_precision, "8bit"),
+    (env.HOOK, "composit", startup._load_core, "use one of stub, composite"),
+    (env.BACKEND, "fa5", startup._process_backend, "use one of"),
+    (env.PRECISION, "7bit", startup._process_precision, "8bit"),
 )
 
 

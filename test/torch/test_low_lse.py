@@ -13,7 +13,7 @@ from faults import check, half
 from standin import road_to
 from torch.nn.attention import SDPBackend
 
-from torch_flashplug.api import DEVICES as GPUS
+from torch_flashplug.api.backend import DEVICES as GPUS
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import Inputs, new_case
 from torch_flashplug.torch_hooks import describe_call

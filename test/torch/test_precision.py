@@ -12,7 +12,8 @@ from graphs import Recorder, causal, sdpa
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import _start, env, sdpa_backend
+from torch_flashplug import env, sdpa_backend
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.quant_recipes import RECIPES, number_of
 
@@ -25,7 +26,7 @@ def qkv(device: str = "meta", *, D: int = 128, rows: int = 1024, grad: bool = Fa
     return [tensor.requires_grad_(grad) for tensor in made]
 
 
-def explained(inputs: list[Tensor], **more: object) -> torch_flashplug.api.Plan:
+def explained(inputs: list[Tensor], **more: object) -> torch_flashplug.api.backend.Plan:
     return torch_flashplug.explain(*inputs, device="h100", **more)
 
 
@@ -94,10 +95,10 @@ def test_the_process_says_it_for_all(process: None) -> None:
 
 def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.PRECISION.name, "fp8")
-    assert _start._process_precision() == number_of("8bit")
+    assert startup._process_precision() == number_of("8bit")
     monkeypatch.setenv(env.PRECISION.name, "4bit")
     with pytest.raises(ValueError, match="TORCH_FLASHPLUG_PRECISION: precision='4bit'; use one of 16bit, qk8"):
-        _start._process_precision()
+        startup._process_precision()
 
 
 def test_what_is_no_precision() -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 import torch_flashplug
 from torch_flashplug import sdpa_backend
-from torch_flashplug.api import DEVICES, Plan
+from torch_flashplug.api.backend import DEVICES, Plan
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.torch_hooks import describe_call
 

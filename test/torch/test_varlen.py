@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 import torch_flashplug
-from torch_flashplug import _start, attention
+from torch_flashplug import attention
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, packs
 from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
@@ -202,11 +203,11 @@ def test_auto_leaves_to_stock_what_has_no_kernel(
     bindings.clear_packs()
     bindings.counters(reset=True)
     try:
-        _start.push_tables()  # kernels are looked for again
+        startup.push_tables()  # kernels are looked for again
         varlen.varlen_attn(*operands(door), *given(door), **GROUPED)
     finally:
         packs.register()
-        _start.push_tables()
+        startup.push_tables()
     assert not any(bindings.counters(reset=True).values()) and bindings.mode() == 0
     assert stock_on_cpu == ["forward"] * (door == "cpu")
 

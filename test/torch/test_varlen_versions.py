@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import torch_flashplug
-from torch_flashplug import _start, explain_varlen
+from torch_flashplug import explain_varlen
+from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, packs, varlen_decision
 from torch_flashplug.registry import dispatch_table
 from torch_flashplug.torch_hooks import flash_attention_op
@@ -234,11 +235,11 @@ def test_cudnns_backward_never_follows_our_forward(
     assert bindings.counters(reset=True)["ours_fwd"] == 1
     bindings.clear_packs()
     try:
-        _start.push_tables()  # kernels are looked for again
+        startup.push_tables()  # kernels are looked for again
         torch.autograd.grad(out.float().sum(), leaves)
     finally:
         packs.register()
-        _start.push_tables()
+        startup.push_tables()
     assert varlen_on_cpu == ["backward"] * (door == "cpu") and bindings.counters(reset=True)["ours_bwd"] == 0
 
 

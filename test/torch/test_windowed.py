@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug import attention
-from torch_flashplug.attention import _beside_sinks
+from torch_flashplug.api.attention import _beside_sinks
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.attention import Window
 

@@ -28,7 +28,7 @@ from .sdpa import empty_results, mathematics, not_twice
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
 # 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
-# For kernels, not for mathematics: of plans.py, and tracing.mode_of_block().
+# For kernels, not for mathematics: of varlen_plan.py, and tracing.mode_of_block().
 _KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
 NO_PLAN = (None, 0)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

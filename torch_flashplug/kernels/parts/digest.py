@@ -1,5 +1,5 @@
 """A bool mask as kernels read it: words (scores/words.py), and lists of the blocks that hide something or nothing
-(listed.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
+(block_sparse.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
 the mask holds when it is replayed.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.

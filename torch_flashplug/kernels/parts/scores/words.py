@@ -136,6 +136,6 @@ class Bits(Words):
 
 @dataclass(frozen=True)
 class ListedBits(Bits):
-    """Of a walk that knows in which blocks something is hidden (listed.py)."""
+    """Of a walk that knows in which blocks something is hidden (block_sparse.py)."""
 
     everywhere = False

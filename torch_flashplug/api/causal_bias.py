@@ -10,10 +10,10 @@ import sys
 import torch
 from torch import Tensor
 
-from .dispatch import bindings
-from .registry import dispatch_table, features
-from .registry.architectures import BACKENDS, KERNEL_BACKENDS
-from .torch_hooks import describe_call
+from ..dispatch import bindings
+from ..registry import dispatch_table, features
+from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..torch_hooks import describe_call
 
 _DIM_STEP, _LARGEST_DIM = 8, 256  # of doors.cpp
 

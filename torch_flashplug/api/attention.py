@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .listed import of_blocks
-from .operands import (
+from ..ops.attention import NO_PLAN, Window
+from ..torch_hooks import describe_call
+from .attention_args import (
     Scale,
     Scales,
     are_few_rows,
@@ -33,10 +34,9 @@ from .operands import (
     window_of,
     written,
 )
-from .ops.attention import NO_PLAN, Window
-from .plans import LengthsPlan, check_is_plan
-from .sequences import check_pages, in_pages, on_end, some_of_each
-from .torch_hooks import describe_call
+from .block_sparse import of_blocks
+from .varlen import check_pages, in_pages, on_end, some_of_each
+from .varlen_plan import LengthsPlan, check_is_plan
 
 _F_SDPA = torch._C._nn.scaled_dot_product_attention  # the built-in one; context_parallel puts its own in its place
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from . import _start
-from .api import DEVICES, SPLITS_SHIFT, Plan, explain
+from ..dispatch import bindings
+from ..ops import paged
+from ..ops.attention import Window, namespace
+from ..ops.block_mask import BlockLists, block_lists
+from ..registry import features
+from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..torch_hooks import describe_call
+from . import startup
 from .attention import attention
-from .dispatch import bindings
-from .operands import check_out, window_of
-from .ops import paged
-from .ops.attention import Window, namespace
-from .ops.block_mask import BlockLists, block_lists
-from .plans import check_is_plan
-from .registry import features
-from .registry.architectures import BACKENDS, KERNEL_BACKENDS
-from .torch_hooks import describe_call
+from .attention_args import check_out, window_of
+from .backend import DEVICES, SPLITS_SHIFT, Plan, explain
+from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
@@ -50,7 +50,7 @@ def explain_attention(
     """
     if device is not None and device not in DEVICES:
         raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own")
-    _start.load()
+    startup.load()
     given = (q, k, v)
     if not all(isinstance(x, Tensor) for x in given):
         attention(*given, **arguments)  # which says so

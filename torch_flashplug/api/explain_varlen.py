@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start
-from .api import DEVICES, Plan, sdpa_backend
-from .dispatch import bindings, varlen_decision
-from .explained import explain_attention
-from .registry.architectures import KERNEL_BACKENDS
-from .torch_hooks import describe_call
-from .torch_hooks import varlen_attn as varlen_hooks
+from ..dispatch import bindings, varlen_decision
+from ..registry.architectures import KERNEL_BACKENDS
+from ..torch_hooks import describe_call
+from ..torch_hooks import varlen_attn as varlen_hooks
+from . import startup
+from .backend import DEVICES, Plan, sdpa_backend
+from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes, in which cuDNN reads
@@ -53,7 +53,7 @@ def explain_varlen(
             f"explain_varlen: device must be one of {', '.join(DEVICES)}, but got {device!r}. Leave it out for the "
             "tensors' own."
         )
-    _start.load()
+    startup.load()
     from torch.nn.attention import varlen  # a second or more
 
     varlen_hooks.prepare()

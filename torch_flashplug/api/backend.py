@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from . import _start, env, integrations
+from .. import env, integrations
+from ..dispatch import bindings
+from ..ops.quantized_kv import QuantizedTensor, readable
+from ..ops.sdpa import never_a_frame
+from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
+from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
+from ..torch_hooks import describe_call, sdpa_composite, stock_workarounds, tracing
+from ..torch_hooks.distributed import dtensor
+from . import startup
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
-from .dispatch import bindings
-from .ops.quantized_kv import QuantizedTensor, readable
-from .ops.sdpa import never_a_frame
-from .registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
-from .registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
-from .torch_hooks import describe_call, sdpa_composite, stock_workarounds, tracing
-from .torch_hooks.distributed import dtensor
 
 _log = logging.getLogger("torch_flashplug")
 _NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
@@ -60,7 +61,7 @@ def enable(*, precision: str | None = None) -> None:
     attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
     as they are.
     """
-    _start.load()
+    startup.load()
     if precision is not None:
         bindings.set_process_precision(quant_recipes.number_of(precision))
     bindings.set_enabled(True)
@@ -81,7 +82,7 @@ def disable() -> None:
     """Puts stock attention back exactly, for eager calls and newly traced code. Backwards of calls served before still
     work.
     """
-    _start.load()
+    startup.load()
     bindings.set_enabled(False)
     if bindings.installed(bindings.CUDA_SLOT):
         bindings.uninstall(bindings.CUDA_SLOT)
@@ -241,7 +242,7 @@ def explain(
         raise ValueError(
             f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
         )
-    _start.load()
+    startup.load()
     settings = {"scale": scale, "enable_gqa": enable_gqa}
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     if unusual is not None:

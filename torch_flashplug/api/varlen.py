@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .operands import (
+from ..ops import paged
+from ..ops.attention import NO_PLAN
+from ..torch_hooks import describe_call
+from .attention_args import (
     NO_SCALES,
     Scales,
     are_few_rows,
@@ -24,12 +27,9 @@ from .operands import (
     scales_of,
     written,
 )
-from .ops import paged
-from .ops.attention import NO_PLAN
-from .torch_hooks import describe_call
 
 if TYPE_CHECKING:
-    from .plans import LengthsPlan
+    from .varlen_plan import LengthsPlan
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
 _OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so

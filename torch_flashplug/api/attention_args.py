@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .ops.attention import Window
-from .ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
-from .registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
-from .torch_hooks import describe_call, tracing
+from ..ops.attention import Window
+from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
+from ..registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from ..torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operands import check_dtypes, check_operands, refuse_forward_mode
-from .ops.block_mask import BlockLists, block_lists
-from .ops.block_sparse import namespace
-from .torch_hooks import describe_call, tracing
+from ..ops.block_mask import BlockLists, block_lists
+from ..ops.block_sparse import namespace
+from ..torch_hooks import describe_call, tracing
+from .attention_args import check_dtypes, check_operands, refuse_forward_mode
 
 
 def of_blocks(
