@@ -17,12 +17,11 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug import interpreted
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_table import Pack
-from torch_flashplug.testing import Case, load_pack
+from torch_flashplug.testing import Case, interpreted, load_pack
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "sm_90a"  # whose packs hold the kernels of both families

@@ -78,11 +78,11 @@ def is_theirs(theirs: TheirLibrary) -> bool:
 def says_theirs() -> bool:
     """Whether explain_varlen and info do."""
     import torch_flashplug
-    from torch_flashplug import inventory
+    from torch_flashplug.cli import env_info
 
     q, cu = torch.ones(9, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 4, 9], dtype=torch.int32)
     plan = torch_flashplug.explain_varlen(q, q, q, cu, cu, 5, 5, device="h100")
-    kept = inventory.collect()["kept_by_others"]
+    kept = env_info.collect()["kept_by_others"]
     of_aten = {"flash attention", "F.sdpa's cudnn attention", "F.sdpa's flash attention"} if HAS_CUDA_OPS else set()
     says = plan.backend == "stock" and __file__ in plan.reasons["fa3"]
     return says and set(kept) == {"varlen_attn"} | of_aten and all(__file__ in place for place in kept.values())
@@ -90,12 +90,12 @@ def says_theirs() -> bool:
 
 def says_ours() -> bool:
     import torch_flashplug
-    from torch_flashplug import inventory
+    from torch_flashplug.cli import env_info
 
     q, cu = torch.ones(9, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 4, 9], dtype=torch.int32)
     with torch_flashplug.sdpa_backend("fa3"):
         plan = torch_flashplug.explain_varlen(q, q, q, cu, cu, 5, 5, device="h100")
-    return plan.backend == "fa3" and not inventory.collect()["kept_by_others"]
+    return plan.backend == "fa3" and not env_info.collect()["kept_by_others"]
 
 
 def theirs_then_ours() -> None:

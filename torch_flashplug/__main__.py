@@ -136,7 +136,7 @@ def _add_options_of_calls(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from . import what_if
+    from .cli import explain as what_if
 
     shapes = what_if.Shapes(options.q, options.k, options.v or options.k, options.mask)
     plan = what_if.plan(shapes, **_facts_of_calls(options), backend=options.backend)
@@ -149,7 +149,7 @@ def _facts_of_calls(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _warmup(options: argparse.Namespace) -> None:
-    from . import model_config, warmup
+    from .cli import model_config, warmup
 
     if options.out is not None:
         warmup.use_folder(options.out)
@@ -186,14 +186,14 @@ def _warmup(options: argparse.Namespace) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from . import inventory
+    from .cli import env_info
 
-    facts = inventory.collect()
-    print(json.dumps(facts, indent=1)) if options.json else inventory.show(facts)
+    facts = env_info.collect()
+    print(json.dumps(facts, indent=1)) if options.json else env_info.show(facts)
 
 
 def _check(options: argparse.Namespace) -> None:
-    from . import check
+    from .cli import check
 
     sys.exit(check.run())
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_flashplug import env, inventory, warmup
+from torch_flashplug import env
+from torch_flashplug.cli import env_info, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.registry import kernel_table
@@ -546,7 +547,7 @@ def test_files_of_users_stay(cache):
     assert kernel_cache.prune(cache.folder) == [entry]
     assert warmup.prune() == 0 and list(kernel_cache.find_like("*")) == []
     assert all(file.read_text() == "mine" for file in files)
-    assert inventory.collect()["cache"]["kernels"] == 0
+    assert env_info.collect()["cache"]["kernels"] == 0
 
 
 def test_own_leftovers_are_deleted(cache):
@@ -618,7 +619,7 @@ def test_the_fallback_is_reported(cache, lines, monkeypatch):
     fallback = kernel_cache.fallback_folder()
     assert warmup.report(outcome).endswith(f"Cache: {fallback}")
     assert f"the kernel cache is {fallback}, because {file} cannot be written" in lines()[0]
-    assert inventory.collect()["cache"]["fallback"]["kernels"] == 1
+    assert env_info.collect()["cache"]["fallback"]["kernels"] == 1
     assert warmup.report(warmup.compile_all([KERNEL], 90, packs=False)).endswith(f"1 were there. Cache: {fallback}")
 
 
@@ -631,7 +632,7 @@ def test_a_home_that_is_unknown(cache, folder, monkeypatch):
     monkeypatch.setattr("platformdirs.user_cache_dir", unknown)
     writable, reasons = kernel_cache.writable_folders()
     assert writable == [kernel_cache.fallback_folder()] and "home directory" in reasons[0]
-    assert inventory.collect()["cache"]["kernels"] == 0
+    assert env_info.collect()["cache"]["kernels"] == 0
     assert jit.provide(KERNEL, TARGET, CALL).is_there
 
 
@@ -643,9 +644,9 @@ def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
     if problem == "denied":
         denied = PermissionError(13, "Permission denied")
         monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
-    facts = inventory.collect()["cache"]
+    facts = env_info.collect()["cache"]
     assert facts["problem"].startswith("it cannot be read: ") and facts["kernels"] == 0
-    inventory.show(inventory.collect())
+    env_info.show(env_info.collect())
 
 
 # ---- linkers ----

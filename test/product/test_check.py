@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import torch_flashplug
-from torch_flashplug import check, env, interpreted, inventory
+from torch_flashplug import env
+from torch_flashplug.cli import check, env_info
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.testing import interpreted
 
 NAMES = ("torch", "_C", "hook", "kernels", "GPU", "numbers", "speed", "interpret")
 
@@ -46,7 +48,7 @@ def test_a_plugin_that_is_off_fails() -> None:
 
 
 def test_kernels_need_packs_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "packs", list)
+    monkeypatch.setattr(env_info, "packs", list)
     assert check.kernels().status == check.PASS and "compiled at first use by CuTe DSL" in check.kernels().text
     monkeypatch.setattr(check.kernel_cache, "prepare", lambda folder: "Read-only file system")
     line = check.kernels()
@@ -167,7 +169,7 @@ def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
 def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
     q = torch.randn(1, 2, 64, 64).bfloat16()
     pack = interpreted.build(interpreted.kernel_of(q, q, q, is_causal=True))
-    packs, facts = inventory.packs(), bindings.device_facts()
+    packs, facts = env_info.packs(), bindings.device_facts()
     if not enabled:
         torch_flashplug.disable()
     try:
@@ -184,4 +186,4 @@ def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
 
     assert inside["ours_fwd"] == 1 and not any(outside.values())
     assert not bindings.installed(bindings.CPU_SLOT)
-    assert (inventory.packs(), bindings.device_facts()) == (packs, facts)
+    assert (env_info.packs(), bindings.device_facts()) == (packs, facts)

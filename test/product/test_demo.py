@@ -19,12 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import torch_flashplug
-from torch_flashplug import env, interpreted
+from torch_flashplug import env
 from torch_flashplug.__main__ import main
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.demo import measured, show, train, without_gpu
 from torch_flashplug.demo import model as gpt
 from torch_flashplug.registry.architectures import FAMILIES
+from torch_flashplug.testing import interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")

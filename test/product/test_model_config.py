@@ -11,9 +11,10 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 import torch_flashplug
-from torch_flashplug import __main__, config_classes, model_config, warmup, what_if
+from torch_flashplug import __main__
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
+from torch_flashplug.cli import config_classes, explain, model_config, warmup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import BACKENDS
 
@@ -208,7 +209,7 @@ LARGE = {
 def test_sizes_that_torch_cannot_count_are_named(name):
     shape, mask, said = LARGE[name]
     with pytest.raises(ValueError, match=f"^{said}"):
-        what_if.plan(what_if.Shapes(shape, shape, shape, mask), device="h100")
+        explain.plan(explain.Shapes(shape, shape, shape, mask), device="h100")
 
 
 def test_heads_that_do_not_divide_never_reach_the_dispatcher():

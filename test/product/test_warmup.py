@@ -13,9 +13,10 @@ import torch
 import transformers
 
 import torch_flashplug
-from torch_flashplug import __main__, env, model_config, warmup
+from torch_flashplug import __main__, env
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
+from torch_flashplug.cli import model_config, warmup
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs

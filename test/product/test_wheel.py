@@ -24,9 +24,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_flashplug import check, env, inventory, warmup
+from torch_flashplug import env
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
+from torch_flashplug.cli import check, env_info, warmup
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
 from torch_flashplug.codegen.provided import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
@@ -279,7 +280,7 @@ def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compr
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
     (line,) = lines()
     assert f"{pack.path.name} is not used: it was compiled for a CPU with avx1024, which this CPU lacks" in line
-    assert packs.held(TARGET) == set() and inventory.packs()[0]["unusable"]
+    assert packs.held(TARGET) == set() and env_info.packs()[0]["unusable"]
     assert "in 1 pack" not in check.kernels().text
 
 
@@ -319,14 +320,14 @@ def test_a_pack_without_a_report_is_loaded(install):
 
 def test_info_and_check_say_that_packs_are_there(install, capsys):
     install.put()
-    (facts,) = inventory.packs()
+    (facts,) = env_info.packs()
     assert facts["kernels"] == [KERNEL] and facts["compressed"] and facts["unpacked"] is None
-    inventory.show(inventory.collect())
+    env_info.show(env_info.collect())
     assert "flashplug_sm90a.so.xz: 1 kernels, 0.0 MB; unpacked: at first use" in capsys.readouterr().out
     assert check.kernels() == check.Line(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
     packs.provide(KERNEL, TARGET)
-    assert Path(inventory.packs()[0]["unpacked"]).parent == install.cache
-    assert check.kernels().text == "1 in 1 pack" and inventory.collect()["cache"]["kernels"] == 0
+    assert Path(env_info.packs()[0]["unpacked"]).parent == install.cache
+    assert check.kernels().text == "1 in 1 pack" and env_info.collect()["cache"]["kernels"] == 0
 
 
 def test_pruning_keeps_the_installed_pack(install):

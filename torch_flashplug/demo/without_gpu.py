@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .. import interpreted
 from ..dispatch import bindings
-from ..testing import Masking, attention_math, measure_error
+from ..testing import Masking, attention_math, interpreted, measure_error
 from . import measured
 from . import model as gpt
 from .record import Call, OutputRecorder

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .api.backend import DEVICES, Plan, explain, sdpa_backend
-from .torch_hooks.describe_call import DTYPES
+from ..api.backend import DEVICES, Plan, explain, sdpa_backend
+from ..torch_hooks.describe_call import DTYPES
 
 _LIMIT = 58  # torch counts bytes in 63 bits, and numbers have up to 8 bytes
 

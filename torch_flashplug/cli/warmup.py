@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from . import env, model_config, what_if
-from .api import backend as api
-from .api import startup
-from .codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
-from .dispatch import bindings, kernel_sets
-from .dispatch import packs as installed_packs
-from .registry import dispatch_table
+from .. import env
+from ..api import backend as api
+from ..api import startup
+from ..codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
+from ..dispatch import bindings, kernel_sets
+from ..dispatch import packs as installed_packs
+from ..registry import dispatch_table
+from . import explain, model_config
 
 _OBJECTS_ALONE = (
     "no C compiler is installed. Kernels are kept as object files (.o), which load only where the kernel compiler is "
@@ -102,7 +103,7 @@ def kernels_of_shapes(
     for shapes in calls:
         if len(shapes) not in (2, 3):
             raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}")
-        plan = what_if.plan(what_if.Shapes(shapes[0], shapes[1], shapes[-1], mask), **wanted)
+        plan = explain.plan(explain.Shapes(shapes[0], shapes[1], shapes[-1], mask), **wanted)
         names += kernel_sets.names_in(f"{plan.kernel} {plan.gradients}")
     return names
 

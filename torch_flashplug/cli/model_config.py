@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..dispatch.kernel_sets import LENGTHS, Attention
 from . import config_classes
-from .dispatch.kernel_sets import LENGTHS, Attention
 
 Config = Mapping[str, object]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from . import env
-from .api import backend, startup
-from .codegen import dsl
-from .codegen.provided import Circumstances, Provided
-from .dispatch import bindings, callbacks, packs
+from .. import env
+from ..api import backend, startup
+from ..codegen import dsl
+from ..codegen.provided import Circumstances, Provided
+from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "interpreted.py"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, env
-from .codegen import dsl, kernel_cache, linker
-from .dispatch import bindings
-from .dispatch import packs as installed_packs
+from .. import __version__, env
+from ..codegen import dsl, kernel_cache, linker
+from ..dispatch import bindings
+from ..dispatch import packs as installed_packs
 
 PACKAGES = ("apache-tvm-ffi", "cuda-python", "cuda-bindings")
 
@@ -103,7 +103,7 @@ def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
     if env.disabled() and not bindings.enabled():  # enable() may have been called since
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
-    from .torch_hooks import sdpa_composite
+    from ..torch_hooks import sdpa_composite
 
     stub, plan_b = bindings.installed(bindings.CUDA_SLOT), sdpa_composite.installed()
     why = (
@@ -124,7 +124,7 @@ def hook() -> dict[str, object]:
 
 def kept_by_others() -> dict[str, str]:
     """Ops of torch's that ours would stand at, and where another library has registered the kernels that they run."""
-    from .torch_hooks import flash_attention_op, stock_workarounds, varlen_attn
+    from ..torch_hooks import flash_attention_op, stock_workarounds, varlen_attn
 
     owners = {"varlen_attn": varlen_attn.other_owner()}
     owners["flash attention"] = flash_attention_op.other_owner()

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import env, interpreted, inventory
-from .api.backend import sdpa_backend
-from .codegen import dsl, kernel_cache, linker
-from .dispatch import bindings, library
-from .registry.architectures import FAMILIES
-from .testing import Masking, assert_within_budget, attention_math, grads_math
-from .testing.budget import GRAD_FACTOR, OUT_FACTOR
-from .testing.timing import Candidate, paired_ratio, time_interleaved
+from .. import env
+from ..api.backend import sdpa_backend
+from ..codegen import dsl, kernel_cache, linker
+from ..dispatch import bindings, library
+from ..registry.architectures import FAMILIES
+from ..testing import Masking, assert_within_budget, attention_math, grads_math, interpreted
+from ..testing.budget import GRAD_FACTOR, OUT_FACTOR
+from ..testing.timing import Candidate, paired_ratio, time_interleaved
+from . import env_info
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 OLDEST_CC = min(family.arch for family in FAMILIES)
@@ -68,13 +69,13 @@ def extension() -> Line:
 
 def hook() -> Line:
     """Check that calls of F.scaled_dot_product_attention reach the dispatcher."""
-    facts = inventory.hook()
+    facts = env_info.hook()
     if not facts["enabled"]:
         why = facts["why"] or "torch_flashplug.disable() was called"
         return Line(FAIL, "hook", f"off: {why}", f"unset {env.ENABLED.name}, or call torch_flashplug.enable()")
     if facts["installed"] or facts["plan_b"]:
         text = f"in place, mode {facts['mode']}"
-        if others := inventory.kept_by_others():
+        if others := env_info.kept_by_others():
             text += f"; other libraries serve {', '.join(others)}"
         return Line(PASS, "hook", text)
     if torch.version.cuda is None:
@@ -84,7 +85,7 @@ def hook() -> Line:
 
 def kernels() -> Line:
     """Check that kernels are there, or a compiler that makes them at first use and a folder to keep them in."""
-    packs = [pack for pack in inventory.packs() if not pack["unusable"]]
+    packs = [pack for pack in env_info.packs() if not pack["unusable"]]
     if packs:
         count = sum(pack["symbols"] for pack in packs)
         waiting = any(pack["compressed"] and not pack["unpacked"] for pack in packs)
@@ -232,6 +233,6 @@ def run() -> int:
         print(line, flush=True)
         failed += line.status == FAIL
     print("\nFor a bug report, copy everything above and this:")
-    inventory.show(inventory.collect())
+    env_info.show(env_info.collect())
     print(f"\n{'FAIL' if failed else 'PASS'}: {failed} of {len(CHECKS)} checks failed")
     return int(failed > 0)
