@@ -220,7 +220,7 @@ def function(file: Path, name: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def installed_at(door: object, device: str) -> Iterator[None]:
-    """One of integrations.SWITCHED, at that device's key; afterwards where it was."""
+    """One of hook_list.SWITCHED, at that device's key; afterwards where it was."""
     door.install(device.upper())
     yield
     door.uninstall()

@@ -7,8 +7,7 @@ imports cutlass. TORCH_FLASHPLUG=0 leaves torch untouched.
 from __future__ import annotations
 
 from . import env
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 # While `import torch` runs its plugins' entry points, nobody asked for us yet: touch nothing. _autoload.hook() runs
 # this file a second time if it is wanted.
@@ -17,6 +16,7 @@ inert = env.torch_is_loading_backends() and "inert" not in globals()
 if not inert:
     env.check()
 
+    from . import integrations
     from .api.attention import attention
     from .api.backend import disable, enable, explain, sdpa_backend
     from .api.explain_attention import explain_attention
@@ -38,6 +38,7 @@ if not inert:
         "explain",
         "explain_attention",
         "explain_varlen",
+        "integrations",
         "plan",
         "sdpa_backend",
     ]

@@ -13,7 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from . import __version__, env
+from . import env
+from .version import __version__
 from .registry.dtypes import WIDE
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .. import env, integrations
+from .. import env
 from ..dispatch import bindings
 from ..ops.quantized_kv import QuantizedTensor, readable
 from ..ops.sdpa import never_a_frame
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
-from ..torch_hooks import describe_call, sdpa_composite, stock_workarounds, tracing
+from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
 from ..torch_hooks.distributed import dtensor
 from . import startup
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
@@ -73,7 +73,7 @@ def enable(*, precision: str | None = None) -> None:
         _log.warning("%s", bindings.last_error())
     if unrepaired := stock_workarounds.install():
         _log.warning("%s", unrepaired)
-    for satellite in integrations.SWITCHED:
+    for satellite in hook_list.SWITCHED:
         satellite.install()
     tracing.cache_tag.set_process_mark(_cache_mark())
 
@@ -88,7 +88,7 @@ def disable() -> None:
         bindings.uninstall(bindings.CUDA_SLOT)
     sdpa_composite.uninstall()
     stock_workarounds.uninstall()
-    for satellite in integrations.SWITCHED:
+    for satellite in hook_list.SWITCHED:
         satellite.uninstall()
     tracing.cache_tag.set_process_mark("")
 

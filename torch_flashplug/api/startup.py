@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from .. import env, integrations
+from .. import env
 from ..codegen import compiler, jit
 from ..codegen.provided import Circumstances, Provided
 from ..dispatch import bindings, callbacks, kernel_sets, packs
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS
 from ..registry.kernel_spec import KernelSpec
-from ..torch_hooks import describe_call, recomputation, tracing
+from ..torch_hooks import describe_call, hook_list, recomputation, tracing
 from ..torch_hooks.distributed import dtensor
 
 _plan_log = logging.getLogger("torch_flashplug.plan")
@@ -91,5 +91,5 @@ def load() -> None:
     _load_core()
     bindings.register_ops("CUDA")
     tracing.register()
-    for satellite in integrations.ALL:
+    for satellite in hook_list.REGISTERED_ONCE:
         satellite.register()

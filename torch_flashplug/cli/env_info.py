@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from .. import __version__, env
+from .. import env
+from ..version import __version__
 from ..codegen import dsl, kernel_cache, linker
 from ..dispatch import bindings
 from ..dispatch import packs as installed_packs

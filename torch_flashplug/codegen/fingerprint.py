@@ -70,7 +70,7 @@ def sources_of(spec: KernelSpec) -> list[Path]:
 
 def _tables() -> list[Path]:
     """Return the tables, of which a kernel depends on its own rows alone."""
-    return [_PACKAGE / f"{table}.py" for table in ("arguments", "elements", "features")]
+    return [_PACKAGE / "registry" / f"{table}.py" for table in ("kernel_args", "dtypes", "features")]
 
 
 def _all_sources() -> list[Path]:

@@ -27,7 +27,7 @@ def built_files() -> list[Path]:
     Beside this file in an install; in the build directory of a source tree; in the folder of our name on sys.path,
     which is where an editable install leaves them (site-packages) while this file lies in the tree.
     """
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     tree = package.parent / "build" / "dev"
     on_path = (Path(entry) / package.name for entry in sys.path if entry)
     return [place for place in dict.fromkeys((package, tree, tree / "packs", *on_path)) if place.is_dir()]

@@ -23,7 +23,7 @@ from ..codegen import dsl
 from ..codegen.provided import Circumstances, Provided
 from ..dispatch import bindings, callbacks, packs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "interpreted.py"
 PACKS = ROOT / "build" / "interpreted"
 DEVICE, TARGET = "h100", "sm_90a"  # the GPU that calls are planned for, and what its kernels are compiled for
