@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from . import env
-from .version import __version__
 from .registry.dtypes import WIDE
+from .version import __version__
 
 
 def _sizes(text: str) -> tuple[int, ...]:

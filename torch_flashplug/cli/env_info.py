@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from .. import env
-from ..version import __version__
 from ..codegen import dsl, kernel_cache, linker
 from ..dispatch import bindings
 from ..dispatch import packs as installed_packs
+from ..version import __version__
 
 PACKAGES = ("apache-tvm-ffi", "cuda-python", "cuda-bindings")
 

@@ -31,9 +31,11 @@ from .parts.backward_rows import FinishBackward, GivenRows, PrepareBackward, dif
 from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Pieces, Tile
 from .parts.scores.chain import Chain, Place
-from .parts.scratch import QUAD, UNITS, Ahead, Scratch, count_up
+from .parts.scratch import UNITS, Ahead, Scratch, count_up
 from .parts.seams import Seams
-from .parts.walk import Downward, Sizes, Step, Walk
+from .parts.walk import Downward, Step, Walk
+from .primitives.vector_access import QUAD
+from .tiling.seqlen_info import Sizes
 
 ROW_FACTS = 2  # LSE and delta
 SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns

@@ -43,7 +43,8 @@ from .parts.pieces import Launch, Pieces, Tile
 from .parts.scores.chain import Chain, Form, Place
 from .parts.scratch import UNITS, Ahead, Scratch
 from .parts.seams import Seams
-from .parts.walk import Downward, Sizes, Walk
+from .parts.walk import Downward, Walk
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
 DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one

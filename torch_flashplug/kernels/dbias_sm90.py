@@ -29,7 +29,7 @@ from .parts.pieces import Tile
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.summed import Block, Summed, write_pair
-from .parts.walk import Sizes
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS

@@ -25,11 +25,12 @@ from .parts.combine import Combine, Partials, Share, follow, loaded, starts_earl
 from .parts.packed import Part
 from .parts.pieces import Pieces
 from .parts.scores.chain import Chain, Place
-from .parts.scratch import QUAD
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
 from .parts.stored import Beside, K, Stored, V
-from .parts.walk import BoundBand, Sizes, Split, Walk
+from .parts.walk import BoundBand, Split, Walk
+from .primitives.vector_access import QUAD
+from .tiling.seqlen_info import Sizes
 
 
 @dataclass(frozen=True)

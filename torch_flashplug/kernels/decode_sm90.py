@@ -27,10 +27,11 @@ from .parts.combine import AT_ONCE, Combine, Partials, Peers, Share, follow
 from .parts.packed import Part
 from .parts.pieces import Pieces
 from .parts.scores.chain import Chain, Place
-from .parts.scratch import QUAD, vector_at
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax
-from .parts.walk import BoundBand, Sizes, Split, Walk
+from .parts.walk import BoundBand, Split, Walk
+from .primitives.vector_access import QUAD, vector_at
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of one 16-byte access

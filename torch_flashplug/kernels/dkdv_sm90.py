@@ -31,7 +31,8 @@ from .parts.key_order import KeyOrder, heads_in_turn
 from .parts.pieces import Launch, Pieces
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
-from .parts.walk import Section, Sizes, Walk
+from .parts.walk import Section, Walk
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS

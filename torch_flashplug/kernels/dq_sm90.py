@@ -25,7 +25,8 @@ from .parts.pieces import Launch, Pieces
 from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
-from .parts.walk import Sizes, Walk
+from .parts.walk import Walk
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS

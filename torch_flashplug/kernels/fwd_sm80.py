@@ -25,7 +25,8 @@ from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Place, SlabForm
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, write_lse
-from .parts.walk import BoundBand, Sizes, Walk
+from .parts.walk import BoundBand, Walk
+from .tiling.seqlen_info import Sizes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from .parts.scheduler import TileOrder
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.softmax import OnlineSoftmax, Unscaled, write_lse
-from .parts.walk import Sizes, Walk
+from .parts.walk import Walk
+from .tiling.seqlen_info import Sizes
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 SHORT = 4  # blocks of keys

@@ -32,7 +32,7 @@ from .parts.pieces import Tile
 from .parts.scores.chain import Chain, Form, Place
 from .parts.seams import Seams
 from .parts.summed import write_pair
-from .parts.walk import Sizes
+from .tiling.seqlen_info import Sizes
 
 TILE_M, TILE_N = TILE_BACKWARD  # queries and keys of a sequence, at most
 P, DS = 0, 1  # slots of the weights

@@ -15,12 +15,13 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...registry.kernel_spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROUP, WARPGROUP
+from ..primitives.vector_access import vector_at
+from ..tiling.seqlen_info import Sizes
 from . import fragments, sm90
 from .element import Element
 from .pieces import Pieces, Tile
 from .scores.chain import Chain, Kept
-from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, vector_at
-from .walk import Sizes
+from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP

@@ -9,11 +9,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...registry.kernel_spec import SLAB, WARP
+from ..tiling.seqlen_info import Sizes
 from .scores.bias_read import Lines, Read, room, starts_of
 from .scores.chain import Chain, Place, Stage
 from .scores.natural import add
 from .seams import Seams
-from .walk import Band, BoundBand, Sizes, Split, Walk
+from .walk import Band, BoundBand, Split, Walk
 
 
 class BiasOfFew(Seams):

@@ -19,10 +19,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
 from ...registry.kernel_spec import WARP
+from ..primitives.vector_access import QUAD, vector_at
 from .element import Element
 from .fragments import LOG2_E, target_from
 from .scores.chain import Chain
-from .scratch import QUAD, vector_at
 
 COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
 WARPS = 8

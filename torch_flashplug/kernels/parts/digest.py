@@ -22,10 +22,10 @@ from cutlass import Int32, Int64, Uint16
 
 from ...registry.kernel_spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
 from ...registry.mask_layout import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..primitives.vector_access import vector_at
 from .fragments import single_bit
 from .listed import Lists
 from .scores.words import shifted
-from .scratch import vector_at
 
 TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block

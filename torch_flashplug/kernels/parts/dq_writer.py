@@ -16,10 +16,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ...registry.kernel_spec import DQ_WRITERS
+from ..primitives.vector_access import QUAD, vector_at
 from . import sm90
 from .element import Element
 from .pieces import Pieces
-from .scratch import ADDED, CLEARED, QUAD, UNITS, Ahead, Scratch, clear, count_up, vector_at, wait_for_count
+from .scratch import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, count_up, wait_for_count
 
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
 

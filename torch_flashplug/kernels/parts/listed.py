@@ -17,9 +17,10 @@ from cutlass import Int32, Int64, Uint32
 
 from ...registry.kernel_spec import LISTED, TALL
 from ...registry.mask_layout import FLAGS
+from ..tiling.seqlen_info import Sizes
 from .fragments import zero_of
 from .pieces import Tile
-from .walk import Run, RunOfKeys, Section, Sizes, Walk
+from .walk import Run, RunOfKeys, Section, Walk
 
 
 @dataclass(frozen=True)

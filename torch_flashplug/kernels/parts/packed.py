@@ -10,9 +10,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..tiling.seqlen_info import Sizes
 from . import sm90
 from .pieces import Pieces, Tile
-from .walk import BoundBand, Sizes, Split
+from .walk import BoundBand, Split
 
 
 @dataclass(frozen=True)

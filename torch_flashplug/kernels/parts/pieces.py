@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import cutlass.cute as cute
 from cutlass import Int32
 
+from ..tiling.seqlen_info import Sizes
 from . import sm90
 from .scheduler import TileOrder
-from .walk import Sizes
 
 
 @dataclass(frozen=True)

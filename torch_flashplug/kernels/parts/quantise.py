@@ -29,9 +29,9 @@ from ...registry.quant_recipes import (
     SMALLEST_SCALE,
     Recipe,
 )
+from ..primitives.vector_access import vector_at
 from .element import QuantisedElement
 from .rotate import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
-from .scratch import vector_at
 
 THREADS, MOST_ROUNDS = 256, 4  # of a CTA; units of a block of K that each of them may hold: else there are more
 # Of Q, whose rows have scales of their own: units that a thread holds; blocks of a CTA, while an SM has threads enough.

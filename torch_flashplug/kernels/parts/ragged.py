@@ -17,11 +17,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...registry.kernel_spec import BACKWARD_TILE
+from ..primitives.vector_access import vector_at
+from ..tiling.seqlen_info import Sizes
 from . import sm90
 from .pieces import Launch, Pieces, Tile
 from .scheduler import TileOrder
-from .scratch import vector_at
-from .walk import Sizes
 
 ENTRY = 8  # numbers of an entry: one sector
 REACH = 1 << 30  # rows at most, of all sequences

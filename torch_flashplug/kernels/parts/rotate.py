@@ -14,8 +14,8 @@ from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import WARP
 from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
+from ..primitives.vector_access import vector_at
 from .element import QuantisedElement
-from .scratch import vector_at
 
 UNIT, VECTOR, WORD = 16, 8, 4  # numbers: of a row that a thread holds, of a 16-byte load, 8-bit ones of a register
 PITCH = UNIT + 4  # floats from unit to unit in shared memory: eight lanes read sixteen bytes each from other banks

@@ -24,10 +24,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry.quant_recipes import SLACK
+from ..primitives.vector_access import vector_at
 from .fragments import LOG2_E, column_of
 from .pieces import Launch, Tile
 from .scores.chain import Chain
-from .scratch import vector_at
 from .sm90 import OFFSET
 from .softmax import ROWS, row_reduce
 

@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ..primitives.vector_access import QUAD, vector_at
 from .pieces import Tile
 
 CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
 UNITS = 8  # of a block of rows: one for each of Hopper's consumer warps
-QUAD = 4  # consecutive floats of a lane
 
 CLEARED, ADDED = 0, 1  # counters of a KV head
 
@@ -99,7 +99,3 @@ def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
         cute.autovec_copy(zeros, vector_at(floats + i * QUAD, Float32, QUAD))
 
 
-def vector_at(pointer: cute.Pointer, dtype, size: int) -> cute.Tensor:
-    """`size` elements from a 16-byte aligned address."""
-    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(aligned, cute.make_layout(size))

@@ -18,12 +18,13 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Uint16
 
 from ...registry.kernel_spec import SLAB, WARP
+from ..primitives.vector_access import vector_at
+from ..tiling.seqlen_info import Sizes
 from .digest import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from .fragments import column_of
 from .scores.chain import Place, Stage
-from .scratch import vector_at
 from .seams import Seams
-from .walk import Sizes, Split, Walk
+from .walk import Split, Walk
 
 if TYPE_CHECKING:
     from .packed import Part

@@ -18,9 +18,9 @@ from cutlass.base_dsl import Arch
 from cutlass.cute.nvgpu import warp
 
 from ...registry.kernel_spec import SLAB, WARP
+from ..primitives.vector_access import vector_at
 from .element import Element
 from .fragments import OperandA, rows_and_columns, target_from
-from .scratch import vector_at
 
 VECTOR = 8  # elements of one 16-byte unit
 VECTOR_BYTES = 16

@@ -8,54 +8,18 @@ backward in parts), it is good to 2^-8 / cap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Float32, Int32
-
-from .fragments import LOG2_E
-from .scores.chain import Chain, Stage
+from ..score_stages.softcap import Softcap
+from .scores.chain import Chain
 from .seams import Seams
 
 if TYPE_CHECKING:
-    from .arguments.operands import Scales
+    pass
 
 
-@dataclass(frozen=True)
-class Softcap(Stage):
-    scale: Float32  # of scores, over the cap
-    cap: Float32
-    everywhere = True
-    hides = False
-
-    def scales(self, scales: Scales) -> Scales:
-        return replace(scales, log2=self.cap * LOG2_E, natural=self.cap)
-
-    def unit(self, scale: Float32) -> Float32:
-        return self.cap
-
-    @cute.jit
-    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = cute.math.tanh(S[r, c] * self.scale, fastmath=True)
-
-    def slope(self) -> Slope:
-        return Slope(1.0 / (self.cap * LOG2_E))
 
 
-@dataclass(frozen=True)
-class Slope:
-    """What dS is multiplied with."""
-
-    inverse: Float32  # of the cap, in powers of two
-
-    def __call__(self, weight: Float32, lse_log2: Float32) -> Float32:
-        """weight: P. Of none 0: -inf, or of a row without keys NaN, are not the larger ones."""
-        bent = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
-        return cute.arch.fmax(1.0 - bent * bent, Float32(0.0))
 
 
 class Softcapped(Seams):

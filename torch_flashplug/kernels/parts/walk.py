@@ -16,23 +16,12 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32
 
+from ..tiling.seqlen_info import Sizes
+
 if TYPE_CHECKING:
     from .pieces import Tile
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of the sequence that a tile belongs to."""
-
-    Sq: Int32
-    Sk: Int32
-
-    may_be_empty = False  # whether it may have no rows, or no keys
-
-    @property
-    def some_keys(self) -> Int32:
-        """Keys; where there are none, one, so that there is a block to take."""
-        return self.Sk
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,12 @@ import cutlass.memory
 from cutlass import Int32
 
 from ...registry.kernel_spec import SLAB, WARP, WARPGROUP
+from ..score_stages.sliding_window import InWindow, KeysInWindow
+from ..tiling.seqlen_info import Sizes
+from ..tiling.sliding_window import Reach, Window
 from .scores.chain import Place, Stage
-from .walk import Sizes, Split
-from .window import InWindow, KeysInWindow, Reach, Window, Windowed
+from .walk import Split
+from .window import Windowed
 
 
 class WindowOfFew(Windowed):

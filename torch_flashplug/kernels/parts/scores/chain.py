@@ -49,8 +49,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
+from ...tiling.seqlen_info import Sizes
 from ..element import Element
-from ..walk import Sizes
 
 if TYPE_CHECKING:
     from ..arguments.operands import Scales

@@ -1,0 +1,162 @@
+"""Iterators over the blocks that a sliding window leaves visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..parts.pieces import Tile
+from ..parts.walk import Downward, RunOfKeys, Section, Walk
+from .seqlen_info import Sizes
+
+
+@dataclass(frozen=True)
+class Window(Walk):
+    """Holds what the call brings."""
+
+    left: Int32
+    right: Int32
+    bottom_right: Int32  # 1 or 0
+    uneven = True
+
+    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundWindow:
+        return BoundWindow(self.of(sizes), sizes, tile_m, tile_n)
+
+    def of(self, sizes: Sizes) -> Reach:
+        """In one sequence."""
+        return Reach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which keys the queries of a sequence see."""
+
+    left: Int32
+    right: Int32
+    diagonal: Int32
+
+    def keys(self, query: Int32) -> tuple[Int32, Int32]:
+        """The first that a query sees, and the first behind them; of those that there are and others."""
+        return query + self.diagonal - self.left, query + self.diagonal + self.right + 1
+
+    def queries(self, key: Int32) -> tuple[Int32, Int32]:
+        """The first that sees a key, and the first behind them."""
+        return key - self.diagonal - self.right, key - self.diagonal + self.left + 1
+
+
+@dataclass(frozen=True)
+class BoundWindow:
+    """The blocks of one sequence: tile_m queries, tile_n keys each."""
+
+    window: Reach
+    sizes: Sizes
+    tile_m: int
+    tile_n: int
+    uneven = True
+
+    def keys(self, tile: Tile) -> WindowKeys:
+        return self.keys_of(tile.block * self.tile_m, self.tile_m)
+
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> WindowKeys:
+        return self.keys_of(first_row, self.tile_m)
+
+    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, WindowKeys]:
+        """Other rows may see blocks on the right that these do not, which come first. Those on the left that they do
+        not see are walked over with the others: all parts end together.
+        """
+        of_tile = self.keys(tile)
+        if not uneven:
+            return Int32(0), replace(of_tile, first_row=first_row)
+        _, mine = self.bounds(first_row, rows)
+        mine = cutlass.select_(first_row < self.sizes.Sq, mine, 0)
+        others = cute.arch.make_warp_uniform(of_tile.end - cutlass.max(mine, of_tile.begin + 1))
+        end, right = of_tile.end - others, of_tile.right - others
+        return others, replace(of_tile, first_row=first_row, end=end, right=right)
+
+    def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
+        """From which KV block to before which one some of these rows see some; one where none sees any."""
+        first, _ = self.window.keys(first_row)
+        _, end = self.window.keys(first_row + rows - 1)
+        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.some_keys), self.tile_n)
+        return cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1), end
+
+    def keys_of(self, first_row: Int32, rows: int) -> WindowKeys:
+        begin, end = self.bounds(first_row, rows)
+        _, end_of_first = self.window.keys(first_row)
+        begin_of_last, _ = self.window.keys(first_row + rows - 1)
+        whole_end = cutlass.min(cutlass.max(end_of_first, 0), self.sizes.Sk) // self.tile_n
+        right = cutlass.min(cutlass.max(end - whole_end, 1), end - begin)
+        left = cutlass.max(cute.ceil_div(cutlass.max(begin_of_last, 0), self.tile_n) - begin, 0)
+        return WindowKeys(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
+
+    def queries(self, tile: Tile) -> WindowQueries:
+        """Query blocks that see some key of a KV block. Keys beyond the last mask every step."""
+        first_key, num_blocks = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
+        last_key = first_key + self.tile_n - 1
+        (first, end_of_first), (first_of_last, end) = self.window.queries(first_key), self.window.queries(last_key)
+        begin = cutlass.min(cutlass.max(first, 0) // self.tile_m, num_blocks)
+        end = cutlass.min(cute.ceil_div(cutlass.max(end, 0), self.tile_m), num_blocks)
+        end = cutlass.max(end, begin)
+        middle = cutlass.min(cutlass.max(cute.ceil_div(cutlass.max(first_of_last, 0), self.tile_m), begin), end)
+        middle = cutlass.select_(last_key < self.sizes.Sk, middle, end)
+        behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
+        return WindowQueries(begin, middle, end, behind)
+
+    def turn(self, n_block: Int32, run: WindowQueries, j: Int32, num_n_blocks: Int32) -> Int32:
+        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        _, end = self.window.keys(run.nth(j) * self.tile_m + self.tile_m - 1)
+        return cutlass.min((end - 1) // self.tile_n, num_n_blocks - 1) - n_block
+
+
+@dataclass(frozen=True)
+class WindowKeys(RunOfKeys):
+    """KV blocks from `begin` to before `end`: `right` masked ones from the right, then the `left` ones at the other end
+    that are masked, too, then the whole ones between. A part of a tile's rows has the tile's positions, less those on
+    the right that only others see.
+    """
+
+    bound: BoundWindow
+    first_row: Int32
+    begin: Int32
+    end: Int32
+    right: Int32
+    left: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.end - self.begin
+
+    @property
+    def num_masked(self) -> Int32:
+        """The first always counts as one: its code is there anyway."""
+        return cutlass.max(self.right + self.left, 1)
+
+    def nth(self, j: Int32) -> Int32:
+        whole = self.count - self.right - self.left
+        moved = cutlass.select_(j < self.right, 0, cutlass.select_(j < self.right + self.left, -whole, self.left))
+        return self.end - 1 - j + moved
+
+    def columns_of_first(self, rows: int) -> Int32:
+        """Keys of the first block that some of `rows` rows may see; more than it has: all."""
+        _, end = self.bound.window.keys(self.first_row + rows - 1)
+        return cutlass.min(end, self.bound.sizes.Sk) - self.nth(0) * self.bound.tile_n
+
+
+@dataclass(frozen=True)
+class WindowQueries(Downward):
+    """Query blocks of a KV block, one after the other: masked up to `middle`, and from `behind` on."""
+
+    behind: Int32
+
+    def masked(self, step) -> cutlass.Boolean:
+        return (step.j < self.middle) | (step.j >= self.behind)
+
+    def sections(self) -> tuple[Section, ...]:
+        return (
+            Section(True, self.begin, self.middle),
+            Section(False, self.middle, self.behind),
+            Section(True, self.behind, self.end),
+        )
