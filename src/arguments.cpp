@@ -55,7 +55,7 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLUInt, 8, 1};
     default: {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
-      if (facts.bytes == 1) return {kDLUInt, 8, 1};  // whatever they say (kernels/parts/cache8.py)
+      if (facts.bytes == 1) return {kDLUInt, 8, 1};  // whatever they say (kernels/features/quantized_kv_cache.py)
       return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
     }
   }

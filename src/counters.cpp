@@ -1,5 +1,5 @@
 // Launch counters: the global integer from which a persistent kernel draws its tiles. A launch finds it zero and leaves
-// it zero (kernels/parts/scheduler.py), so nothing is cleared between calls; what matters is that no two launches in
+// it zero (kernels/primitives/tile_scheduler.py), so nothing is cleared between calls; what matters is that no two launches in
 // flight share one.
 //
 // Eager launches take the counters of a ring in turn: far more of them than a device runs kernels at once. A launch

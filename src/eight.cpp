@@ -1,4 +1,4 @@
-// Scratch of kernels that make operands in 8 bits: what lies where, kernels/parts/eight.py says.
+// Scratch of kernels that make operands in 8 bits: what lies where, kernels/features/quantized_qkv.py says.
 #include "arguments.h"
 #include "attention.h"
 

@@ -1,4 +1,4 @@
-// Lists of tiles that kernels of sequences on end walk over (kernels/parts/lengths.py): scratch of a call, which its
+// Lists of tiles that kernels of sequences on end walk over (kernels/features/varlen.py): scratch of a call, which its
 // kernel makes ahead of itself, or those of a plan (varlen_plan.py), which a kernel has made and nothing else.
 #include <algorithm>
 

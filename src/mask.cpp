@@ -1,6 +1,6 @@
 // A bool mask on its way to kernels. Behind the router F.sdpa would make floats of it, 3 bytes a score, for its op and
 // for autograd to keep. It reads its argument again then, and leaves alone what is not bool: so the router puts what
-// kernels read in the mask's place (a digest, kernels/parts/digest.py: two or four bits a score), still empty; the op,
+// kernels read in the mask's place (a digest, kernels/preprocess/mask.py: two or four bits a score), still empty; the op,
 // called from the same frame of F.sdpa, puts the mask back and has it digested. Autograd keeps the digest. Measured on
 // an H200: the floats alone took 590 us at 16k x 16k, where a window's attention takes 240 and its digest 105.
 #include <pthread.h>
@@ -225,7 +225,7 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
   copy_into(call.digest, op.result(0).get());
 }
 
-// As `numbers` of kernels/parts/digest.py.
+// As `numbers` of kernels/preprocess/mask.py.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
   const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),

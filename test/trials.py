@@ -14,21 +14,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts.arguments.backward import Gradients
-from torch_flashplug.kernels.parts.arguments.decode import FewRows
-from torch_flashplug.kernels.parts.arguments.forward import Call
-from torch_flashplug.kernels.parts.arguments.operands import Drawn, Scales, fake_vector
-from torch_flashplug.kernels.parts.element import ELEMENTS
-from torch_flashplug.kernels.parts.fragments import column_of, rows_and_columns
-from torch_flashplug.kernels.parts.listed import Listed, Lists
-from torch_flashplug.kernels.parts.pieces import Pieces
-from torch_flashplug.kernels.parts.ragged import ENTRY, Ragged, TileList
-from torch_flashplug.kernels.parts.scores.bias import CHUNK, chunk_mma, matrices
-from torch_flashplug.kernels.parts.scores.chain import Chain, Form
-from torch_flashplug.kernels.parts.scores.dropout import Dropout
-from torch_flashplug.kernels.parts.scores.words import Bits, ListedBits, Words
-from torch_flashplug.kernels.parts.seams import Seams
-from torch_flashplug.kernels.parts.walk import Walk
+from torch_flashplug.kernels.call_args.backward import Gradients
+from torch_flashplug.kernels.call_args.decode import FewRows
+from torch_flashplug.kernels.call_args.forward import Call
+from torch_flashplug.kernels.call_args.operands import Drawn, Scales, fake_vector
+from torch_flashplug.kernels.features.base import Seams
+from torch_flashplug.kernels.primitives.dtype import ELEMENTS
+from torch_flashplug.kernels.primitives.fragments import column_of, rows_and_columns
+from torch_flashplug.kernels.score_stages.bias import CHUNK, chunk_mma, matrices
+from torch_flashplug.kernels.score_stages.bitmask import Bits, ListedBits, Words
+from torch_flashplug.kernels.score_stages.dropout import Dropout
+from torch_flashplug.kernels.score_stages.pipeline import Chain, Form
+from torch_flashplug.kernels.tiling.block_iterator import Walk
+from torch_flashplug.kernels.tiling.block_sparse import Listed, Lists
+from torch_flashplug.kernels.tiling.tile import Pieces
+from torch_flashplug.kernels.tiling.varlen import ENTRY, Ragged, TileList
 from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 

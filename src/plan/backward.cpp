@@ -88,7 +88,7 @@ BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tabl
 }  // namespace
 
 int64_t scratch_rows(const Problem& p, const KernelRow& row) {
-  // Of sequences on end each has blocks of its own, and what is none's (kernels/parts/lengths.py).
+  // Of sequences on end each has blocks of its own, and what is none's (kernels/features/varlen.py).
   const bool on_end = (p.needs & kRagged) != 0;
   const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
   return blocks * row.scratch_rows;

@@ -23,9 +23,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.parts import element as made_of
-from torch_flashplug.kernels.parts.arguments.operands import KernelCall, fake_vector
-from torch_flashplug.kernels.parts.seams import Seams
+from torch_flashplug.kernels.call_args.operands import KernelCall, fake_vector
+from torch_flashplug.kernels.features.base import Seams
+from torch_flashplug.kernels.primitives import dtype as made_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "backward.BackwardCall"}

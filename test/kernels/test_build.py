@@ -64,13 +64,13 @@ def test_a_checkout_compiles_its_own_kernels(checkout):
     from torch_flashplug.codegen.fingerprint import source_fingerprint
 
     package = checkout / "torch_flashplug"
-    for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py"):
+    for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
     run = run_aot(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
-    assert loaded == {package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/parts/walk.py")}
+    assert loaded == {package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py")}
     report = json.loads((checkout / "out" / "flashplug_sm90a.json").read_text())
     assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
     assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
@@ -112,7 +112,7 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/parts/arguments/backward.py", lambda spec: spec.kind in {"bwd", "detbwd", "partbwd"}),
         ("kernels/parts/arguments/dbias.py", lambda spec: spec.kind == "dbias"),
         ("kernels/parts/arguments/tilebwd.py", lambda spec: spec.kind == "tilebwd"),
-        ("kernels/parts/summed.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
+        ("kernels/backward/dbias_reduce.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
         ("kernel_spec.py", lambda spec: True),
         ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
         ("kernel_args.py", lambda spec: False),  # likewise

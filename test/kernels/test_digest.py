@@ -153,7 +153,7 @@ class Digested:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (64, 64, 128), (65, 65, 129), (128, 333, 129), (4099, 4099, 333)])
 def test_the_op_makes_room_for_it(sizes: tuple[int, int, int], gradients: bool) -> None:
-    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     made = library.lib().flashplug_digest_numbers
     made.restype, made.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
     assert made(*sizes, gradients) == digest.numbers(*sizes, gradients=gradients)
@@ -162,7 +162,7 @@ def test_the_op_makes_room_for_it(sizes: tuple[int, int, int], gradients: bool) 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_digested(pack: Path, name: str, gradients: bool) -> None:
-    from torch_flashplug.kernels.parts import digest
+    from torch_flashplug.kernels.preprocess import mask as digest
 
     mask = MASKS[name]()
     plain, rows = mask.view(torch.uint8).ne(0).flatten(0, 1), rows_of(mask)
@@ -177,7 +177,7 @@ def test_a_mask_is_digested(pack: Path, name: str, gradients: bool) -> None:
 @pytest.mark.parametrize("Sq", [129, 300, 4096])
 def test_a_row_for_all_takes_little(Sq: int) -> None:
     """An eighth of the mask's bytes at most, however many queries share it."""
-    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     row, all_ = (digest.numbers(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
     assert row < all_ and (Sq < 300 or row * 4 <= Sq * 4096 / 8)
     assert Sq < 4096 or row * 100 <= Sq * 4096
@@ -187,7 +187,7 @@ def test_a_row_for_all_takes_little(Sq: int) -> None:
 @pytest.mark.parametrize("name", sorted(MASKS.keys() - {"bytes"}))
 def test_torch_makes_the_same(name: str, gradients: bool) -> None:
     """And finds the mask in it."""
-    digest = pytest.importorskip("torch_flashplug.kernels.parts.digest", reason="the DSL is needed")
+    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     mask = MASKS[name]()
     made = mask_preprocess_reference.digest(mask, digest.numbers(rows_of(mask), *mask.shape[2:], gradients=gradients))
     check(F.pad(made.flatten(), (0, 4), value=-7), mask.flatten(0, 1), rows_of(mask), gradients)

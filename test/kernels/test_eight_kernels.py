@@ -78,7 +78,7 @@ SIZES = (((1, 2, 1), (5, 70)), ((2, 4, 2), (130, 200)), ((1, 1, 1), (33, 515)))
 
 
 def made(spec: KernelSpec, scratch: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """What the kernel has left in scratch (kernels/parts/eight.py)."""
+    """What the kernel has left in scratch (kernels/features/quantized_qkv.py)."""
     (B, Hq, Sq, _), (_, Hkv, Sk, Dv) = q.shape, v.shape
     recipe = RECIPES[next(name for name in RECIPES if name in spec.features)]
     types = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, None: None}

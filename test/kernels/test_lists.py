@@ -55,14 +55,14 @@ def test_turns_are_those_of_brute_force(call, seed):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_turns_count_what_was_launched_before(call, tile_n):
     """For every block of queries: the tiles of keys that list it, in launch order, have turns 0, 1, 2, ..."""
-    key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order", reason="the DSL is needed for kernels")
-    from torch_flashplug.kernels.parts import listed, walk
+    key_order = pytest.importorskip("torch_flashplug.kernels.tiling.backward_tile_scheduler", reason="the DSL is needed for kernels")
+    from torch_flashplug.kernels.tiling import block_iterator, block_sparse
 
     batch, heads, Sq, Sk = call
     rows, M, N = random_lists(*call, seed=7)
     lists = [padded([row[kind] for row in rows], (batch, heads, N), M) for kind in (0, 1)]
     found = turns(lists, Sq, Sk)
-    bound = listed.BoundLists(None, walk.Sizes(Sq, Sk), 64, tile_n)
+    bound = block_sparse.BoundLists(None, block_iterator.Sizes(Sq, Sk), 64, tile_n)
     order = key_order.KeyOrder(True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True)
     seen = {}
     for n_block, head, b in (order.tile(number) for number in range(order.total)):

@@ -37,7 +37,7 @@ SEED = 20261124
 KERNELS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "decode") if spec.features == {"mask"}]
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
-GROUPS = 352  # of a CTA's list (kernels/parts/seen.py); machines with a GPU may have no DSL
+GROUPS = 352  # of a CTA's list (kernels/features/decode_mask.py); machines with a GPU may have no DSL
 
 
 drawn = functools.partial(drawn_by_share, share=0.3)
@@ -144,7 +144,7 @@ def test_through_f_sdpa(kernels_on: str, mask: str) -> None:
 
 def test_the_list_is_as_long() -> None:
     pytest.importorskip("cutlass")
-    from torch_flashplug.kernels.parts import seen
+    from torch_flashplug.kernels.features import decode_mask as seen
 
     assert seen.GROUPS == GROUPS
 

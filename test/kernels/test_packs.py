@@ -184,7 +184,7 @@ PRODUCTS = {
     "dbias": bias_products,
     "tilebwd": tile_products,
 }
-QUANTISING = 256  # threads of a CTA that makes operands in 8 bits (kernels/parts/quantise.py)
+QUANTISING = 256  # threads of a CTA that makes operands in 8 bits (kernels/preprocess/quantize.py)
 
 
 def most_threads(spec: KernelSpec) -> int:

@@ -15,7 +15,7 @@ from torch_flashplug.ops import mask_preprocess_reference
 from torch_flashplug.registry.kernel_spec import LISTED, TALL
 from torch_flashplug.registry.mask_layout import TILE
 
-listed = pytest.importorskip("torch_flashplug.kernels.parts.listed", reason="the DSL is needed for kernels")
+listed = pytest.importorskip("torch_flashplug.kernels.tiling.block_sparse", reason="the DSL is needed for kernels")
 pieces = pytest.importorskip("torch_flashplug.kernels.parts.pieces")
 walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
 

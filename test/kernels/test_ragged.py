@@ -8,7 +8,7 @@ import pytest
 import torch
 from trial_calls import starts, tile_lists
 
-ragged = pytest.importorskip("torch_flashplug.kernels.parts.ragged", reason="the DSL is needed for kernels")
+ragged = pytest.importorskip("torch_flashplug.kernels.tiling.varlen", reason="the DSL is needed for kernels")
 key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
 scheduler = pytest.importorskip("torch_flashplug.kernels.parts.scheduler")
 walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-sm80 = pytest.importorskip("torch_flashplug.kernels.parts.sm80", reason="the DSL is needed to import kernels")
+sm80 = pytest.importorskip("torch_flashplug.kernels.primitives.sm80", reason="the DSL is needed to import kernels")
 
 START = 1024
 BANK_BYTES = 128  # of shared memory in one cycle

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-window = pytest.importorskip("torch_flashplug.kernels.parts.window", reason="the DSL is needed for kernels")
+window = pytest.importorskip("torch_flashplug.kernels.features.window", reason="the DSL is needed for kernels")
 key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
 pieces = pytest.importorskip("torch_flashplug.kernels.parts.pieces")
 fragments = pytest.importorskip("torch_flashplug.kernels.parts.fragments")

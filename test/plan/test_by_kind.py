@@ -124,7 +124,7 @@ def test_sizes_are_whole_blocks_of_every_kernel() -> None:
 
 
 def blocks(used: int, Sq: int, left: int, right: int, tile_n: int) -> int:
-    """That a sequence's rows walk over: BoundFew.share of window_of_few.py, to the bottom right."""
+    """That a sequence's rows walk over: BoundFew.share of decode_window.py, to the bottom right."""
     end = -(-min(max(used + right, 1), max(used, 1)) // tile_n)
     return end - min(max(used - Sq - left, 0) // tile_n, end - 1)
 

@@ -39,7 +39,7 @@ ORDER = (
     *("rescues", "configs", "blocks", "spec"),
     *("families", "elements", "features", "arguments", "recipes"),
 )
-COMPOSED = {"partbwd_sm90.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
+COMPOSED = {"backward_split.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
 STDLIB_ONLY = {
     *("env", "spec", "configs", "choices", "rescues", "recipes", "families", "elements", "features", "arguments"),
 }

@@ -1,5 +1,5 @@
 """plan(): what calls of attention() of sequences on end may share. Kernels walk over lists of tiles, which each call
-makes of its lengths ahead of them (kernels/parts/lengths.py); calls of the same lengths, as a model's layers are, may
+makes of its lengths ahead of them (kernels/features/varlen.py); calls of the same lengths, as a model's layers are, may
 find them made.
 """
 

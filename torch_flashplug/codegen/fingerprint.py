@@ -58,8 +58,8 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
     found: set[Path] = set()
-    waiting = [_PACKAGE / "kernels" / f"{module}.py"]
-    waiting += [_PACKAGE.joinpath("kernels", "parts", *part).with_suffix(".py") for part in parts]
+    waiting = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
+    waiting += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
     while waiting:
         path = waiting.pop()
         if path not in found:

@@ -1,4 +1,4 @@
-"""What kernels read beside the lists of a block-sparse call (kernels/parts/listed.py), made from FlexAttention's own
+"""What kernels read beside the lists of a block-sparse call (kernels/tiling/block_sparse.py), made from FlexAttention's own
 tensors on their device: nothing synchronises.
 """
 

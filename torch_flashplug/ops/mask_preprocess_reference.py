@@ -1,4 +1,4 @@
-"""A bool mask as kernels read it (kernels/parts/digest.py), made in plain torch, and the mask of one: for calls that
+"""A bool mask as kernels read it (kernels/preprocess/mask.py), made in plain torch, and the mask of one: for calls that
 kernels were to take, and math must. Nothing synchronises.
 """
 

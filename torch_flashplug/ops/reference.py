@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOST = float(2**24)  # kernels/parts/backward_rows.py
+LOST = float(2**24)  # kernels/backward/pre_post_process.py
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:

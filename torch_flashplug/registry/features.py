@@ -21,7 +21,7 @@ class Feature:
     said: str  # of a call that needs it, in words; empty: left out
     words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
     arguments: tuple[str, ...] = ()  # optional ones (kernel_args.py), which its kernels take
-    part: str = ""  # module and class under kernels/parts: what its kernels do (seams.py)
+    part: str = ""  # module and class under kernels/features: what its kernels do (base.py)
     decode: str = ""  # the same of decode kernels, where these do it in another way
     detbwd: str = ""  # and of backwards in order
     ahead: str = ""  # class of that module that stands ahead of its kernels' own: how they are launched
@@ -46,26 +46,26 @@ FEATURES = (
     Feature(
         "mask", "mask", "masked",
         "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
-        arguments=("mask", "digest"), part="mask.Mask", decode="seen.MaskOfFew", detbwd="mask.OrderedMask",
+        arguments=("mask", "digest"), part="mask.Mask", decode="decode_mask.MaskOfFew", detbwd="mask.OrderedMask",
         always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
         "attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias", "dbias"), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        arguments=("bias", "dbias"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
         score_bytes=2,
     ),
     Feature(
         "bias32", "bias32", "with a bias of fp32",
         "attn_mask is of fp32, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
-        arguments=("bias32", "dbias32"), part="bias.Bias", decode="bias_of_few.BiasOfFew", always=True,
+        arguments=("bias32", "dbias32"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
         score_bytes=4,
     ),
     Feature(
         "window", "window", "in a window",
         "the mask is a window or causal to the bottom right, these kernels take none; use the math backend",
         arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed",
-        decode="window_of_few.WindowOfFew", always=True,
+        decode="decode_window.WindowOfFew", always=True,
     ),
     Feature(
         "softcap", "softcap", "with a softcap", "softcap={softcap}, these kernels have none; use the math backend",
@@ -74,8 +74,8 @@ FEATURES = (
     Feature(
         "ragged", "ragged", "of sequences on end",
         "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), part="lengths.Lengths",
-        ahead="lengths.AfterLists", always=True, short=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), part="varlen.Lengths",
+        ahead="varlen.AfterLists", always=True, short=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
@@ -84,19 +84,19 @@ FEATURES = (
     *(
         Feature(
             name, name, f"in {name}", f"precision={name!r} is asked for, these kernels multiply in 16 bits",
-            arguments=("scratch8",), part=f"eight.{part}", always=True, recipe=name,
+            arguments=("scratch8",), part=f"quantized_qkv.{part}", always=True, recipe=name,
         )
         for name, part in (("qk8", "Int8Scores"), ("8bit", "EightBit"), ("e4m3", "E4m3"))
     ),
     Feature(
         "cache8", "cache8", "with K and V in 8 bits",
         "key and value have 8 bits and scales, these kernels take neither; dequantise them first",
-        arguments=("k_scale", "v_scale", "rotated"), decode="cache8.CacheInEightBits", always=True, key_bytes=8,
+        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.CacheInEightBits", always=True, key_bytes=8,
     ),
     Feature(
         "paged", "paged", "in pages",
         "key and value lie in pages, or in caches with lengths; these kernels read rows on end; gather them first",
-        arguments=("pages", "used_k", "split_size"), decode="paged.Paged", always=True,
+        arguments=("pages", "used_k", "split_size"), decode="paged_kv.Paged", always=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

@@ -52,7 +52,7 @@ _DRAWN = (
 
 _MASK = (
     _tensor("mask", 4, "bool", "(B or 1, Hq or 1, rows, Sk), stride 0 where broadcast; empty: digested", optional=True),
-    _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (digest.py)", optional=True),
+    _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), what is made of the mask (mask.py)", optional=True),
 )
 _WHERE = "(B, Hq, Sq, Sk), stride 0 where broadcast, the last one 1; sm_80: the others multiples of 16 bytes"
 _SUMMED = "(1 to B, 1 to Hq, Sq or 1, Sk or 1), allocated by the op, fewer where the bias is broadcast: summed there"
@@ -78,14 +78,14 @@ _LENGTHS = (
     _tensor("cu_q", 1, "int32", "(sequences + 1,), where the rows of each begin, and end; B is 1", optional=True),
     _tensor("cu_k", 1, "int32", "likewise of keys", optional=True),
     _tensor("used_k", 1, "int32", "(sequences,), how many keys of each count; (0,): all", optional=True),
-    _tensor("lists", 1, "int32", "(n,), scratch: lists of tiles (lengths.py); the op's", optional=True),
+    _tensor("lists", 1, "int32", "(n,), scratch: lists of tiles (varlen.py); the op's", optional=True),
 )
 _PAGES = _tensor("pages", 2, "int32", "(B, n), numbers of each sequence's pages; k, v: (pages, Hkv, rows of a page, D)",
                  optional=True)  # fmt: skip
 _SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: alike", optional=True)
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
 _OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
-_EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (eight.py); the op's", optional=True)
+_EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (quantized_qkv.py); the op's", optional=True)
 _CACHE = (
     _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), stride 0 where one serves all: of a key's numbers", optional=True),
     _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), likewise of a value's", optional=True),

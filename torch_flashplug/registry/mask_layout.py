@@ -1,4 +1,4 @@
-"""Numbers on which agree who digests a bool mask (kernels/parts/digest.py on the device, mask_preprocess_reference.py in torch) and who
+"""Numbers on which agree who digests a bool mask (kernels/preprocess/mask.py on the device, mask_preprocess_reference.py in torch) and who
 reads what comes of it: words, one bit a score; states and lists, of blocks. Standard library only.
 """
 

@@ -12,11 +12,11 @@ from cutlass import Float32, Int32
 from cutlass.base_dsl import Arch
 
 from ...registry.kernel_spec import BACKWARD_TILE, WARP
-from ..parts.fragments import target_from
-from ..parts.pieces import Tile
-from ..parts.ragged import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList
-from ..parts.walk import Walk
+from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
+from ..tiling.block_iterator import Walk
+from ..tiling.tile import Tile
+from ..tiling.varlen import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP

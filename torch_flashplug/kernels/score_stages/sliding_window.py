@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..parts.scores.chain import Place, Stage
-from ..parts.scores.visible import keep_between
 from ..tiling.sliding_window import Reach, Window
+from .kv_bounds import keep_between
+from .pipeline import Place, Stage
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..parts.fragments import LOG2_E
-from ..parts.scores.chain import Stage
+from ..primitives.fragments import LOG2_E
+from .pipeline import Stage
 
 if TYPE_CHECKING:
-    from ..parts.arguments.operands import Scales
+    from ..call_args.operands import Scales
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..parts.pieces import Tile
-from ..parts.walk import Downward, RunOfKeys, Section, Walk
+from .block_iterator import Downward, RunOfKeys, Section, Walk
 from .seqlen_info import Sizes
+from .tile import Tile
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,203 @@
+"""What idle warps of the backward's main kernel do with dQ's scratch. dQ writers clear it before the steps that add to
+it and turn it into dQ after them; where sums must have one order, accumulator warps add instead of the consumers.
+
+What dQ writers do happens while it is in L2, and under other warps' tensor work; kernels of their own would move
+all of it through device memory (a third of the time at 512 keys, tools/results/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ...registry.kernel_spec import DQ_WRITERS
+from ..primitives import sm90
+from ..primitives.dtype import Element
+from ..primitives.vector_access import QUAD, vector_at
+from ..tiling.tile import Pieces
+from .workspace import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, count_up, wait_for_count
+
+ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
+
+
+@dataclass(frozen=True)
+class Units:
+    """A dQ writer's share of a portion of scratch: every DQ_WRITERS-th unit, counted from `first`."""
+
+    first: Int64
+    begin: Int32
+    end: Int32
+    fetched: Int32  # slots that this warp has filled before
+
+
+@dataclass(frozen=True)
+class DqWriter:
+    """One of DQ_WRITERS warps, or the view of a warp which waits for them."""
+
+    scratch: Scratch
+    ahead: Ahead
+    kv_heads: Int32  # over the whole batch
+    scale: Float32
+    dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each writer
+    matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
+    element: Element
+    ring: sm90.Ring  # of slots, for one writer
+    slots: cute.Tensor  # (floats of a unit, slot)
+    pieces: Pieces
+    added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
+
+    @property
+    def num_m_blocks(self) -> Int32:
+        return self.scratch.num_m_blocks
+
+    @cute.jit
+    def arrive(self, kv_head: Int32, which: int):
+        """One warp."""
+        with cute.arch.elect_one():
+            count_up(self.scratch.counter(kv_head, which))
+
+    @cute.jit
+    def wait(self, kv_head: Int32, which: int, expected: Int32):
+        """One warp, which hands what was counted on to TMA."""
+        wait_for_count(self.scratch.counter(kv_head, which), expected)
+        cute.arch.fence_proxy("async")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def wait_cleared(self, kv_head: Int32):
+        """Before anything is added to that head's scratch."""
+        self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
+
+    @cute.jit
+    def run(self, queue: sm90.TileQueue, place: Callable, writer: Int32):
+        """One of DQ_WRITERS warps; place: (tile number) -> (n_block, KV head, batch)."""
+        blocks = self.num_m_blocks * self.ahead.group  # of a KV head
+        nth, fetched, number = Int32(0), Int32(0), queue.take(Int32(0))
+        while number < queue.total:
+            mine, portion = number // self.ahead.portions, number % self.ahead.portions
+            begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
+            behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
+            units = Units(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
+            if behind:
+                self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
+                self.fetch_first(units)
+            if mine + self.ahead.heads < self.kv_heads:  # under the latency of these loads
+                head = mine + self.ahead.heads
+                start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
+                thread = writer * sm90.WARP + cute.arch.lane_idx()
+                floats = (end - begin) * (UNITS * self.scratch.unit_floats)
+                clear(start, floats, thread, DQ_WRITERS * sm90.WARP)
+                cute.arch.fence_proxy("async")
+                cute.arch.sync_warp()
+                self.arrive(head, CLEARED)
+            if behind:
+                fetched = self.write(units, before + begin)
+            self.added.wait_free(nth + ADDED_SLOTS)  # this tile's consumers
+            if writer == 0:
+                _, head, batch = place(number)
+                self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
+            nth += 1
+            number = queue.take(nth)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def fetch_first(self, units: Units):
+        """As many as there are slots."""
+        for n in cutlass.range_constexpr(self.ring.stages):
+            self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
+
+    @cute.jit
+    def fetch(self, units: Units, unit: Int32, count: Int32):
+        """A unit of scratch, if there is one, into the slot of that count."""
+        if unit < units.end:
+            self.ring.acquire(count)
+            with cute.arch.elect_one():
+                source = vector_at(self.scratch.unit(units.first + unit), Float32, self.scratch.unit_floats)
+                atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
+                cute.copy(atom, source, self.slots[None, self.ring.slot(count)], mbar_ptr=self.ring.arrival(count))
+
+    @cute.jit
+    def write(self, units: Units, first_block: Int32) -> Int32:
+        """dQ of these units; the count of slots filled so far."""
+        count = units.fetched
+        for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
+            self.ring.wait(count)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the unit before has left
+            cute.arch.sync_warp()
+            self.convert(self.slots[None, self.ring.slot(count)])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            self.ring.release(count)
+            self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
+            block = first_block + unit // UNITS
+            head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
+            slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
+            out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
+            tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
+            cute.copy(out.atom, tQsQ, tQgQ[None, slab, unit % UNITS // (UNITS // 2)])
+            cute.arch.cp_async_bulk_commit_group()
+            count += 1
+        return count
+
+    @cute.jit
+    def convert(self, unit: cute.Tensor):
+        """fp32 in register order to 16-bit rows in shared memory, sixteen columns at a time."""
+        lane = cute.arch.lane_idx()
+        copy = self.matrices.get_slice(lane)
+        rows = copy.partition_D(self.dQ.s)  # ((matrices, sixteen columns), 1, 1)
+        for i in cutlass.range_constexpr(cute.size(rows, mode=[0, 1])):
+            pairs = cute.make_rmem_tensor((QUAD,), Int32)
+            for half in cutlass.range_constexpr(2):
+                four = cute.make_rmem_tensor((QUAD,), Float32)
+                at = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
+                for r in cutlass.range_constexpr(2):
+                    low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
+                    pairs[2 * half + r] = self.element.pack_pair(low, high)
+            halves = cute.recast_ptr(pairs.iterator, dtype=self.dQ.s.element_type)
+            cute.copy(copy, cute.make_tensor(halves, cute.make_layout((2 * QUAD, 1, 1))), rows[(None, i), None, None])
+
+
+@cute.jit
+def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work, wg: Int32):
+    """Accumulator warp, one for each consumer warpgroup, where the order is asked for: adds a step's four units when
+    all key blocks before have added to them, and lets the next one do so a step later, when they have arrived. work:
+    with queue, pieces, group, run(tile); staging: (floats, warp).
+    """
+    lane = cute.arch.lane_idx()
+    nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
+    while number < work.pieces.total:
+        tile = work.pieces.tile(number, work.group)
+        run = work.run(tile)
+        before, unit = done, Int32(0)
+        for g in cutlass.range(work.group, unroll=1):
+            first_block = scratch.first_block(tile, g, work.pieces.order.heads)
+            mine = run.of_head(g)
+            whole = mine.whole()
+            for j in cutlass.range(whole.begin, whole.end, unroll=1):
+                step = mine.nth(j)
+                last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
+                if lane < 4:
+                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
+                    cute.arch.fence_proxy("async")
+                cute.arch.sync_warp()
+                staged.wait_free(done + 1)  # it has been written
+                if lane < 4:
+                    scratch.add(unit, staging[None, wg * 4 + lane])
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+                staged.fill(done)
+                if lane < 4 and done > before:
+                    cute.arch.cp_async_bulk_wait_group(1)
+                    count_up(scratch.turn(last))
+                done += 1
+        if lane < 4 and done > before:
+            cute.arch.cp_async_bulk_wait_group(0)
+            count_up(scratch.turn(unit))
+        nth += 1
+        number = work.queue.take(nth)

@@ -1,0 +1,151 @@
+"""K and V in pages (vLLM, arXiv 2309.06180): a pool (pages, Hkv, rows of a page, D), and for each sequence the numbers
+of its pages. Keys of a sequence count up to used_k[batch]; of what lies behind them nothing is read.
+
+A sequence's only page may have any number of rows; of several each is a multiple of GROUP, so that the rows which a
+thread copies of GROUP neighbours lie in one page, which is looked up once. Numbers beyond the pool are clamped: they
+may give wrong results, and no bad access.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32, Int64
+
+from ...registry.kernel_spec import WARP
+from ..decode.kv_load import K, Stored
+from ..primitives import sm80
+from ..tiling.tile import Dense, Tile
+from ..tiling.varlen import MaybeEmpty
+from .base import Seams
+from .quantized_kv_cache import FLOAT, InEightBits, Scales
+
+if TYPE_CHECKING:
+    from ..decode.pack_gqa import Part
+
+GROUP = 16
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Of all sequences."""
+
+    numbers: cute.Tensor  # (B, n)
+    used: cute.Tensor  # (B,)
+    rows: Int32  # of a page
+
+    def keys(self, batch: Int32) -> Int32:
+        """That count."""
+        return cutlass.min(cutlass.max(self.used[batch], 0), self.numbers.shape[1] * self.rows)
+
+
+@dataclass(frozen=True)
+class InPages(Dense):
+    pages: Pages
+
+    def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
+        keys = self.pages.keys(batch)
+        sizes = MaybeEmpty(tile.sizes.Sq, keys, cutlass.max(keys, 1))
+        return replace(tile, kv_head=kv_head, batch=batch, sizes=sizes)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One head's of a pool, as one sequence has them."""
+
+    pool: cute.Tensor  # (pages, rows of a page, columns)
+    numbers: cute.Tensor  # (n,)
+    length: Int32
+
+    def place(self, row: Int32) -> Int64:
+        """Of a row that there is: in elements from the start of the pool."""
+        rows = self.pool.shape[1]
+        nth = cutlass.min(row // rows, self.numbers.shape[0] - 1)
+        number = cutlass.min(cutlass.max(self.numbers[nth], 0), self.pool.shape[0] - 1)
+        return Int64(number) * self.pool.stride[0] + Int64(row - nth * rows) * self.pool.stride[1]
+
+    @cute.jit
+    def load(self, mover: cutlass.Constexpr[sm80.Mover], first_row: Int32, tile: sm80.Tile):
+        """As Mover.load: rows from first_row on, a multiple of GROUP; zeros beyond the last one."""
+        thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
+        row, unit, step = mover.place(tile, thread)
+        place, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
+        last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
+        for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
+            first = cutlass.min(first_row + (group + row // GROUP * GROUP), last)
+            start = self.pool.iterator.toint() + (self.place(first) + unit * sm80.VECTOR) * 2
+            for r in cutlass.range_constexpr(group, group + max(step, GROUP), step):
+                there = first_row + row + r < self.length
+                here = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
+                target = (place ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
+                sm80.copy_row(here, target, tile, columns, there)
+
+
+@dataclass(frozen=True)
+class PagedStored(Stored):
+    """16 bits."""
+
+    pages: Pages
+
+    def of_head(self, part: Part, x: cute.Tensor) -> Rows:
+        pool = x[None, part.tile.kv_head, None, None]
+        return Rows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+
+    def load(self, mover: sm80.Mover, rows: Rows, first_row: Int32, tile: sm80.Tile) -> None:
+        rows.load(mover, first_row, tile)
+
+
+@dataclass(frozen=True)
+class PagedInEightBits(InEightBits):
+    """Scales lie in pages, too: (pages, Hkv, rows of a page)."""
+
+    pages: Pages
+
+    def of_head(self, part: Part, x: cute.Tensor) -> Rows:
+        mine = x[None, part.tile.kv_head, None, None]
+        (many, rows, columns), (between, stride, _) = mine.shape, mine.stride
+        layout = cute.make_layout((many, rows, columns // 2), stride=(between // 2, stride // 2, 1))
+        pool = cute.make_tensor(cute.recast_ptr(mine.iterator, dtype=Int16), layout)
+        return Rows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+
+    def load(self, mover: sm80.Mover, rows: Rows, first_row: Int32, tile: sm80.Tile) -> None:
+        rows.load(mover, first_row, tile)
+
+    def beside(self, part: Part, start: Int32, keys: int, stages: int) -> PagedScales:
+        numbers = self.pages.numbers[part.batch, None]
+        k, v = (
+            Rows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)
+        )  # fmt: skip
+        return PagedScales(k, v, start, keys, stages)
+
+
+class PagedScales(Scales):
+    @cute.jit
+    def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
+        thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
+        scales = self.k if which == K else self.v
+        text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
+        for key in cutlass.range_constexpr(0, self.keys, threads):
+            mine = key + thread
+            if mine < self.keys:
+                row = cutlass.min(first + mine, cutlass.max(scales.length - 1, 0))
+                size = cutlass.select_(first + mine < scales.length, Int32(FLOAT), Int32(0))
+                target, source = self.slot(which, slot) + mine * FLOAT, scales.pool.iterator + scales.place(row)
+                cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
+
+
+class Paged(Seams):
+    def pages(self, call: object) -> Pages:
+        return Pages(call.pages, call.used_k, call.k.shape[2])
+
+    def pieces(self, call: object) -> InPages:
+        return InPages(self.pages(call))
+
+    def stored(self, call: object) -> Stored:
+        """Of 8 bits or 16, as features before this one have it."""
+        if super().stored(call) is None:
+            return PagedStored(self.pages(call))
+        return PagedInEightBits(call.k_scale, call.v_scale, call.rotated, self.pages(call))

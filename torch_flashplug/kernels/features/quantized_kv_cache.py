@@ -1,0 +1,336 @@
+"""K and V in 8 bits with scales, as a cache holds them: half the bytes of a decode, which is bound by them. Numbers
+become 16 bits in registers, and products are those of 16 bits.
+
+In memory and in shared memory pairs of numbers count as 16-bit ones, so copies and ldmatrix are as they are. A register
+of four numbers of a key becomes two of the right operand: thread t of four has columns 4t ... 4t + 3 of sixteen where
+the product wants 2t, 2t + 1, 2t + 8 and 2t + 9, and queries lie in shared memory in that order (`place_of_pair`). One
+of two values' neighbouring columns becomes a pair of keys of either: columns of O are a thread's own four.
+
+Scales of keys are multiplied into scores, those of values into probabilities, in fp32. Rotated keys
+(quantised.rotate) want rotated queries, which are made here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.base_dsl import Arch
+
+from ...registry.dtypes import ELEMENTS as MADE_OF
+from ...registry.kernel_spec import SLAB, WARP, KernelSpec
+from ...registry.quant_recipes import ROTATION
+from ..decode.kv_load import Beside, K, Stored, V
+from ..primitives import dtype as of_kernels
+from ..primitives import sm80
+from ..primitives.fragments import OperandA, column_of, target_from
+from .base import Seams
+
+if TYPE_CHECKING:
+    from ..decode.pack_gqa import Part
+
+FLOAT, WORD = 4, 4  # bytes of one; numbers of a register
+GROUP = 16  # columns of a step of the product
+SIGNS = tuple(word - (word >> 31 << 32) for word in ROTATION)  # as Int32
+VALUES = of_kernels.ELEMENTS["bf16"]  # what P and V are multiplied in: scales of values may be anything
+
+
+@dataclass(frozen=True)
+class Scales(Beside):
+    """Of one KV head: `stages` times a scale for each of a team's keys in shared memory, of K, then of V."""
+
+    k: cute.Tensor  # (Sk,)
+    v: cute.Tensor  # (Sk,)
+    start: Int32
+    keys: int
+    stages: int
+
+    def slot(self, which: int, slot: Int32) -> Int32:
+        return self.start + (which * self.stages + slot) * (self.keys * FLOAT)
+
+    @cute.jit
+    def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
+        thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
+        scales = self.k if which == K else self.v
+        text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
+        for key in cutlass.range_constexpr(0, self.keys, threads):
+            mine = key + thread
+            if mine < self.keys:
+                there = first + mine < scales.shape[0]
+                source = scales.iterator + Int64(cutlass.min(first + mine, scales.shape[0] - 1)) * scales.stride[0]
+                size = cutlass.select_(there, Int32(FLOAT), Int32(0))  # zeros beyond the last key
+                target = self.slot(which, slot) + mine * FLOAT
+                cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
+
+    def of(self, which: int, slot: Int32, columns: int) -> list[Float32]:
+        """Of a thread's columns of a block (fragments.column_of)."""
+        start, found = self.slot(which, slot) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
+        for c in range(0, columns, 2):
+            place = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
+            pair = cute.make_rmem_tensor((2,), Float32)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
+            found += [pair[0], pair[1]]
+        return found
+
+    def scale(self, S: cute.Tensor, slot: Int32) -> None:
+        for c, scale in enumerate(self.of(K, slot, cute.size(S, mode=[1]))):
+            for r in range(2):
+                S[r, c] = S[r, c] * scale
+
+    def weights(self, slot: Int32, columns: int) -> object:
+        scales = self.of(V, slot, columns)
+        return lambda r, c, value: value * scales[c]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Of rows of D numbers: signs, then Hadamard matrices of the largest power of two that divides D."""
+
+    wanted: Int32  # 0: rows stay
+    D: Int32
+
+    @cute.jit
+    def apply(self, row: cute.Tensor):
+        """A warp's row, so many neighbouring numbers of each lane."""
+        if self.wanted != 0:
+            lane, own, size = cute.arch.lane_idx(), cute.size(row), self.D & -self.D
+            bits = Int32(0)
+            for word in cutlass.range_constexpr(own):
+                bits = cutlass.select_(lane * own // WARP == word, Int32(SIGNS[word]), bits)
+            for i in cutlass.range_constexpr(own):
+                row[i] = cutlass.select_((bits >> (lane * own % WARP + i) & 1) != 0, -row[i], row[i])
+            for step in cutlass.range_constexpr(own.bit_length() - 1):
+                self.exchange_own(row, 1 << step, (1 << step) < size)
+            for step in cutlass.range_constexpr(WARP.bit_length() - 1):
+                self.exchange(row, 1 << step, (own << step) < size)
+            factor = cute.math.exp2(Float32(31 - cute.arch.clz(size)) * -0.5, fastmath=True)  # size**-0.5
+            for i in cutlass.range_constexpr(own):
+                row[i] = row[i] * factor
+
+    @cute.jit
+    def exchange_own(self, row: cute.Tensor, away: cutlass.Constexpr[int], there: cutlass.Boolean):
+        if there:
+            for i in cutlass.range_constexpr(cute.size(row)):
+                if cutlass.const_expr(i & away == 0):
+                    low, high = row[i], row[i + away]
+                    row[i], row[i + away] = low + high, low - high
+
+    @cute.jit
+    def exchange(self, row: cute.Tensor, away: cutlass.Constexpr[int], there: cutlass.Boolean):
+        if there:
+            upper = (cute.arch.lane_idx() & away) != 0
+            for i in cutlass.range_constexpr(cute.size(row)):
+                other = cute.arch.shuffle_sync_bfly(row[i], offset=away)
+                row[i] = other + cutlass.select_(upper, -row[i], row[i])
+
+
+@dataclass(frozen=True)
+class InEightBits(Stored):
+    """What a call has of it."""
+
+    k_scale: cute.Tensor  # (B, Hkv, Sk)
+    v_scale: cute.Tensor
+    rotated: Int32
+
+    def columns(self, dim: int) -> int:
+        return dim // 2
+
+    def of_head(self, part: Part, x: cute.Tensor) -> cute.Tensor:
+        mine = part.of_head(x)
+        (rows, columns), (stride, _) = mine.shape, mine.stride
+        pairs = cute.recast_ptr(mine.iterator, dtype=cutlass.Int16)
+        return cute.make_tensor(pairs, cute.make_layout((rows, columns // 2), stride=(stride // 2, 1)))
+
+    def beside(self, part: Part, start: Int32, keys: int, stages: int) -> Scales:
+        k, v = (x[part.batch, part.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
+        return Scales(k, v, start, keys, stages)
+
+    @cute.jit
+    def turn(self, q: sm80.Tile, part: Part, D: Int32, element: CachedElement, warps: cutlass.Constexpr[int]):
+        rows = cutlass.min(part.rows - part.first_row, q.rows)
+        for r in cutlass.range(cute.arch.warp_idx(), rows, warps, unroll=1):
+            self.turn_row(q, r, D, element)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def turn_row(self, q: sm80.Tile, r: Int32, D: Int32, element: CachedElement):
+        """A warp's."""
+        own = q.columns // WARP
+        given, row = (cute.make_rmem_tensor((own,), dtype) for dtype in (element.dtype, Float32))
+        column = cute.arch.lane_idx() * own
+        place = cute.make_ptr(element.dtype, place_of(q, r, column), cute.AddressSpace.smem, assumed_align=2 * own)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(own)), given)
+        for i in cutlass.range_constexpr(own):
+            row[i] = given[i].to(Float32)
+        Rotation(self.rotated, D).apply(row)
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(0, own, 2):
+            sm80.put_packed(place_of(q, r, place_of_pair(column + i)), element.pack_pair(row[i], row[i + 1]))
+
+    def product(self, element: CachedElement) -> Converted:
+        scores, values = (sm80.Product.create(x.dtype) for x in (element, VALUES))
+        return Converted(scores, values, element.pack, element.format)
+
+    def left_operand(self, acc: cute.Tensor, element: CachedElement) -> OperandA:
+        return OperandA.create(acc, VALUES)
+
+    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+        first, columns = cute.arch.lane_idx() % 4 * WORD, range(0, cute.size(output, mode=[1]), WORD)
+        return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
+
+
+def place_of(tile: sm80.Tile, row: Int32, column: Int32) -> Int32:
+    """Address of a number of a row."""
+    unit = tile.unit(row, column % tile.panel // sm80.VECTOR)
+    return unit + column // tile.panel * tile.panel_bytes + column % sm80.VECTOR * 2
+
+
+def place_of_pair(column: Int32) -> Int32:
+    """Where the product wants the query's numbers of this column, an even one, and the next."""
+    pair = column % GROUP // 2
+    return column - column % GROUP + pair // 2 * 2 + pair % 2 * 8
+
+
+@dataclass(frozen=True)
+class Converted:
+    """acc += A B on a warp, as sm80.Product has it, of one slab of rows and a B in 8 bits."""
+
+    of_scores: sm80.Product
+    of_values: sm80.Product
+    pack: str  # of scores' operands
+    format: Format
+
+    def scores(self, accs: sm80.Accumulators, left: sm80.Matrices, right: sm80.Matrices) -> None:
+        (acc,), dtype = accs, self.of_scores.dtype
+        lefts = tuple(sm80.room(dtype) for _ in range(2))
+        (found, fetched), (words, operand) = (registers(dtype) for _ in range(2))
+        acc.fill(0.0)
+        for column in range(0, right.tile.columns, sm80.PAIR):
+            for unit, mine in enumerate(lefts):
+                left.fetch(0, 2 * column + GROUP * unit, mine)
+            for row in range(0, cute.size(acc) * 2, SLAB):
+                right.fetch(row, column, fetched)
+                for unit, mine in enumerate(lefts):
+                    for half in range(2):  # eight keys each
+                        pairs = self.format.pairs(found[2 * half + unit], (0, 1), (2, 3), self.pack)
+                        words[2 * half], words[2 * half + 1] = pairs
+                    self.of_scores.step(accs, (mine,), operand, row)
+
+    def accumulate(self, accs: sm80.Accumulators, lefts: sm80.Fragments, right: sm80.Matrices, row: int) -> None:
+        dtype, first = self.of_values.dtype, 0
+        (found, fetched), (words, operand) = (registers(of) for of in (self.of_scores.dtype, dtype))
+        for panel in range(0, right.tile.columns, right.tile.panel):
+            for pair in range(len(right.addresses)):
+                right.fetch(row, panel + pair * sm80.PAIR, fetched)
+                for unit in range(2):
+                    for half in range(2):  # eight keys each
+                        even, odd = self.format.pairs(found[2 * unit + half], (0, 2), (1, 3), VALUES.pack)
+                        words[half], words[2 + half] = even, odd
+                    self.of_values.step(accs, lefts, operand, first)
+                    first += GROUP
+
+
+def registers(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
+    """Four, and what ldmatrix and products see of them."""
+    words = cute.make_rmem_tensor((WORD,), Int32)
+    layout = cute.make_layout((sm80.VECTOR, 1))
+    return words, cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
+
+
+# ---- 8 bits to 16 ----
+
+
+class Format:
+    """Of numbers in 8 bits. All are exact in fp16, and in bf16."""
+
+    def halves(self, places: tuple[int, int], into: str, work: str) -> str:
+        """PTX: two bytes of {$r0} to fp16 in the register `into`; work: the name of one to work with."""
+        raise NotImplementedError
+
+    def pairs(self, word: Int32, first: tuple[int, int], second: tuple[int, int], pack: str) -> tuple[Int32, Int32]:
+        """Two of a word's four numbers each, by their bytes, in 16 bits."""
+        text = "{ .reg .b32 w<2>; .reg .b32 h<2>; .reg .b16 low; .reg .b16 high; .reg .f32 f<2>; "
+        for i, places in enumerate((first, second)):
+            text += self.halves(places, f"h{i}", f"w{i}")
+            text += f"mov.b32 {{$w{i}}}, h{i}; " if pack == "f16x2" else TO_BF16.format(i=i)
+        return cute.arch.inline_ptx(text + "}", write_only_types=[Int32, Int32], read_only_args=[word])
+
+
+TO_BF16 = (
+    "mov.b32 {{low, high}}, h{i}; cvt.f32.f16 f0, low; cvt.f32.f16 f1, high; cvt.rn.bf16x2.f32 {{$w{i}}}, f1, f0; "
+)
+
+
+class Int8(Format):
+    def halves(self, places: tuple[int, int], into: str, work: str) -> str:
+        """With its sign turned over a byte is the number plus 128: mantissa of 1024 and more."""
+        low, high = places
+        return (
+            f"xor.b32 {work}, {{$r0}}, 0x80808080; prmt.b32 {work}, {work}, 0x64646464, 0x4{high}4{low}; "
+            f"mov.b32 {into}, 0xE480E480; add.f16x2 {into}, {work}, {into}; "
+        )
+
+    def pairs(self, word: Int32, first: tuple[int, int], second: tuple[int, int], pack: str) -> tuple[Int32, Int32]:
+        """bf16 has too few digits for that: seven bits beside 128, minus 128 or, of a negative number, 256."""
+        if pack == "f16x2":
+            return super().pairs(word, first, second, pack)
+        text = "{ .reg .b32 w<2>; .reg .b32 low; .reg .b32 sign; .reg .b32 one; mov.b32 one, 0x3F803F80; "
+        for i, (low, high) in enumerate((first, second)):
+            text += (
+                f"prmt.b32 w{i}, {{$r0}}, 0x43434343, 0x4{high}4{low}; and.b32 low, w{i}, 0xFF7FFF7F; "
+                f"and.b32 sign, w{i}, 0x00800080; or.b32 sign, sign, 0xC300C300; "
+                f"fma.rn.bf16x2 {{$w{i}}}, low, one, sign; "
+            )
+        return cute.arch.inline_ptx(text + "}", write_only_types=[Int32, Int32], read_only_args=[word])
+
+
+class E4m3(Format):
+    def halves(self, places: tuple[int, int], into: str, work: str) -> str:
+        low, high = places
+        if target_from(Arch.sm_89):
+            return (
+                f"prmt.b32 {work}, {{$r0}}, 0, 0x44{high}{low}; mov.b32 {{low, high}}, {work}; "
+                f"cvt.rn.f16x2.e4m3x2 {into}, low; "
+            )
+        # The exponent's bias is 8 less than fp16's; NaN is all ones.
+        return (
+            f"prmt.b32 {work}, {{$r0}}, 0, 0x{high}4{low}4; and.b32 {into}, {work}, 0x7F007F00; "
+            f"and.b32 {work}, {work}, 0x80008000; shr.u32 {into}, {into}, 1; or.b32 {work}, {work}, {into}; "
+            f"{{ .reg .b32 nan; .reg .b32 scale; add.u32 nan, {into}, 0x00800080; and.b32 nan, nan, 0x40004000; "
+            f"shr.u32 {into}, nan, 14; shl.b32 nan, nan, 1; sub.u32 nan, nan, {into}; "
+            f"mov.b32 scale, 0x5C005C00; mul.f16x2 {into}, {work}, scale; or.b32 {into}, {into}, nan; }} "
+        )
+
+
+class E5m2(Format):
+    def halves(self, places: tuple[int, int], into: str, work: str) -> str:
+        """The upper half of fp16."""
+        low, high = places
+        return f"prmt.b32 {into}, {{$r0}}, 0, 0x{high}4{low}4; "
+
+
+FORMATS = {"int8": Int8(), "e4m3": E4m3(), "e5m2": E5m2()}
+
+
+class CachedElement(of_kernels.Element):
+    """Q and O in 16 bits, K and V of a format."""
+
+    def __init__(self, whole: of_kernels.Element, format: Format):
+        super().__init__(whole.dtype, whole.pack, whole.raised)
+        self.format = format
+
+    @property
+    def cached(self) -> type[cutlass.Numeric]:
+        """Bytes, whatever they say."""
+        return cutlass.Uint8
+
+
+class CacheInEightBits(Seams):
+    def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
+        super().__init__(CachedElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
+
+    def stored(self, call: object) -> InEightBits:
+        return InEightBits(call.k_scale, call.v_scale, call.rotated)

@@ -1,0 +1,96 @@
+"""Products in 8 bits (quant_recipes.py): operands are made of the caller's ahead of the kernel, in scratch."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint8
+
+from ...registry.quant_recipes import KEY_ORDER, RAISED, RECIPES, Recipe
+from ..mainloop.scaled_softmax import Scaling, ScalingOfWhole
+from ..preprocess.quantize import Made, Quantise
+from ..primitives.dtype import EIGHT_BITS, Element, QuantisedElement
+from .base import Given, Seams
+
+STEEP = {"int8": 16.0, "e4m3": 0.25}  # of Scaling, up to D 256
+ALIGNED = 128  # bytes, of everything in scratch
+
+
+class Eight(Seams):
+    recipe: Recipe
+    follows = True
+
+    def __init__(self, element: Element, *more: object):
+        scores, values = EIGHT_BITS[self.recipe.scores], EIGHT_BITS.get(self.recipe.values)
+        super().__init__(QuantisedElement(element, scores, values), *more)
+        self.turned = values is not None
+
+    def before(self, call: object, stream: cuda.CUstream) -> None:
+        super().before(call, stream)
+        self.quantise(call, stream)
+
+    @cute.jit
+    def quantise(self, call: object, stream: cuda.CUstream):
+        kernel = Quantise(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
+        kernel(call.q, call.k, call.v, self.made(call), call.num_ctas, stream)
+
+    def wait(self) -> None:
+        cute.arch.griddepcontrol_wait()
+
+    def operands(self, call: object) -> Given:
+        made = self.made(call)
+        scores, values = self.element.scores.dtype, self.element.values.dtype
+        v = call.v if made.v is None else of_type(made.v, values)
+        raised = RAISED if self.turned else 0
+        kind, steep = ScalingOfWhole if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
+        largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
+        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, largest, raised, steep)
+        return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
+
+    def made(self, call: object) -> Made:
+        """Where everything lies, as src/eight.cpp counts its bytes."""
+        B, Hq, Sq, _ = call.q.shape
+        _, Hkv, Sk, _ = call.k.shape
+        Dv, room = call.v.shape[3], Room(call.scratch8.iterator)
+        q, k = (room.rows(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
+        v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.turned else None
+        q_scale, row_shift = (room.rows(Float32, B, Hq, Sq) for _ in range(2))
+        k_scale = room.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.turned else None for _ in range(2))
+        return Made(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
+
+
+class Room:
+    """Scratch, handed out from its start on."""
+
+    def __init__(self, start: cute.Pointer):
+        self.start, self.taken = start.toint(), Int64(0)
+
+    def rows(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
+        """A tensor of that shape, packed. Rows of 8 bits are whole 16 bytes."""
+        stride, strides = 1, []
+        for size in reversed(shape):
+            strides.insert(0, stride)
+            stride = stride * (Int64(size) if strides[1:] else size)
+            if dtype.width == 8:
+                stride = cute.assume(Int64(stride), divby=16)
+        pointer = cute.make_ptr(dtype, self.start + self.taken, cute.AddressSpace.gmem, assumed_align=16)
+        self.taken += cute.round_up(stride * (dtype.width // 8), ALIGNED)
+        return cute.make_tensor(pointer, cute.make_layout(shape, stride=tuple(strides)))
+
+
+def of_type(x: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=dtype), x.layout)
+
+
+class Int8Scores(Eight):
+    recipe = RECIPES["qk8"]
+
+
+class EightBit(Eight):
+    recipe = RECIPES["8bit"]
+
+
+class E4m3(Eight):
+    recipe = RECIPES["e4m3"]

@@ -1,0 +1,209 @@
+"""Rows in 8 bits, from 16: rotated (quantised.rotate), by a CTA of the quantise kernel.
+
+Rows are held in units of 16 numbers, one after the other among threads: four steps of the Hadamard transform are a
+unit's own, the others exchange units between lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...registry.kernel_spec import WARP
+from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
+from ..primitives.dtype import QuantisedElement
+from ..primitives.vector_access import vector_at
+
+UNIT, VECTOR, WORD = 16, 8, 4  # numbers: of a row that a thread holds, of a 16-byte load, 8-bit ones of a register
+PITCH = UNIT + 4  # floats from unit to unit in shared memory: eight lanes read sixteen bytes each from other banks
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of a CTA in shared memory."""
+
+    sums: cute.Tensor  # (lanes, channels): of samples
+    squares: cute.Tensor  # (lanes, channels): sums of theirs
+    counts: cute.Tensor  # (lanes, channels): how many of them are finite
+    channels: cute.Tensor  # (UNIT, units): the constant key, or what values are multiplied with
+    means: cute.Tensor  # (UNIT, units): what is taken from values before
+    signs: cute.Tensor  # (UNIT, units)
+    largest: cute.Tensor  # (units,)
+    dots: cute.Tensor  # (units,): with the constant key
+    of_warps: cute.Tensor  # (warps,)
+
+
+class Rows:
+    """Blocks of so many rows of d numbers, for a CTA of so many threads."""
+
+    def __init__(self, element: QuantisedElement, d: int, rows: int, threads: int):
+        self.element, self.rows, self.threads = element, rows, threads
+        self.size = d & -d  # of a Hadamard matrix
+        self.units = d // UNIT  # of a row
+        self.rounds = -(-rows * self.units // threads)
+
+    @property
+    def room(self) -> int:
+        """Units of a block."""
+        return self.rows * self.units
+
+    def given(self) -> cute.Tensor:
+        """Registers for a block as it comes."""
+        return cute.make_rmem_tensor((UNIT, self.rounds), self.element.dtype)
+
+    def held(self) -> cute.Tensor:
+        """And for one that is rotated."""
+        return cute.make_rmem_tensor((self.rounds, UNIT), Float32)
+
+    def unit_of(self, turn: int, block: Int32, S: Int32) -> tuple[Int32, Int32, Int32, cutlass.Boolean]:
+        """A thread's: its number in the block, its row, its first column, and whether there is one."""
+        unit = turn * self.threads + cute.arch.thread_idx()[0]
+        row = block * self.rows + unit // self.units
+        return unit, row, unit % self.units * UNIT, (unit < self.room) & (row < S)
+
+    @cute.jit
+    def fetch(self, x: cute.Tensor, block: Int32, given: cute.Tensor):
+        """given (UNIT, rounds): zeros where there is nothing."""
+        given.fill(self.element.dtype(0.0))
+        for turn in cutlass.range_constexpr(self.rounds):
+            _, row, first, there = self.unit_of(turn, block, x.shape[0])
+            for part in cutlass.range_constexpr(UNIT // VECTOR):
+                column = first + part * VECTOR
+                if there & (column < x.shape[1]):
+                    found = vector_at(x[row, None].iterator + column, self.element.dtype, VECTOR)
+                    place = given[None, turn].iterator + part * VECTOR
+                    cute.autovec_copy(found, cute.make_tensor(place, cute.make_layout(VECTOR)))
+
+    @cute.jit
+    def rotate(
+        self, given: cute.Tensor, held: cute.Tensor, block: Int32, S: Int32, room: Room, keys: cutlass.Constexpr[bool]
+    ):
+        """held (rounds, UNIT), and of each unit its largest number, NaN if it has one."""
+        for turn in cutlass.range_constexpr(self.rounds):
+            unit, _, first, there = self.unit_of(turn, block, S)
+            dot = Float32(0.0)
+            shifts, signs = (taken(x[None, first // UNIT], UNIT) for x in (room.channels, room.signs))
+            for i in cutlass.range_constexpr(UNIT):
+                number = given[i, turn].to(Float32)
+                if cutlass.const_expr(keys):
+                    number = cutlass.select_(there, number - shifts[i], Float32(0.0))
+                else:
+                    dot += number * shifts[i]
+                held[turn, i] = number * signs[i]
+            self.transform(held[turn, None])
+            largest, spoiled = Float32(0.0), Float32(0.0)
+            for i in cutlass.range_constexpr(UNIT):
+                largest = cute.arch.fmax(largest, abs(held[turn, i]))
+                spoiled += held[turn, i] * 0.0  # NaN of what is not finite, which fmax would pass over
+            if unit < self.room:
+                room.largest[unit] = largest + spoiled
+                room.dots[unit] = dot
+
+    def transform(self, held: cute.Tensor) -> None:
+        """A row's units times Hadamard matrices on the diagonal, their steps from neighbours outwards."""
+        step = 1
+        while step < min(self.size, UNIT):
+            for i in range(UNIT):
+                if i & step == 0:
+                    low, high = held[i], held[i + step]
+                    held[i], held[i + step] = low + high, low - high
+            step *= 2
+        lanes = 1
+        while lanes * UNIT < self.size:
+            upper = cute.arch.lane_idx() & lanes != 0
+            for i in range(UNIT):
+                other = cute.arch.shuffle_sync_bfly(held[i], offset=lanes)
+                held[i] = cutlass.select_(upper, other - held[i], held[i] + other)
+            lanes *= 2
+        for i in range(UNIT):
+            held[i] = held[i] * self.size**-0.5
+
+    @cute.jit
+    def largest_of_all(self, room: Room) -> Float32:
+        """Of a CTA's units; NaN if one is."""
+        thread, largest, spoiled = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
+        for u in cutlass.range_constexpr(self.rounds):
+            unit = u * self.threads + thread
+            if unit < self.room:
+                largest = cute.arch.fmax(largest, room.largest[unit])
+                spoiled += room.largest[unit] * 0.0
+        for lanes in (1, 2, 4, 8, 16):
+            largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
+            spoiled = spoiled + cute.arch.shuffle_sync_bfly(spoiled, offset=lanes)
+        room.of_warps[thread // WARP] = largest + spoiled
+        cute.arch.sync_threads()
+        largest, spoiled = Float32(0.0), Float32(0.0)
+        for warp in cutlass.range_constexpr(self.threads // WARP):
+            largest = cute.arch.fmax(largest, room.of_warps[warp])
+            spoiled += room.of_warps[warp] * 0.0
+        return largest + spoiled
+
+    def of_row(self, room: Room, unit: Int32) -> tuple[Float32, Float32]:
+        """The largest number of a row that begins with this unit, NaN if it has one; and the row's dot."""
+        largest, spoiled, dot = Float32(0.0), Float32(0.0), Float32(0.0)
+        for i in range(self.units):
+            largest = cute.arch.fmax(largest, room.largest[unit + i])
+            spoiled, dot = spoiled + room.largest[unit + i] * 0.0, dot + room.dots[unit + i]
+        return largest + spoiled, dot
+
+    @cute.jit
+    def store(self, held: cute.Tensor, block: Int32, scale: Float32, out: cute.Tensor):
+        """A block, of one scale, in 8 bits."""
+        for turn in cutlass.range_constexpr(self.rounds):
+            _, row, first, there = self.unit_of(turn, block, out.shape[0])
+            if there:
+                self.store_unit(held[turn, None], Float32(1.0) / scale, out[row, None], first)
+
+    @cute.jit
+    def store_apart(
+        self, held: cute.Tensor, block: Int32, of_format: float, out: cute.Tensor, scales: cute.Tensor,
+        shifts: cute.Tensor, room: Room,
+    ):  # fmt: skip
+        """Each row by a scale of its own, which is left in `scales`, as dots are in `shifts`."""
+        for turn in cutlass.range_constexpr(self.rounds):
+            unit, row, first, there = self.unit_of(turn, block, out.shape[0])
+            if there:
+                largest, dot = self.of_row(room, unit - unit % self.units)
+                scale = scale_of(largest, of_format)
+                if first == 0:
+                    scales[row] = scale
+                    shifts[row] = dot
+                self.store_unit(held[turn, None], Float32(1.0) / scale, out[row, None], first)
+
+    def store_unit(self, held: cute.Tensor, inverse: Float32, out: cute.Tensor, first: Int32) -> None:
+        """A unit in 8 bits."""
+        words = cute.make_rmem_tensor((UNIT // WORD,), Int32)
+        for w in range(UNIT // WORD):
+            words[w] = self.element.scores.pack_four([held[w * WORD + i] * inverse for i in range(WORD)])
+        cute.autovec_copy(words, vector_at(out.iterator + first, Int32, UNIT // WORD))
+
+
+def shared_vector(pointer: cute.Pointer, dtype: type[cutlass.Numeric], size: int) -> cute.Tensor:
+    """`size` numbers from an address in shared memory of whole 16 bytes."""
+    aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=16)
+    return cute.make_tensor(aligned, cute.make_layout(size))
+
+
+def taken(x: cute.Tensor, size: int) -> cute.Tensor:
+    """So many numbers on end in shared memory, in registers."""
+    found = cute.make_rmem_tensor((size,), x.element_type)
+    cute.autovec_copy(shared_vector(x.iterator, x.element_type, size), found)
+    return found
+
+
+def sign_of(channel: Int32, d: int) -> Float32:
+    """Of ROTATION."""
+    word = Int32(0)
+    for i in range(-(-d // 32)):
+        word = cutlass.select_(channel // 32 == i, Int32(ROTATION[i] - (1 << 32) * (ROTATION[i] >> 31)), word)
+    return cutlass.select_(word >> channel % 32 & 1 == 1, Float32(-1.0), Float32(1.0))
+
+
+def scale_of(largest: Float32, of_format: float) -> Float32:
+    """NaN stays: max.NaN."""
+    scale = cutlass.select_(largest == 0.0, Float32(1.0), largest / of_format)
+    text = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(SMALLEST_SCALE)])

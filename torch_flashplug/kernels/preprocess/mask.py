@@ -1,0 +1,401 @@
+"""A bool mask as kernels read it: words (scores/words.py), and lists of the blocks that hide something or nothing
+(block_sparse.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
+the mask holds when it is replayed.
+
+The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
+rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.
+Tiles of TALL queries have lists of their own, of blocks of which each has a part in two lines of LISTED: there is room
+for them, which is filled for kernels that have such tiles. All that comes of it lies in one array of 32-bit numbers, (B
+or 1, Hq or 1, numbers()), by kind and then by plane. What gradients need is made where there is room for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, Int64, Uint16
+
+from ...registry.kernel_spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
+from ...registry.mask_layout import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..primitives.fragments import single_bit
+from ..primitives.vector_access import vector_at
+from ..score_stages.bitmask import shifted
+from ..tiling.block_sparse import Lists
+
+TILES = LISTED // TILE
+WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
+PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
+BYTES = 16  # of a vector
+BEFORE, BEHIND = 3, 4  # bytes that are read with 16 which no vector holds
+PER_ROW = LISTED // BYTES
+
+
+def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
+    """How many 32-bit numbers a plane's digest takes, as src/mask.cpp counts them."""
+    lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
+    of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
+    taken = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * THREADS
+    if gradients:
+        taken += 2 * (N + M * N) + of_columns * (of_rows + 1) * THREADS + 2 * M * N
+    return taken
+
+
+@dataclass(frozen=True)
+class Digested:
+    """Where everything lies. Plane (batch, head) is batch * of_batch + head * of_head."""
+
+    start: cute.Pointer
+    sizes: tuple[Int32, Int32, Int32]  # planes, Sq, Sk
+    rows: Int32  # of the mask; where they are fewer than Sq, each is like all
+    of_batch: Int32
+    of_head: Int32
+    gradients: cutlass.Boolean
+
+    @classmethod
+    def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> Digested:
+        batches, heads, room = digest.shape
+        planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
+        gradients = room > numbers(rows, Sq, Sk, gradients=False)
+        return cls(digest.iterator, (batches * heads, Sq, Sk), rows, *planes, gradients)
+
+    @property
+    def blocks(self) -> tuple[Int32, Int32]:
+        """Rows and columns of a plane's blocks."""
+        return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
+
+    @property
+    def tall(self) -> Int32:
+        """Rows of a plane's tall blocks."""
+        return cute.ceil_div(self.sizes[1], TALL)
+
+    @property
+    def lines(self) -> Int32:
+        """Rows of a plane's blocks that have states of their own: those behind have the last one's."""
+        return cute.ceil_div(self.rows, LISTED)
+
+    @property
+    def tiles(self) -> tuple[Int32, Int32]:
+        """Rows and columns of a plane's tiles of words."""
+        return tuple(cute.ceil_div(size, TILE) for size in (self.rows, self.sizes[2]))
+
+    def places(self) -> tuple[Int64, ...]:
+        """Where states begin, lists of keys, those of tall blocks, words of rows; lists of queries, words of columns,
+        turns.
+        """
+        (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
+        lengths = (
+            *(planes * self.lines * N, *(2 * planes * m * (N + 1) for m in (M, self.tall))),
+            planes * rows * (columns + 1) * THREADS,
+            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # gradients'
+        )
+        return tuple(itertools.accumulate(lengths, initial=Int64(0)))
+
+    def states(self) -> cute.Tensor:
+        """(n,), of each block of each plane: KIND is NONE, MASKED or WHOLE."""
+        return self.vector(0)
+
+    def words(self, transposed: bool) -> cute.Tensor:
+        return self.vector(5 if transposed else 3)
+
+    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> Lists:
+        """Of each block of so many queries; transposed: of keys. ordered: with turns."""
+        M, N = self.blocks
+        place, lines, room = (4, N, M) if transposed else (2, self.tall, N) if listed_rows == TALL else (1, M, N)
+        (*_, turns), at, R = self.places(), self.start + self.places()[place], self.sizes[0] * lines
+        counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
+        masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
+        whole = cute.make_tensor(at + R, counts), cute.make_tensor(at + (2 * R + Int64(R) * room), index)
+        made = Lists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
+        if not ordered:
+            return made
+        of_masked, of_whole = (self.start + (turns + kind * Int64(R) * room) for kind in range(2))
+        return replace(
+            made, masked_turn=cute.make_tensor(of_masked, index), whole_turn=cute.make_tensor(of_whole, index)
+        )
+
+    def vector(self, place: int) -> cute.Tensor:
+        return cute.make_tensor(self.start + self.places()[place], cute.make_layout(1))
+
+
+class Digest:
+    """The two kernels: a CTA for each block of each plane, then a warp for each list. tall: of tall blocks, too."""
+
+    def __init__(self, *, tall: bool):
+        self.tall = tall
+
+    def tall_lists(self, digested: Digested) -> Int32:
+        """Of a plane."""
+        return digested.tall if self.tall else Int32(0)
+
+    @cute.jit
+    def __call__(self, mask: cute.Tensor, digested: Digested, stream: cuda.CUstream):
+        (M, N), planes = digested.blocks, digested.sizes[0]
+        grid = (planes * digested.lines, N, 1)
+        self.pack(mask, digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
+        lists = planes * (M + self.tall_lists(digested) + cutlass.select_(digested.gradients, N, 0))
+        self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def pack(self, mask: cute.Tensor, digested: Digested):
+        """A block's words and its state."""
+        smem = cutlass.memory.SmemAllocator()
+        matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
+        bits, turned = (smem.allocate_tensor(Int32, matrix, 16) for _ in range(2))
+        flags = smem.allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        line, n, _ = cute.arch.block_idx()
+        plane, m = line // digested.lines, line % digested.lines
+        self.load(mask, digested, plane, m, n, bits)
+        cute.arch.sync_threads()
+        self.store_state(bits, flags, digested, line, m, n)
+        self.store_words(bits, digested, plane, m, n, transposed=False)
+        if digested.gradients:
+            transpose(bits, turned)
+            cute.arch.sync_threads()
+            self.store_words(turned, digested, plane, n, m, transposed=True)
+
+    @cute.jit
+    def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
+        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, by words where
+        keys are neighbours and some more on either side, else a warp takes 32 columns of a row at a time.
+        """
+        heads, rows, (_, _, Sk) = mask.shape[1], digested.rows, digested.sizes
+        batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
+        thread, aligned = cute.arch.thread_idx()[0], mask.iterator.toint() % BYTES == 0
+        for stride in mask.stride[:3]:
+            aligned = aligned & (stride % BYTES == 0)
+        halves = cute.make_tensor(
+            cute.recast_ptr(bits.iterator, dtype=Uint16), cute.make_layout((LISTED, PER_ROW), stride=(2 * PITCH, 1))
+        )
+        dense, amid = mask.stride[3] == 1, (column >= BEFORE) & (column + LISTED + BEHIND <= Sk)
+        if dense & aligned & (column + LISTED <= Sk):
+            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+                r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
+                found = Int32(0)
+                if row + r < rows:
+                    found = bits_of_bytes(mask, (batch, head, row + r, column + c * BYTES))
+                halves[r, c] = found.to(Uint16)
+        elif dense & amid:
+            for i in cutlass.range_constexpr(LISTED * PER_ROW // WARPGROUP):
+                r, c = (i * WARPGROUP + thread) // PER_ROW, thread % PER_ROW
+                there = cutlass.min(row + r, rows - 1)
+                start = mask.iterator + offset_of(mask, (batch, head, there, column + c * BYTES))
+                found = cutlass.select_(row + r < rows, bits_of_words(bytes_at(start)), Int32(0))
+                halves[r, c] = Int32(found).to(Uint16)
+        else:
+            column += thread
+            for r in cutlass.range(LISTED, unroll=8):
+                seen = Int32(0)
+                if row + r < rows:
+                    if column < Sk:
+                        seen = mask[batch, head, row + r, column].to(Int32)
+                ballot = cute.arch.vote_ballot_sync(seen != 0)
+                if thread % WARP == 0:
+                    bits[r, thread // WARP] = ballot
+
+    @cute.jit
+    def store_state(
+        self, bits: cute.Tensor, flags: cute.Tensor, digested: Digested, line: Int32, m: Int32, n: Int32
+    ):  # fmt: skip
+        """A thread looks at a row; of those that do not exist none is asked."""
+        thread = cute.arch.thread_idx()[0]
+        some, every = Int32(0), Int32(-1)
+        for word in cutlass.range_constexpr(WARPS):
+            some, every = some | bits[thread, word], every & bits[thread, word]
+        there = m * LISTED + thread < digested.rows
+        seen, hidden = (cute.arch.vote_any_sync(there & one) for one in (some != 0, every != -1))
+        flags[thread // WARP] = cutlass.select_(seen, 1, 0) + cutlass.select_(hidden, 2, 0)
+        cute.arch.sync_threads()
+        if thread == 0:
+            upper, lower = flags[0] | flags[1], flags[2] | flags[3]
+            found = upper | lower
+            masked = MASKED | (upper & 1 | (lower & 1) << 1) << HALVES
+            state = cutlass.select_(found == 1, Int32(WHOLE), masked)
+            state = cutlass.select_((found & 1) == 0, Int32(NONE), state)
+            cute.arch.store(digested.states().iterator + (Int64(line) * digested.blocks[1] + n), state)
+
+    @cute.jit
+    def store_words(
+        self, bits: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
+        transposed: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Of a block, by its place among lines and in its line."""
+        rows, columns = reversed(digested.tiles) if transposed else digested.tiles
+        words, thread = digested.words(transposed), cute.arch.thread_idx()[0]
+        row = thread // WARP * SLAB + thread % WARP // 4
+        for i, j in [(i, j) for i in range(TILES) for j in range(TILES)]:
+            word = Int32(0)
+            for half, r in [(half, r) for half in range(2) for r in range(2)]:
+                of_row = bits[i * TILE + row + 8 * r, 2 * j + half]
+                word = word | (every_fourth_pair(of_row >> (thread % 4 * 2)) << (BITS // 2 * half + r))
+            at = plane * rows + line * TILES + i
+            if line * TILES + i < rows and nth * TILES + j <= columns:
+                place = (Int64(at) * (columns + 1) + nth * TILES + j) * THREADS + thread
+                cute.arch.store(words.iterator + place, word)
+            # Behind the last tile of a line all is zero, or of queries that are all the same what it is for each.
+            if cutlass.const_expr(j == TILES - 1):
+                behind = Int32(0)
+                if cutlass.const_expr(transposed):
+                    behind = cutlass.select_(digested.rows < digested.sizes[1], word, behind)
+                if line * TILES + i < rows and (nth + 1) * TILES == columns:
+                    place = (Int64(at) * (columns + 1) + columns) * THREADS + thread
+                    cute.arch.store(words.iterator + place, behind)
+
+    @cute.kernel
+    def sort(self, digested: Digested):
+        """A list of keys for each block of queries, then for each tall one, then one of queries for each of keys."""
+        (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
+        number = cute.arch.block_idx()[0]
+        of_tall = number - planes * M
+        of_keys = of_tall - planes * self.tall_lists(digested)
+        if number < planes * M:
+            self.list_rows(digested, number, number // M, number % M * LISTED, LISTED)
+        elif of_keys >= 0:
+            first, steps = Int64(of_keys // N) * lines * N + of_keys % N, (N, lines, M)
+            self.list_line(digested.lists(True), digested.states(), of_keys, (first, first), steps, Int32(0), 0)
+        elif cutlass.const_expr(self.tall):
+            self.list_rows(digested, of_tall, of_tall // digested.tall, of_tall % digested.tall * TALL, TALL)
+
+    @cute.jit
+    def list_rows(
+        self, digested: Digested, number: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
+    ):
+        """Of so many queries of a plane, by the two lines in which they lie."""
+        (_, N), lines = digested.blocks, digested.lines
+        rows = begin // LISTED, (begin + listed_rows - 1) // LISTED
+        first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
+        lists, steps, half = digested.lists(False, listed_rows=listed_rows), (Int32(1), N, N), begin % LISTED // TILE
+        self.list_line(lists, digested.states(), number, first, steps, half, listed_rows)
+
+    @cute.jit
+    def list_line(
+        self, lists: Lists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
+        steps: tuple[Int32, Int32, Int32], half: Int32, listed_rows: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """A block is what two states say where they are the same, else masked. steps: between the states of a line, how
+        many it has, and how many blocks: the last state is all others'. half: of the first state, where rows begin.
+        listed_rows: queries of a line; such are never empty: where nothing is seen they have one block, whose words
+        hide all of it. 0: keys.
+        """
+        stride, there, count = steps
+        lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
+        before = (1 << lane) - 1
+        masked, whole = Int32(0), Int32(0)
+        for begin in cutlass.range(0, count, WARP, unroll=1):
+            nth, kind, entry = begin + lane, Int32(NONE), begin + lane
+            if nth < count:
+                place = Int64(cutlass.min(nth, there - 1)) * stride
+                state, other = (cute.arch.load(states.iterator + (begins + place), Int32) for begins in first)
+                kind = cutlass.select_((state ^ other) & KIND == 0, state & KIND, Int32(MASKED))
+                if cutlass.const_expr(listed_rows == TALL):
+                    seen = seen_halves(state) | seen_halves(other) << 2
+                    entry = nth | (seen >> half & (1 << TALL // TILE) - 1) << FLAGS
+            hides, shows = (cute.arch.vote_ballot_sync(kind == one) for one in (MASKED, WHOLE))
+            if kind == MASKED:
+                cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), entry)
+            if kind == WHOLE:
+                cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
+            masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
+        if lane == 0:
+            if masked + whole == 0:  # walks look at their first entry all the same
+                cute.arch.store(lists.masked.iterator + start, Int32(0))
+                cute.arch.store(lists.whole.iterator + start, Int32(0))
+                masked = Int32(1 if listed_rows > 0 else 0)
+            cute.arch.store(lists.masked_count.iterator + line, masked)
+            cute.arch.store(lists.whole_count.iterator + line, whole)
+
+
+class Turns:
+    """Of each entry of the lists of queries, how many SHAREs of later keys list the same block (listed.Lists): what an
+    ordered backward asks its digest for.
+    """
+
+    @cute.jit
+    def __call__(self, digested: Digested, stream: cuda.CUstream):
+        M, N = digested.blocks
+        grid = (digested.sizes[0] * N, cute.ceil_div(M, WARPGROUP), 1)
+        self.count(digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
+
+    @cute.kernel
+    def count(self, digested: Digested):
+        """A CTA has a list's entries, a thread one of either kind."""
+        lists = digested.lists(True, ordered=True)
+        line, part, _ = cute.arch.block_idx()
+        entry = part * WARPGROUP + cute.arch.thread_idx()[0]
+        self.count_later(digested, line, entry, lists.masked_count, lists.masked, lists.masked_turn)
+        self.count_later(digested, line, entry, lists.whole_count, lists.whole, lists.whole_turn)
+
+    @cute.jit
+    def count_later(
+        self, digested: Digested, line: Int32, entry: Int32, count: cute.Tensor, index: cute.Tensor, turn: cute.Tensor
+    ):  # fmt: skip
+        (M, N), lines, states = digested.blocks, digested.lines, digested.states()
+        place = Int64(line) * M + entry
+        if entry < cute.arch.load(count.iterator + line, Int32):
+            m = cutlass.min(cute.arch.load(index.iterator + place, Int32), lines - 1)
+            first, later = (Int64(line // N) * lines + m) * N, Int32(0)
+            for n in cutlass.range(line % N + 1, N, unroll=4):
+                state = cute.arch.load(states.iterator + (first + n), Int32)
+                shares = cutlass.min(cute.ceil_div(digested.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
+                later += cutlass.select_(state == NONE, Int32(0), shares)
+            cute.arch.store(turn.iterator + place, later)
+
+
+def seen_halves(state: Int32) -> Int32:
+    """A bit for each TILE rows of a block."""
+    return cutlass.select_(state == WHOLE, Int32(3), state >> HALVES)
+
+
+def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
+    """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
+    return bits_of_words(vector_at(mask.iterator + offset_of(mask, place), Int32, BYTES // 4).load())
+
+
+def offset_of(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int64:
+    return sum(Int64(index) * stride for index, stride in zip(place, mask.stride, strict=True))
+
+
+def bytes_at(start: cute.Pointer) -> list[Int32]:
+    """16 bytes at any address, in four words; up to BEFORE bytes before them and BEHIND behind them are read."""
+    first = start.toint() & 3
+    words = cute.make_ptr(Int32, start.toint() - first, cute.AddressSpace.gmem, assumed_align=4)
+    found = [cute.arch.load(words + i, Int32) for i in range(BYTES // 4 + 1)]
+    return [shifted(low, high, Int32(first) * 8) for low, high in itertools.pairwise(found)]
+
+
+def bits_of_words(four: cute.TensorSSA | list[Int32]) -> Int32:
+    """Of 16 bytes in four words."""
+    found = Int32(0)
+    for i in range(BYTES // 4):
+        low = (four[i] & 0x7F7F7F7F) + 0x7F7F7F7F  # carries into the topmost bit of each byte
+        ones = (low | four[i]) >> 7 & 0x01010101
+        # Each product of two powers lands at a place of its own; those of 24 to 27 are the four.
+        found = found | ((ones * 0x01020408 >> 24 & 15) << 4 * i)
+    return found
+
+
+def every_fourth_pair(bits: Int32) -> Int32:
+    """Bits 0 and 1 of each byte, one after the other, at every other place."""
+    bits = bits & 0x03030303
+    spread = (bits | bits << 1) & 0x05050505
+    spread = (spread | spread >> 4) & 0x00FF00FF
+    return (spread | spread >> 8) & 0xFFFF
+
+
+@cute.jit
+def transpose(bits: cute.Tensor, turned: cute.Tensor):
+    """A block's bits, a warp 32 rows of it."""
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    for word in cutlass.range_constexpr(WARPS):
+        of_row, of_column = bits[thread, word], Int32(0)
+        for bit in cutlass.range_constexpr(WARP):
+            ballot = cute.arch.vote_ballot_sync((of_row & single_bit(bit)) != 0)
+            of_column = cutlass.select_(lane == bit, ballot, of_column)
+        turned[word * WARP + lane, thread // WARP] = of_column
+
+
+assert ROWS_PER_WARPGROUP == TILE and THREADS == WARPGROUP

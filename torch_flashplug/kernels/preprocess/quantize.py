@@ -1,0 +1,308 @@
+"""Operands in 8 bits, from 16: one kernel, in one pass (quantize_reference.py has the mathematics, and the same in torch).
+
+A CTA has a block of keys of K, 128 keys of V, or some rows of Q (hadamard.py). Each finds for itself what it needs of a
+whole head, from the same SAMPLES keys: the constant key of K, the scales of V's channels. So nothing waits for
+anything, no sum depends on who comes first, and a call's result on nothing but its own operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+
+from ...registry.kernel_spec import WARP
+from ...registry.quant_recipes import (
+    CHANNEL_RMS,
+    CLEAR_MEAN,
+    ENDS,
+    KEY_ORDER,
+    LARGEST,
+    LARGEST_SQUARE,
+    LEAST_CHANNEL,
+    LEAST_VARIANCE,
+    SAMPLES,
+    SMALLEST_SCALE,
+    Recipe,
+)
+from ..primitives.dtype import QuantisedElement
+from ..primitives.vector_access import vector_at
+from .hadamard import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
+
+THREADS, MOST_ROUNDS = 256, 4  # of a CTA; units of a block of K that each of them may hold: else there are more
+# Of Q, whose rows have scales of their own: units that a thread holds; blocks of a CTA, while an SM has threads enough.
+ROUNDS_OF_QUERIES, MOST_BLOCKS, ENOUGH = 2, 8, 2048
+KEYS = 128  # of V that a CTA turns
+# In shared memory words of a channel's keys, whose fours are exchanged (swizzled) so that lanes store to other banks.
+FOURS = KEYS // WORD // 4
+LARGEST_FLOAT = 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class Made:
+    """What comes of it (quantised.Quantised). Rows of q and k, and channels of v, are whole 16 bytes."""
+
+    q: cute.Tensor  # (B, Hq, Sq, d) 8 bits
+    k: cute.Tensor  # (B, Hkv, Sk, d)
+    v: cute.Tensor | None  # (B, Hkv, Dv, Sk rounded up to 16)
+    q_scale: cute.Tensor  # (B, Hq, Sq)
+    k_scale: cute.Tensor  # (B, Hkv, blocks)
+    v_scale: cute.Tensor | None  # (B, Hkv, dv)
+    row_shift: cute.Tensor  # (B, Hq, Sq)
+    v_mean: cute.Tensor | None  # (B, Hkv, dv)
+
+
+class Quantise:
+    """Builds the kernel for head dims d and dv, to which smaller ones are filled up with zeros, and blocks of keys."""
+
+    def __init__(self, element: QuantisedElement, recipe: Recipe, d: int, dv: int, block: int):
+        self.element, self.recipe, self.d, self.dv = element, recipe, d, dv
+        units = d // UNIT
+        more = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2  # to find other units takes registers, too
+        self.threads = more if block * units > MOST_ROUNDS * THREADS else THREADS
+        self.of_keys = Rows(element, d, block, self.threads)
+        self.of_queries = Rows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
+        self.widest = max(d, dv)
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: Made, num_sms: Int32, stream: cuda.CUstream
+    ):  # fmt: skip
+        B, Hq, Sq, _ = q.shape
+        _, Hkv, Sk, _ = k.shape
+        blocks = cute.ceil_div(Sq, self.of_queries.rows)
+        each = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
+        keys, queries = B * Hkv * cute.ceil_div(Sk, self.of_keys.rows), B * Hq * cute.ceil_div(blocks, each)
+        values = Int32(0) if to.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
+        grid = (keys + values + queries, 1, 1)
+        self.kernel(q, k, v, to, each).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: Made, each: Int32):
+        """each: blocks of queries of a CTA."""
+        cute.arch.griddepcontrol_launch_dependents()  # whose CTAs come when all of these have
+        smem = cutlass.memory.SmemAllocator()
+
+        def floats(shape: tuple[int, ...], stride: tuple[int, ...] = (1,)) -> cute.Tensor:
+            return smem.allocate_tensor(Float32, cute.make_layout(shape, stride=stride), 16)
+
+        lanes = self.threads // (min(self.d, self.dv) // VECTOR)
+        units = max(self.of_keys.room, self.of_queries.room)
+        room = Room(
+            *(floats((lanes, self.widest), (self.widest, 1)) for _ in range(3)),
+            *(floats((UNIT, self.widest // UNIT), (1, PITCH)) for _ in range(3)),
+            *(floats((units,)) for _ in range(2)), floats((self.threads // WARP,)),
+        )  # fmt: skip
+        B, Hkv, Sk, _ = k.shape
+        number, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.of_keys.rows)
+        if number < keys:
+            self.quantise_keys(number, k, to, room)
+        else:
+            number -= keys
+            if cutlass.const_expr(self.recipe.values is not None):
+                values = B * Hkv * cute.ceil_div(Sk, KEYS)
+                if number < values:
+                    self.quantise_values(number, v, to, smem, room)
+                number -= values
+            if number >= 0:
+                self.quantise_queries(number, each, q, k, to, room)
+
+    @cute.jit
+    def quantise_keys(self, number: Int32, k: cute.Tensor, to: Made, room: Room):
+        """A block, of one scale."""
+        of = self.of_keys
+        block, head, batch = place_of(number, cute.ceil_div(k.shape[2], of.rows), k.shape[1])
+        mine, given, held = k[batch, head, None, None], of.given(), of.held()
+        of.fetch(mine, block, given)  # on their way while samples are added up
+        self.find_constant(mine, room)
+        of.rotate(given, held, block, mine.shape[0], room, keys=True)
+        cute.arch.sync_threads()
+        scale = scale_of(of.largest_of_all(room), LARGEST[self.recipe.scores])
+        if cute.arch.thread_idx()[0] == 0:
+            to.k_scale[batch, head, block] = scale
+        of.store(held, block, scale, to.k[batch, head, None, None])
+
+    @cute.jit
+    def quantise_queries(self, number: Int32, each: Int32, q: cute.Tensor, k: cute.Tensor, to: Made, room: Room):
+        """Blocks of rows, of one scale each."""
+        of = self.of_queries
+        blocks = cute.ceil_div(q.shape[2], of.rows)
+        share, head, batch = place_of(number, cute.ceil_div(blocks, each), q.shape[1])
+        mine, target = q[batch, head, None, None], to.q[batch, head, None, None]
+        scales, shifts = to.q_scale[batch, head, None], to.row_shift[batch, head, None]
+        given, held, end = of.given(), of.held(), cutlass.min(share * each + each, blocks)
+        of.fetch(mine, share * each, given)
+        self.find_constant(k[batch, head // (q.shape[1] // k.shape[1]), None, None], room)
+        for block in cutlass.range(share * each, end, unroll=1):
+            self.of_queries.rotate(given, held, block, mine.shape[0], room, keys=False)
+            if block + 1 < end:
+                self.of_queries.fetch(mine, block + 1, given)
+            cute.arch.sync_threads()
+            self.of_queries.store_apart(held, block, LARGEST[self.recipe.scores], target, scales, shifts, room)
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def find_constant(self, k: cute.Tensor, room: Room):
+        """Of a head's keys (Sk, D), and the signs of channels."""
+        thread = cute.arch.thread_idx()[0]
+        if thread < self.d:
+            room.signs[thread % UNIT, thread // UNIT] = sign_of(thread, self.d)
+        self.sample(k, room, self.d, squares=False)
+        if thread < self.d:
+            room.channels[thread % UNIT, thread // UNIT] = self.sampled(room, room.sums, thread, self.d)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def sample(self, x: cute.Tensor, room: Room, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]):
+        """Sums over SAMPLES rows of a head (S, D), by lane: of finite numbers, and of their squares."""
+        groups = width // VECTOR
+        lanes = self.threads // groups
+        thread = cute.arch.thread_idx()[0]
+        group, lane = thread % groups, thread // groups
+        if lane < lanes:
+            sums, sums_of_squares, counts = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(3))
+            for found in (sums, sums_of_squares, counts):
+                found.fill(0.0)
+            turns = -(-SAMPLES // lanes)
+            raw = cute.make_rmem_tensor((VECTOR, turns), self.element.dtype)
+            for turn in cutlass.range_constexpr(turns):
+                row = place_of_sample(lane + turn * lanes, x.shape[0])
+                if (lane + turn * lanes < SAMPLES) & (group * VECTOR < x.shape[1]):
+                    at = x[row, None].iterator + group * VECTOR
+                    cute.autovec_copy(vector_at(at, self.element.dtype, VECTOR), raw[None, turn])
+            for turn in cutlass.range_constexpr(turns):
+                there = (lane + turn * lanes < SAMPLES) & (group * VECTOR < x.shape[1])
+                for i in cutlass.range_constexpr(VECTOR):
+                    number = raw[i, turn].to(Float32)
+                    finite = there & (abs(number) <= LARGEST_FLOAT)
+                    number = cutlass.select_(finite, number, Float32(0.0))
+                    sums[i] = sums[i] + number
+                    if cutlass.const_expr(squares):
+                        sums_of_squares[i] = sums_of_squares[i] + number * number
+                    counts[i] = counts[i] + cutlass.select_(finite, Float32(1.0), Float32(0.0))
+            for found, into in ((sums, room.sums), (sums_of_squares, room.squares), (counts, room.counts)):
+                cute.autovec_copy(found, shared_vector(into[lane, None].iterator + group * VECTOR, Float32, VECTOR))
+        cute.arch.sync_threads()
+
+    def sampled(self, room: Room, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
+        """Mean of a channel."""
+        total, count = Float32(0.0), Float32(0.0)
+        for lane in range(self.threads // (width // VECTOR)):
+            total, count = total + sums[lane, channel], count + room.counts[lane, channel]
+        return total / cute.arch.fmax(count, Float32(1.0))
+
+    @cute.jit
+    def quantise_values(
+        self, number: Int32, v: cute.Tensor, to: Made, smem: cutlass.memory.SmemAllocator, room: Room
+    ):  # fmt: skip
+        """KEYS keys of V, turned."""
+        layout = cute.make_layout((WORD, FOURS, self.dv), stride=(1, WORD, WORD * FOURS))
+        turned = smem.allocate_tensor(Int32, layout, 16)
+        block, head, batch = place_of(number, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
+        mine = v[batch, head, None, None]
+        given = cute.make_rmem_tensor((VECTOR, WORD, self.turns), self.element.dtype)
+        self.fetch_values(mine, block, given)
+        self.scale_values(mine, block, to.v_scale[batch, head, None], to.v_mean[batch, head, None], room)
+        self.turn_values(given, turned, room, block, mine.shape[0])
+        cute.arch.sync_threads()
+        self.store_values(turned, block, to.v[batch, head, None, None])
+
+    @property
+    def turns(self) -> int:
+        """Of a CTA's threads over four keys of a group of channels each."""
+        return -(-(KEYS // WORD * (self.dv // VECTOR)) // self.threads)
+
+    def task_of(self, turn: int) -> tuple[Int32, Int32]:
+        """A thread's word of the keys, and group of channels."""
+        task, groups = cute.arch.thread_idx()[0] + turn * self.threads, self.dv // VECTOR
+        return task // groups, task % groups
+
+    @cute.jit
+    def fetch_values(self, v: cute.Tensor, block: Int32, given: cute.Tensor):
+        """given (VECTOR, WORD, turns): zeros where there is nothing."""
+        given.fill(self.element.dtype(0.0))
+        for turn in cutlass.range_constexpr(self.turns):
+            word, group = self.task_of(turn)
+            for i in cutlass.range_constexpr(WORD):
+                key = key_of(block, word, i)
+                if (word < KEYS // WORD) & (key < v.shape[0]) & (group * VECTOR < v.shape[1]):
+                    found = vector_at(v[key, None].iterator + group * VECTOR, self.element.dtype, VECTOR)
+                    cute.autovec_copy(found, given[None, i, turn])
+
+    @cute.jit
+    def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: Room):
+        """Of every channel; room has their inverses, and means."""
+        thread, mean, square = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
+        self.sample(v, room, self.dv, squares=True)
+        if thread < self.dv:
+            mean = self.sampled(room, room.sums, thread, self.dv)
+            square = cute.arch.fmin(self.sampled(room, room.squares, thread, self.dv), Float32(LARGEST_SQUARE))
+        of_all = square
+        for lanes in (1, 2, 4, 8, 16):
+            of_all = of_all + cute.arch.shuffle_sync_bfly(of_all, offset=lanes)
+        room.of_warps[thread // WARP] = of_all
+        cute.arch.sync_threads()
+        if thread < self.dv:
+            of_all, place = Float32(0.0), (thread % UNIT, thread // UNIT)
+            for warp in cutlass.range_constexpr(self.threads // WARP):
+                of_all += room.of_warps[warp]
+            of_all = of_all / Float32(v.shape[1])
+            of_all = cutlass.select_(of_all == 0.0, Float32(CHANNEL_RMS**2), of_all)
+            square = cute.arch.fmax(square, of_all * LEAST_CHANNEL)
+            variance = cute.arch.fmax(square - mean * mean, square * LEAST_VARIANCE)
+            clear = mean * mean > variance * CLEAR_MEAN
+            mean = cutlass.select_(clear, mean, Float32(0.0))
+            variance = cutlass.select_(clear, variance, square)
+            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(SMALLEST_SCALE))
+            room.means[place], room.channels[place] = mean, Float32(1.0) / scale
+            if block == 0:
+                scales[thread], means[thread] = scale, mean
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: Room, block: Int32, S: Int32):
+        """turned (words of four keys, fours of these, exchanged, channels)."""
+        for turn in cutlass.range_constexpr(self.turns):
+            word, group = self.task_of(turn)
+            if word < KEYS // WORD:
+                for c in cutlass.range_constexpr(VECTOR):
+                    channel = group * VECTOR + c
+                    place = channel % UNIT, channel // UNIT
+                    inverse, mean = room.channels[place], room.means[place]
+                    four = [(given[c, i, turn].to(Float32) - mean) * inverse for i in range(WORD)]
+                    # e4m3 saturates, infinities too
+                    four = [cutlass.select_(abs(x) <= LARGEST_FLOAT, x, Float32.nan) for x in four]
+                    there = [key_of(block, word, i) < S for i in range(WORD)]
+                    four = [cutlass.select_(is_, x, Float32(0.0)) for is_, x in zip(there, four, strict=True)]
+                    turned[word % WORD, word // WORD ^ group % FOURS, channel] = self.element.values.pack_four(four)
+
+    @cute.jit
+    def store_values(self, turned: cute.Tensor, block: Int32, out: cute.Tensor):
+        parts = KEYS // UNIT
+        for task in cutlass.range(cute.arch.thread_idx()[0], self.dv * parts, self.threads, unroll=1):
+            channel, part = task // parts, task % parts
+            column = block * KEYS + part * UNIT
+            if (channel < out.shape[0]) & (column < out.shape[1]):
+                words = taken(turned[None, part ^ channel // VECTOR % FOURS, channel], WORD)
+                cute.autovec_copy(words, vector_at(out[channel, None].iterator + column, Int32, WORD))
+
+
+def place_of_sample(i: Int32, S: Int32) -> Int32:
+    """Of SAMPLES: some of the first and the last keys, the rest spread evenly (quantised.sample)."""
+    spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
+    first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
+    return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
+
+
+def key_of(block: Int32, word: Int32, i: int) -> Int32:
+    """The i-th of a word of V, whose words are in KEY_ORDER."""
+    return block * KEYS + word // WORD * len(KEY_ORDER) + word % WORD * 2 + KEY_ORDER[i]
+
+
+def place_of(number: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
+    """Block, head, batch of a CTA."""
+    return number % blocks, number // blocks % heads, number // blocks // heads

@@ -1,0 +1,364 @@
+"""Mechanisms of sm_80, which every later GPU has, too: swizzled tiles in shared memory, cp.async into them, ldmatrix
+out of them, mma.sync on slabs of 16 rows.
+
+A tile lies in shared memory in panels of 64 columns (of 32, where the head dim has an odd number of them): rows of 128
+or 64 bytes on end, whose 16-byte units are permuted by the row, so that neither the eight rows that ldmatrix reads nor
+the ones that cp.async writes meet in a bank. The permutation is an exclusive or, so a thread needs one address for each
+pair of units of a panel's row; everything else is a constant offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.base_dsl import Arch
+from cutlass.cute.nvgpu import warp
+
+from ...registry.kernel_spec import SLAB, WARP
+from .dtype import Element
+from .fragments import OperandA, rows_and_columns, target_from
+from .vector_access import vector_at
+
+VECTOR = 8  # elements of one 16-byte unit
+VECTOR_BYTES = 16
+PAIR = 16  # columns that one ldmatrix covers: two units
+NARROW, WIDE = 32, 64  # columns of a panel
+
+Accumulators = tuple[cute.Tensor, ...]  # one for each slab of rows
+Fragments = tuple[cute.Tensor, ...]  # likewise, of 16 of the inner dimension
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows x columns of 16-bit elements in shared memory."""
+
+    start: Int32  # address, a multiple of 128
+    rows: int
+    columns: int
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel."""
+        return NARROW if self.columns % WIDE else WIDE
+
+    @property
+    def row_bytes(self) -> int:
+        return self.panel * 2
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.columns // self.panel * self.panel_bytes
+
+    def unit(self, row: Int32, unit: Int32) -> Int32:
+        """Address of a 16-byte unit of the first panel; the same row of another one is a multiple of panel_bytes away,
+        and the same unit of a row a multiple of eight further on as many times row_bytes.
+        """
+        turned = row % 8 if self.panel == WIDE else row // 2 % 4
+        return self.start + row * self.row_bytes + (unit ^ turned) * VECTOR_BYTES
+
+    def moved(self, away: Int32 | int) -> Tile:
+        """One like this, so many bytes further on."""
+        return Tile(self.start + away, self.rows, self.columns)
+
+    def offset(self, row: int, column: int) -> int:
+        """From a lane's address for that place in a panel, of a slab and of the panel that holds the column."""
+        return row * self.row_bytes + column // self.panel * self.panel_bytes
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A lane's view of a tile for ldmatrix: four 8 x 8 matrices at once, of 16 rows and 16 columns.
+
+    As they lie, they are an operand A whose rows are the tile's, or two operands B whose columns are the tile's rows;
+    transposed, an operand A whose rows are the tile's columns, or two operands B whose columns are the tile's.
+    """
+
+    tile: Tile
+    addresses: tuple[Int32, ...]  # one for each pair of units of a panel's row
+    atom: cute.CopyAtom
+
+    @classmethod
+    def create(cls, tile: Tile, dtype, operand: str, transposed: bool = False, first_row: Int32 | int = 0) -> Matrices:
+        """operand: "A" or "B"; first_row: a multiple of 8."""
+        lane = cute.arch.lane_idx()
+        if (operand == "A") != transposed:  # the second matrix is eight rows below the first
+            row, unit = lane % 16, lane // 16
+        else:  # or to the right of it
+            row, unit = lane % 8 + lane // 16 * 8, lane // 8 % 2
+        start = tile.unit(first_row + row, unit)
+        addresses = tuple(start ^ (32 * pair) for pair in range(tile.panel // PAIR))
+        return cls(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype))
+
+    def over(self, tile: Tile, transposed: bool) -> Matrices:
+        """The same places of another tile, whose panels are as wide: one whose rows count as columns, or the other way
+        round, where `transposed` differs: an operand A becomes operands B. All from one address, so that a loop of
+        changing tiles keeps one register.
+        """
+        here = self.addresses[0] + (tile.start - self.tile.start)
+        first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[here])
+        addresses = tuple(first ^ (32 * pair) for pair in range(len(self.addresses)))
+        return Matrices(
+            tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type)
+        )
+
+    def beside(self, tile: Tile) -> Matrices:
+        """The same places of a tile that is a constant distance away."""
+        away = tile.start - self.tile.start
+        return Matrices(tile, tuple(a + away for a in self.addresses), self.atom)
+
+    def below(self, rows: Int32) -> Matrices:
+        """Rows, a multiple of 8, count from there on."""
+        return Matrices(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
+
+    def share(self, nth: Int32, pairs: int) -> Matrices:
+        """Only `pairs` pairs of units of every panel's row, the nth so many: columns count from there on."""
+        turn = nth * (32 * pairs)
+        return Matrices(self.tile, tuple((self.addresses[0] ^ turn) ^ (32 * p) for p in range(pairs)), self.atom)
+
+    def fetch(self, row: int, column: int, fragment: cute.Tensor) -> None:
+        """The 16 rows and 16 columns from there on; fragment: `room`."""
+        address = self.addresses[column % self.tile.panel // PAIR] + self.tile.offset(row, column)
+        place = cute.make_ptr(fragment.element_type, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        cute.copy(self.atom, cute.make_tensor(place, cute.make_layout((VECTOR, 1))), fragment)
+
+
+def room(dtype) -> cute.Tensor:
+    """Registers for one ldmatrix."""
+    return cute.make_rmem_tensor((VECTOR, 1), dtype)
+
+
+@dataclass(frozen=True)
+class Product:
+    """acc += A B on a warp, of slabs of 16 rows, each with an accumulator ((2, 2), 1, columns / 8) of its own."""
+
+    mma: cute.TiledMma
+    dtype: type[cutlass.Numeric]
+
+    @classmethod
+    def create(cls, dtype) -> Product:
+        return cls(cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))), dtype)
+
+    def step(self, accs: Accumulators, lefts: Fragments, right: cute.Tensor, first: int) -> None:
+        """16 of the inner dimension: lefts (8,) of each slab, right (8,) for the 16 columns from `first` on."""
+        b = cute.make_tensor(right.iterator, cute.make_layout(((2, 2), 2), stride=((1, 2), 4)))
+        for acc, left in zip(accs, lefts, strict=True):
+            a = cute.make_tensor(left.iterator, cute.make_layout(((2, 2, 2), 1), stride=((1, 2, 4), 0)))
+            layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
+            part = cute.make_tensor(acc.iterator + first // 2, layout)
+            cute.gemm(self.mma, part, a, b, part)
+
+    def scores(self, accs: Accumulators, left: Matrices, right: Matrices, first: int = 0) -> None:
+        """acc = A B^T of each slab: its rows of `left` (an operand A) by as many rows of `right` (B), from `first` on,
+        as acc has columns.
+        """
+        lefts, fragment = tuple(room(self.dtype) for _ in accs), room(self.dtype)
+        for acc in accs:
+            acc.fill(0.0)
+        for column in range(0, left.tile.columns, PAIR):
+            for s, mine in enumerate(lefts):
+                left.fetch(s * SLAB, column, mine)
+            for row in range(0, cute.size(accs[0]) * 2, SLAB):
+                right.fetch(first + row, column, fragment)
+                self.step(accs, lefts, fragment, row)
+
+    def accumulate(self, accs: Accumulators, lefts: Fragments, right: Matrices, row: int) -> None:
+        """acc += A B of 16 rows of `right` (transposed, an operand B) from `row` on, and all columns that it shares;
+        lefts: (8,) of each slab.
+        """
+        fragment, first = room(self.dtype), 0
+        for panel in range(0, right.tile.columns, right.tile.panel):
+            for pair in range(len(right.addresses)):
+                right.fetch(row, panel + pair * PAIR, fragment)
+                self.step(accs, lefts, fragment, first)
+                first += PAIR
+
+
+def accumulator(columns: int) -> cute.Tensor:
+    """fp32 of 16 rows on a warp, cleared."""
+    acc = cute.make_rmem_tensor(((2, 2), 1, columns // 8), Float32)
+    acc.fill(0.0)
+    return acc
+
+
+@dataclass(frozen=True)
+class Mover:
+    """All threads of a CTA, or of a warp, moving tiles: each has one unit of a panel's row, of every so many rows."""
+
+    threads: int
+    element: Element
+    elementwise: bool  # elements one by one, whatever the addresses and strides
+
+    def place(self, tile: Tile, thread: Int32) -> tuple[Int32, Int32, int]:
+        """This thread's row and unit, and how many rows further on its next one is."""
+        units = tile.panel // VECTOR
+        return thread // units, thread % units, self.threads // units
+
+    @cute.jit
+    def load(self, gX: cute.Tensor, first_row: Int32, tile: Tile, whole: cutlass.Constexpr[bool] = False):
+        """Rows of gX (rows, columns) from first_row on, on their way into shared memory; zeros beyond its ends.
+        whole: there are as many rows.
+        """
+        thread = cute.arch.lane_idx() if self.threads == WARP else cute.arch.thread_idx()[0]
+        row, unit, step = self.place(tile, thread)
+        place, source = tile.unit(row, unit), first_row + row
+        if cutlass.const_expr(self.elementwise):
+            # Not unrolled: eight loads under way are enough for registers.
+            for r in cutlass.range(0, tile.rows - row, step, unroll=1):
+                for p in cutlass.range(tile.columns // tile.panel, unroll=1):
+                    target = place + r * tile.row_bytes + p * tile.panel_bytes
+                    self.gather(gX, source + r, unit * VECTOR + p * tile.panel, target)
+        else:
+            start = gX.iterator.toint() + (Int64(source) * gX.stride[0] + unit * VECTOR) * 2
+            for r in cutlass.range_constexpr(0, tile.rows, step):
+                there = cutlass.Boolean(True) if whole else source < gX.shape[0] - r
+                turned = place ^ (r % 8 * VECTOR_BYTES)  # a warp's step may be four rows: there bit 2 of the row is new
+                here, target = start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes
+                if cutlass.const_expr(r + step <= tile.rows):
+                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
+                elif row < tile.rows - r:  # the last rows do not need all threads
+                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
+
+    @cute.jit
+    def gather(self, gX: cute.Tensor, row: Int32, column: Int32, target: Int32):
+        """One unit, element by element; addresses beyond the ends are replaced by the last ones within."""
+        rows, columns = gX.shape
+        unit = cute.make_rmem_tensor((VECTOR,), self.element.dtype)
+        for i in cutlass.range_constexpr(VECTOR):
+            value = gX[cutlass.min(row, rows - 1), cutlass.min(column + i, columns - 1)]
+            there = (row < rows) & (column + i < columns)
+            unit[i] = cutlass.select_(there, value, self.element.dtype(0.0))
+        cute.autovec_copy(unit, shared_vector(target, self.element.dtype))
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, gX: cute.Tensor, row: Int32, tile: Tile, slab: Int32):
+        """A warp's accumulator in 16 bits through its slab of the tile, nobody else's now, to rows of gX from `row`
+        on.
+        """
+        values = rows_and_columns(acc)
+        if cutlass.const_expr(self.elementwise):
+            store_elements(values, gX, row)
+        else:
+            cute.arch.sync_warp()  # all lanes have read what was there
+            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
+            cute.arch.sync_warp()
+            lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
+            r0, unit = lane // units, lane % units
+            rows, columns = gX.shape
+            for r in cutlass.range_constexpr(0, SLAB, WARP // units):
+                start = tile.unit(slab * SLAB + r0 + r, unit)
+                for p in cutlass.range_constexpr(tile.columns // tile.panel):
+                    column = unit * VECTOR + p * tile.panel
+                    if row + r0 + r < rows and column < columns:
+                        target = vector_at(gX[row + r0 + r, None].iterator + column, self.element.dtype, VECTOR)
+                        cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.element.dtype), target)
+
+    @cute.jit
+    def unload(self, tile: Tile, gX: cute.Tensor, first_row: Int32):
+        """A tile to rows of gX from first_row on, as many as there are."""
+        row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
+        rows, columns = gX.shape
+        for r in cutlass.range(row, tile.rows, step, unroll=1):
+            for p in cutlass.range_constexpr(tile.columns // tile.panel):
+                source = shared_vector(tile.unit(r, unit) + p * tile.panel_bytes, self.element.dtype)
+                column = unit * VECTOR + p * tile.panel
+                if cutlass.const_expr(self.elementwise):
+                    for c in cutlass.range_constexpr(VECTOR):
+                        if first_row + r < rows and column + c < columns:
+                            gX[first_row + r, column + c] = source[c]
+                elif first_row + r < rows and column < columns:
+                    target = vector_at(gX[first_row + r, None].iterator + column, self.element.dtype, VECTOR)
+                    cute.autovec_copy(source, target)
+
+
+@cute.jit
+def copy_row(source: Int64, target: Int32, tile: Tile, columns: Int32, there: cutlass.Boolean):
+    """A thread's units of one row, one in each panel, between addresses of global and shared memory; zeros where the
+    row is not there, or has fewer columns from the thread's first on.
+    """
+    for p in cutlass.range_constexpr(tile.columns // tile.panel):
+        size = cutlass.select_(there & (p * tile.panel < columns), Int32(VECTOR_BYTES), Int32(0))
+        copy_unit(source + p * tile.row_bytes, target + p * tile.panel_bytes, size)
+
+
+def copy_unit(source: Int64, target: Int32, size: Int32) -> None:
+    """16 bytes on their way from global to shared memory; the last 16 - size of them zeros, not read."""
+    text = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, size])
+
+
+def shared_vector(address: Int32, dtype) -> cute.Tensor:
+    """A unit of shared memory."""
+    place = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    return cute.make_tensor(place, cute.make_layout(VECTOR))
+
+
+@cute.jit
+def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
+    """A warp's 16 rows, (2, columns) of a thread, to rows of gX from `row` on."""
+    lane = cute.arch.lane_idx()
+    rows, columns = gX.shape
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            place = row + lane // 4 + 8 * r, c // 2 * 8 + lane % 4 * 2 + c % 2
+            if place[0] < rows and place[1] < columns:
+                gX[place] = values[r, c].to(gX.element_type)
+
+
+def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element) -> None:
+    """A warp's 16 rows, of every panel the nth `pairs` pairs of units, in 16 bits into a tile."""
+    values, lane = rows_and_columns(acc), cute.arch.lane_idx()
+    for u in range(2 * pairs):
+        start = tile.unit(first_row + lane // 4, nth * (2 * pairs) + u) + lane % 4 * 4
+        for p in range(tile.columns // tile.panel):
+            for r in range(2):
+                c = 2 * (p * 2 * pairs + u)
+                place = start + tile.offset(8 * r, p * tile.panel)
+                put_packed(place, element.pack_pair(values[r, c], values[r, c + 1]))
+
+
+def put_operand(weights: OperandA, tile: Tile, first_row: Int32, first: int) -> None:
+    """A warp's 16 rows, already in 16 bits, into a tile of one panel, from column `first` on."""
+    lane = cute.arch.lane_idx()
+    start = tile.unit(first_row + lane // 4, 0) + lane % 4 * 4
+    for i in range(cute.size(weights.pairs)):
+        put_packed((start ^ (first * 2 + i // 2 * VECTOR_BYTES)) + tile.offset(i % 2 * 8, 0), weights.pairs[i])
+
+
+def put_packed(address: Int32, pair: Int32) -> None:
+    """Two elements into shared memory."""
+    cute.arch.store(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), pair)
+
+
+@cute.jit
+def arrive(later: cutlass.Constexpr[int] = 0):
+    """Every thread: all that was on its way into shared memory is there for all, but for the last `later` groups of
+    it, and nobody reads what was there.
+    """
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(later)
+    cute.arch.sync_threads()
+
+
+def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
+    """Four floats to 16-byte aligned global memory: at once where the target can."""
+    if target_from(Arch.sm_90):
+        text = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+        cute.arch.inline_ptx(text, read_only_args=[target, *quad])
+    else:
+        for i, value in enumerate(quad):
+            text = f"red.relaxed.gpu.global.add.f32 [{{$r0}} + {4 * i}], {{$r1}};"
+            cute.arch.inline_ptx(text, read_only_args=[target, value])
+
+
+@cute.jit
+def wait_for_turn(counter: cute.Pointer, expected: Int32):
+    """As scratch.wait_for_count, without a load ahead of the loop: with one the ordered backward of D 192 spills."""
+    while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < expected:
+        pass

@@ -1,0 +1,280 @@
+"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
+
+Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are.
+
+If all queries share such a row, lanes copy its units into the few rows of a tile that threads of the first query read,
+and every thread reads what the thread of the first query with the same keys reads. TMA would fetch the same row 64
+times, which takes twice as long as 64 different rows.
+
+Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
+consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
+the end of a shifted row, and eight rows lie in different banks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from ...registry.kernel_spec import COPY_UNIT
+from ..primitives import sm90
+from .pipeline import Form
+
+SWIZZLE_ALIGNMENT = 1024  # bytes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a warpgroup's tile, known when a kernel is traced."""
+
+    dtype: type[cutlass.Numeric]
+    rows: int  # queries
+    columns: int  # keys
+    transposed: bool  # a backward's: its scores are (keys, queries)
+
+    @classmethod
+    def of(cls, form: Form, dtype: type[cutlass.Numeric]) -> Tiles:
+        sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
+        return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether the producer warp has registers for several copies at once."""
+        return not self.transposed
+
+    @property
+    def wide(self) -> bool:
+        return self.dtype.width == 32
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.width // 8
+
+    @property
+    def unit(self) -> int:
+        """Elements of a unit."""
+        return COPY_UNIT // self.element_bytes
+
+    @property
+    def pitch(self) -> int:
+        """Elements from a row to the next."""
+        return self.columns + self.unit
+
+    @property
+    def pitch_bytes(self) -> int:
+        return self.pitch * self.element_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.pitch_bytes
+
+    @property
+    def swizzled(self) -> cute.ComposedLayout:
+        """Layout (rows, columns) of a tile that TMA brings."""
+        sizes = (sm90.ROWS_PER_WARPGROUP, self.rows, self.columns)
+        layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, sizes, self.dtype, 1)
+        return cute.slice_(layout, (None, None, 0))
+
+    @property
+    def box_bytes(self) -> int:
+        return self.rows * self.columns * self.element_bytes
+
+    def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
+        """Allocate (elements of a slot, warpgroup), a slot for either layout."""
+        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
+        layout = cute.make_layout((self.rows * self.pitch, warpgroups))
+        return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
+
+    def tile(self, slot: cute.Pointer) -> cute.Tensor:
+        """Make the tensor (rows, columns) of a tile as TMA brings it."""
+        layout = self.swizzled
+        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
+
+    @property
+    def rows_read(self) -> tuple[int, ...]:
+        """Rows of a tile that the threads of `reader` read."""
+        if self.transposed:
+            pairs = range(0, self.rows, 8)
+            return tuple(r + i for r in pairs for i in (0, 1)) if self.wide else tuple(pairs[::2])
+        return (0, 8) if self.wide else (0,)
+
+    def reader(self, thread: Int32, bias: cute.Tensor) -> Int32:
+        """Return the thread of a warpgroup whose part of a tile a thread reads.
+
+        If all queries share a row, that is the thread of the same keys and of the first query. The bits of a thread
+        that choose keys are those of ldmatrix for 16 bits, and those of an accumulator for fp32.
+        """
+        if self.transposed:
+            keys = 0b1111100 if self.wide else 0b1101000
+        else:
+            keys = 0b0000011 if self.wide else 0b0010000
+        return thread & cutlass.select_(self.is_one_row(bias), Int32(keys), Int32(sm90.WARPGROUP - 1))
+
+    def is_one_row(self, bias: cute.Tensor) -> cutlass.Boolean:
+        """Tell whether all queries share a row.
+
+        The stride is hidden from LLVM. A value derived from the stride would take a register across the loop, and the
+        backward with masks of fp32 has none left.
+        """
+        by_row = Int64(bias.stride[2])
+        by_row = Int32(by_row) | Int32(by_row >> 32)
+        return (by_row if self.roomy else opaque(by_row)) == 0
+
+    def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """Make the atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
+
+        A map must be valid for any bias, also where no box is loaded, so its address and strides are rounded down to
+        whole units.
+        """
+        start = cute.make_ptr(
+            self.dtype, bias.iterator.toint() & -COPY_UNIT, cute.AddressSpace.gmem, assumed_align=COPY_UNIT
+        )
+        by_batch, by_head, by_row = (
+            cute.assume(Int64(stride) // self.unit * self.unit, divby=self.unit) for stride in bias.stride[:3]
+        )
+        m = cute.make_tensor(start, cute.make_layout(bias.shape, stride=(by_batch, by_head, by_row, 1)))
+        op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.columns)
+        return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), self.swizzled, size)
+
+    def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
+        """Whether every row begins at a unit."""
+        low = Int32(bias.iterator.toint() & (COPY_UNIT - 1))
+        for stride in bias.stride[:3]:
+            low = low | Int32(stride & (self.unit - 1))
+        return cute.arch.make_warp_uniform(low) == 0
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The rows of one batch and head."""
+
+    tiles: Tiles
+    bias: cute.Tensor  # (B, Hq, Sq, Sk)
+    batch: Int32
+    head: Int32
+
+    @property
+    def stride(self) -> Int64:
+        """Elements from a row to the next."""
+        return Int64(self.bias.stride[2])
+
+    @property
+    def start(self) -> Int64:
+        """Address of the plane's first element."""
+        by_batch, by_head, _, _ = self.bias.stride
+        element = Int64(self.batch) * by_batch + Int64(self.head) * by_head
+        return self.bias.iterator.toint() + element * self.tiles.element_bytes
+
+    @property
+    def first_shift(self) -> Int32:
+        """Elements of its unit before the plane's first."""
+        return (Int32(self.start) & (COPY_UNIT - 1)) // self.tiles.element_bytes
+
+    def shift(self, row: Int32) -> Int32:
+        """Elements of its unit before a row's first."""
+        return (self.first_shift + row * Int32(self.stride)) & (self.tiles.unit - 1)
+
+    @cute.jit
+    def load(
+        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer, ring: sm90.Ring,
+        count: Int32,
+    ):  # fmt: skip
+        """Producer warp: the tile in that row and column of tiles."""
+        tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
+        if tiles.in_units(self.bias):
+            if tiles.is_one_row(self.bias):
+                ring.wait_free(count)
+                self.copy_row(column, tiles.tile(slot))
+                ring.fill_behind_copies(count)
+            else:
+                atom, m = tma
+                ring.acquire(count)
+                operand = sm90.Operand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
+                to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
+                cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
+        else:
+            ring.wait_free(count)
+            query, key = row * tiles.rows, column * tiles.columns
+            # Inside of the bias every unit is there, also the one behind each row, and none is cut off.
+            inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
+            if cutlass.const_expr(not tiles.roomy):
+                self.copy_rows(query, key, slot, whole=False)
+            elif inside:
+                self.copy_rows(query, key, slot, whole=True)
+            else:
+                self.copy_rows(query, key, slot, whole=False)
+            ring.fill_behind_copies(count)
+
+    @cute.jit
+    def copy_row(self, column: Int32, tile: cute.Tensor):
+        """Copy the row that all queries share into the rows of a tile that are read (all lanes)."""
+        tiles, keys = self.tiles, self.bias.shape[3]
+        units = tiles.columns // tiles.unit
+        for turn in cutlass.range_constexpr(0, units, sm90.WARP):
+            unit = turn + opaque(cute.arch.lane_idx())
+            if unit < units:
+                key = opaque(column) * tiles.columns + unit * tiles.unit
+                here = replace(self, batch=opaque(self.batch), head=opaque(self.head))
+                source = here.start + key * tiles.element_bytes
+                size = cutlass.min(cutlass.max((keys - key) * tiles.element_bytes, 0), COPY_UNIT)
+                for row in cutlass.range_constexpr(len(tiles.rows_read)):
+                    copy_unit(unit_address(tile, tiles.rows_read[row], unit), source, size)
+
+    @cute.jit
+    def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
+        """All lanes: units of the tile's width, one each of neighbouring lanes; then the unit behind each row."""
+        units = self.tiles.columns // self.tiles.unit
+        lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
+        if lane % lanes < units:
+            self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, slot, whole)
+        self.copy(query, lane, sm90.WARP, Int32(units), key, slot, whole)
+
+    @cute.jit
+    def copy(
+        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
+        whole: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """One lane: a unit of every step-th row of the tile from its row `first` on."""
+        tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
+        row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
+        address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
+        left = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
+        there = queries - row
+        for turn in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
+            size = Int32(COPY_UNIT)
+            if cutlass.const_expr(not whole):
+                size = cutlass.min(cutlass.max(left + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
+                size = cutlass.select_(turn * step < there, size, 0)
+            copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
+            address += step * self.stride * tiles.element_bytes
+
+
+def unit_address(tile: cute.Tensor, row: int, unit: Int32) -> Int32:
+    """Return the shared-memory address of a unit of a row of a swizzled tile.
+
+    Tiles whose rows r with r % 8 = 1 are filled have the swizzle of 128 bytes. Rows 8 * j are moved by no swizzle.
+    """
+    element_bytes = tile.element_type.width // 8
+    offset = cute.crd2idx((row, unit * (COPY_UNIT // element_bytes)), tile.layout) * element_bytes
+    return (tile.iterator.toint() + offset) ^ (row % 8 * COPY_UNIT)
+
+
+def opaque(value: Int32) -> Int32:
+    """Return the same value, hidden from LLVM, which would keep what follows from it across loops.
+
+    The producer warp has few registers, and consumers of a backward have none left.
+    """
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def copy_unit(target: Int32, source: Int64, size: Int32) -> None:
+    """Start a lane's copy of so many bytes of a unit into shared memory; the others become 0."""
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, size])

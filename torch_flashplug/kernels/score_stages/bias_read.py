@@ -1,0 +1,115 @@
+"""A bias (scores/bias.py) that threads read from where it lies, each of them what it holds of the scores: where shared
+memory has no room for tiles of it, or rows are too few for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..primitives.fragments import column_of
+from .natural_units import add, natural
+from .pipeline import Place, Stage
+
+if TYPE_CHECKING:
+    from ..call_args.operands import Scales
+
+PAIR = 2  # neighbouring columns of a thread
+
+
+@dataclass(frozen=True)
+class Read(Stage):
+    """Of a call."""
+
+    bias: cute.Tensor  # (B, Hq, Sq, Sk), rows of any stride at any address
+    scale: Float32  # of the scores
+    everywhere = natural_units = True
+
+    def scales(self, scales: Scales) -> Scales:
+        return natural(scales)
+
+    def unit(self, scale: Float32) -> Float32:
+        return Float32(1.0)
+
+    def at(self, place: Place) -> Stage:
+        """Rows behind the last one have what it has."""
+        if place.transposed:
+            return Columns(self.bias, self.scale, place, place.head)
+        last = self.bias.shape[2] - 1
+        lines = ((place.batch, place.head, cutlass.min(place.row + 8 * r, last)) for r in range(2))
+        return Lines(self.bias, self.scale, place, starts_of(lines, self.bias))
+
+
+def starts_of(lines: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) -> tuple[Int64, ...]:
+    """lines: batch, head and query of each."""
+    return tuple(sum(Int64(i) * by for i, by in zip(line, bias.stride[:3], strict=True)) for line in lines)
+
+
+@dataclass(frozen=True)
+class Lines(Read):
+    """Of scores (queries, keys): a thread's two rows."""
+
+    place: Place
+    starts: tuple[Int64, ...]
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        values = room(self.bias, cute.size(S, mode=[1]))
+        self.read(block, values)
+        add(S, self.scale, values)
+
+    @cute.jit
+    def read(self, block: Int32, values: cute.Tensor):
+        keys, first = self.bias.shape[3], block * self.place.block + self.place.column
+        whole, pair_bytes = (block + 1) * self.place.block <= keys, PAIR * self.bias.element_type.width // 8
+        for r in cutlass.range_constexpr(2):
+            line = self.bias.iterator + self.starts[r]
+            in_pairs = whole
+            if cutlass.const_expr(self.bias.iterator.alignment < pair_bytes):
+                in_pairs = whole & (line.toint() & (pair_bytes - 1) == 0)  # a thread's first column is even
+            for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), PAIR):
+                key = first + column_of(c)
+                if in_pairs:
+                    pair = cute.make_tensor(values[r, None].iterator + c, cute.make_layout(PAIR))
+                    cute.autovec_copy(self.pair_at(line + key), pair)
+                else:
+                    for i in cutlass.range_constexpr(PAIR):
+                        one = cute.make_tensor(line + cutlass.min(key + i, keys - 1), cute.make_layout(1))
+                        values[r, c + i] = one[0]
+
+    def pair_at(self, start: cute.Pointer) -> cute.Tensor:
+        dtype = self.bias.element_type
+        aligned = cute.make_ptr(dtype, start.toint(), cute.AddressSpace.gmem, assumed_align=PAIR * dtype.width // 8)
+        return cute.make_tensor(aligned, cute.make_layout(PAIR))
+
+
+def room(bias: cute.Tensor, columns: int) -> cute.Tensor:
+    """Registers for so many columns of two rows, which are apart."""
+    return cute.make_rmem_tensor(cute.make_layout((2, columns), stride=(columns, 1)), bias.element_type)
+
+
+@dataclass(frozen=True)
+class Columns(Read):
+    """Of scores as the backward has them, (keys, queries): one number after the other."""
+
+    place: Place
+    head: Int32 | None = None
+
+    def of_head(self, head: Int32) -> Stage:
+        return replace(self, head=head)
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        _, _, queries, keys = self.bias.shape
+        plane = self.bias[self.place.batch, self.head, None, None]
+        values = room(self.bias, cute.size(S, mode=[1]))
+        for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+            query = cutlass.min(block * self.place.block + self.place.column + column_of(c), queries - 1)
+            for r in cutlass.range_constexpr(2):
+                values[r, c] = plane[query, cutlass.min(self.place.row + 8 * r, keys - 1)]
+        add(S, self.scale, values)

@@ -1,0 +1,185 @@
+"""Dropout: probabilities are dropped on their way to the output, and what comes back to them (Srivastava et al. 2014).
+
+Which ones says a bit for every score, drawn in registers from the seed and the score's place, and nothing else: all
+kernels of all tiles draw the same, forward and backward, and nothing is stored. torch_flashplug/ops/dropout_reference.py says the
+same in plain torch.
+
+A word has 32 bits: of two rows of queries, eight apart, and sixteen keys, so that both orders in which threads hold
+scores (fragments.py) need no more than their own warp's words. Of query i and key j of head n (over the batch)
+
+    I = i / 16,  h = i / 8 % 2,  g = i % 8      J = j / 16,  half = j / 8 % 2,  t = j / 2 % 4,  e = j % 2
+
+it is bit 8 t + 4 h + 2 half + e of word (n, 8 I + g, J). Its 32 draws are made at once, bit by bit of their thresholds:
+eight words of Philox4x32 (Salmon et al. 2011; key: the seed, counter: J, 8 I + g, n and which four of the eight) are
+eight binary digits of 32 uniform numbers, and a majority with a digit of the threshold each, from the lowest on, says
+which are below it. What eight digits do not hold of 1 - p is the probability of what the first majority begins with, a
+coin for the whole word: so p is exact, for every score alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, Uint64
+
+from ...registry.kernel_spec import SLAB
+from ..call_args.operands import Drawn
+from ..primitives.fragments import single_bit, zero_of
+from .pipeline import Kept, Place, Stage
+
+ROUNDS = 10  # of Philox, as in torch and cuRAND
+MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+DIGITS, BITS = 8, 32
+KEYS_OF_WORD = 16
+# Of coins: of heads, of rows, of keys (the golden ratio, so that a row's are evenly spread), and between two shifts.
+COIN_HEAD, COIN_ROW, COIN_KEYS, COIN_MIX = 0xCD9E8D57, 0xD2511F53, 0x9E3779B9, 0x85EBCA6B
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Draws below it are kept: 1 - p in 256ths."""
+
+    digits: tuple[Int32, ...]  # of its whole part, the lowest first: all ones, or zero
+    coin: Uint32  # the rest, in 2^-32
+
+    @staticmethod
+    def of(share: Float32) -> Threshold:
+        scaled = share * Float32(1 << DIGITS)
+        whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)  # p of less than half a rounding of 1: a coin that is
+        rest = (scaled - Float32(whole)) * Float32(2.0**BITS)
+        coin = Uint32(cutlass.min(rest, Float32(2.0**BITS - 2.0**8)))
+        return Threshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
+
+
+@dataclass(frozen=True)
+class Dropout(Stage):
+    """With bits Z and share = 1 - p that is kept: O = (Z * P) V / share, dV = (Z * P)^T dO / share, and dS =
+    P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP - share * rowsum(dO * O)) / share.
+    """
+
+    seed: cute.Tensor  # (1,) Int64
+    threshold: Threshold
+    heads: Int32  # of a batch's queries
+    kept_share: Kept
+    now: cute.Tensor | None = None  # words of a block, registers: byte by byte what this thread's scores need of four
+    place: Place | None = None
+    head: Uint32 | None = None  # over the batch
+    everywhere = True
+    hides = False
+
+    @staticmethod
+    def of(drawn: Drawn, heads: Int32) -> Dropout:
+        share = Float32(1.0) - drawn.p
+        inverse = cutlass.select_(share > Float32(0.0), Float32(1.0) / share, Float32(0.0))
+        return Dropout(drawn.seed, Threshold.of(share), heads, Kept(share, inverse))
+
+    def hold(self, columns: int) -> Stage:
+        return replace(self, now=cute.make_rmem_tensor((-(-columns // (4 * KEYS_OF_WORD)),), Int32))
+
+    def at(self, place: Place) -> Stage:
+        stage = replace(self, place=place)
+        return stage if place.head is None else stage.of_head(place.head)
+
+    def of_head(self, head: Int32) -> Stage:
+        return replace(self, head=Uint32(self.place.batch * self.heads + head))
+
+    @cute.jit
+    def make_ready(self, block: Int32):
+        place = self.place
+        # The backward has few registers: nothing that follows from the lane, and no address, waits in one.
+        zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
+        lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
+        key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
+        first = block * (place.block // SLAB)
+        for i in cutlass.range_constexpr(cute.size(self.now)):
+            if cutlass.const_expr(place.transposed):
+                # This thread makes the word of two of its warp's query rows, whichever they are; those that it needs
+                # are of the lanes with the same columns: each hands on a bit of two, then a byte of four.
+                rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
+                word = self.word(key, Uint32(rows), Uint32(place.row // SLAB))
+                self.now[i] = turn_bytes(turn_bits(word, lane, 4), lane, 8)
+                if cutlass.const_expr(place.by_row):  # scores may begin inside a block
+                    self.now[i] = self.now[i] >> ((place.column & -8) >> 1)
+            else:
+                rows = place.row // SLAB * 8 + place.row % 8
+                word = self.word(key, Uint32(rows), Uint32(first + 4 * i + lane % 4))
+                self.now[i] = turn_bytes(word, lane, 1)
+
+    def word(self, key: tuple[Uint32, Uint32], rows: Uint32, keys: Uint32) -> Int32:
+        """32 bits: 1 where a score is kept."""
+        coin = mixed(Uint32(self.head) * Uint32(COIN_HEAD) + key[0] + rows * Uint32(COIN_ROW)) ^ key[1]
+        coin = coin + keys * Uint32(COIN_KEYS)
+        bits = Uint32(cutlass.select_(coin < self.threshold.coin, Int32(-1), Int32(0)))
+        for call in range(DIGITS // 4):
+            for i, drawn in enumerate(philox((keys, rows, self.head, Uint32(call)), key)):
+                digit = Uint32(self.threshold.digits[4 * call + i])
+                bits = (bits & drawn) | (digit & (bits | drawn))
+        return Int32(bits)
+
+    def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
+        """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
+        word, c = divmod(c, KEYS_OF_WORD)
+        i = c // 4 * 8 + (c % 4 // 2 * 4 + r * 2 + c % 2 if self.place.transposed else r * 4 + c % 4)
+        value = self.now[word]
+        if swapped:
+            value, i = exchanged(value), (i + BITS // 2) % BITS
+        return (value & single_bit(i)) != 0
+
+    def keeps(self, r: int, c: int) -> cutlass.Boolean:
+        return self.bit(r, c)
+
+    @cute.jit
+    def derive(self, dP: cute.Tensor):
+        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
+                dP[r, c] = cutlass.select_(self.bit(r, c, swapped=True), dP[r, c], Float32(0.0))
+
+
+def philox(counter: tuple[Uint32, ...], key: tuple[Uint32, Uint32]) -> tuple[Uint32, ...]:
+    """Four words."""
+    a, b, c, d = counter
+    for i in range(ROUNDS):
+        low, high = (key[j] + Uint32(i * KEY_STEPS[j] % (1 << BITS)) for j in (0, 1))
+        of_a, of_c = (Uint64(x) * Uint64(m) for x, m in zip((a, c), MULTIPLIERS, strict=True))
+        a, b, c, d = Uint32(of_c >> BITS) ^ b ^ low, Uint32(of_c), Uint32(of_a >> BITS) ^ d ^ high, Uint32(of_a)
+    return a, b, c, d
+
+
+def mixed(x: Uint32) -> Uint32:
+    """Another number for every number."""
+    x = (x ^ (x >> Uint32(16))) * Uint32(COIN_MIX)
+    return x ^ (x >> Uint32(13))
+
+
+def turn_bits(word: Int32, lane: Int32, apart: int) -> Int32:
+    """Of two lanes so far apart, the lower one's word gets the even bits of both, the other's the odd ones; each word's
+    own lie where they lay in the words, in the order of lanes.
+    """
+    other = cute.arch.shuffle_sync_bfly(word, offset=apart)
+    upper = (lane & apart) != 0
+    own = cutlass.select_(upper, Int32(-0x55555556), Int32(0x55555555))
+    by = cutlass.select_(upper, Int32(31), Int32(1))
+    text = "shf.l.wrap.b32 {$w0}, {$r0}, {$r0}, {$r1};"
+    other = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[other, by])
+    return (word & own) | (other & ~own)
+
+
+def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
+    """Of four lanes, so far apart each, lane i gets byte i of all four words, in the order of lanes."""
+    for step, lower, upper in ((apart, 0x6240, 0x3715), (2 * apart, 0x5410, 0x3276)):
+        other = cute.arch.shuffle_sync_bfly(word, offset=step)
+        which = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
+        text = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
+        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, other, which])
+    return word
+
+
+def exchanged(word: Int32) -> Int32:
+    """Halves exchanged. For a second use of the same bits: ptxas would keep the predicates of the first one between
+    the two, packed bit by bit into a register, which costs as much as everything else and spills; of these it knows
+    nothing, and takes them out again, seven at a time.
+    """
+    text = "prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])

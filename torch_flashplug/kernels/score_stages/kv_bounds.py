@@ -1,0 +1,97 @@
+"""Which scores of a block count: not those of keys beyond the last, nor beyond the diagonal. Which blocks come here is
+the walk's (walk.Band).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...registry.mask_layout import BITS
+from ..primitives.fragments import column_of, single_bit
+from .pipeline import Place, Stage
+
+
+def scores_before(column: Int32) -> Int32:
+    """How many of a thread's scores are in columns before one (fragments.column_of); before 0 none, or less."""
+    return (column >> 3) * 2 + cutlass.min(column & 7, 2)
+
+
+def bits_between(begin: Int32, end: Int32) -> Int32:
+    """Those from one to before another are set; numbers beyond a word stand for its ends."""
+    begin = cutlass.max(begin, 0)
+    text, given = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [begin, cutlass.max(end - begin, 0)]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
+
+
+@cute.jit
+def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: Int32):
+    """Sets scores of a row to -inf but those from column `begin` to before `end`, counted from the thread's first.
+
+    By a bit each: one instruction tests seven (R2P), where a compare with each bound would be two a score.
+    """
+    columns, begin, end = cute.size(S, mode=[1]), scores_before(begin), scores_before(end)
+    for first in cutlass.range_constexpr(0, columns, BITS):
+        bits = bits_between(begin - first, end - first)
+        for i in cutlass.range_constexpr(min(BITS, columns - first)):
+            there = (bits & single_bit(i)) != 0
+            S[r, first + i] = cutlass.select_(there, S[r, first + i], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class Visible(Stage):
+    """Keys there are."""
+
+    causal = False
+
+    def at(self, place: Place) -> Stage:
+        bound = VisibleQueries if place.transposed else VisibleKeys
+        return bound(self.causal, place)
+
+
+@dataclass(frozen=True)
+class CausalVisible(Visible):
+    """And that are not behind the query (walk.CausalBand)."""
+
+    causal = True
+
+
+@dataclass(frozen=True)
+class VisibleKeys(Stage):
+    """Sets invisible scores of one block of keys to -inf."""
+
+    causal: bool
+    place: Place
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            # One limit per row; the column numbers are constants, so an element costs one compare and one select.
+            limit = self.place.sizes.Sk
+            if cutlass.const_expr(self.causal):
+                limit = cutlass.min(limit, self.place.row + 8 * r + 1)
+            limit = limit - block * self.place.block - self.place.column
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = cutlass.select_(column_of(c) < limit, S[r, c], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class VisibleQueries(Stage):
+    """The same for scores as the backward has them, (keys, queries), of one block of queries."""
+
+    causal: bool
+    place: Place
+
+    @cute.jit
+    def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
+        query = block * self.place.block + self.place.column
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            key = self.place.row + 8 * r
+            # The first query that sees this key, counted from this thread's; a whole block: none of it.
+            first = key - query if cutlass.const_expr(self.causal) else Int32(-self.place.block)
+            first = cutlass.select_(key < self.place.sizes.Sk, first, self.place.block)
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = cutlass.select_(column_of(c) >= first, S[r, c], -Float32.inf)

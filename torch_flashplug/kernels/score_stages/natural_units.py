@@ -1,0 +1,32 @@
+"""Scores in natural units, behind a stage that adds to them: any scale is right, and the softmax goes on with 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..primitives.fragments import LOG2_E
+
+if TYPE_CHECKING:
+    from ..call_args.operands import Scales
+
+
+def natural(scales: Scales) -> Scales:
+    """What scores in natural units have left to be multiplied with. log2(e) is hidden from LLVM, which would multiply
+    hidden scores, too, ahead of their -inf, and then subtract: one instruction more for each.
+    """
+    text = "mov.f32 {$w0}, {$r0};"
+    log2_e = cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[Float32(LOG2_E)])
+    return replace(scales, log2=log2_e, natural=Float32(1.0))
+
+
+@cute.jit
+def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
+    """Both (2, columns) of a thread."""
+    for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+        for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
+            S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)

@@ -1,0 +1,575 @@
+"""Attention backward for sm_80 and later: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
+
+A CTA has one block of keys of one KV head. It keeps their dK and dV in registers while it walks over the query rows
+that see them, of every query head of the group. Scores are computed transposed (keys x queries), so that P^T and dS^T
+are the left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K
+needs all keys of the CTA: dS crosses shared memory, and the product is added to fp32 scratch in global memory, in the
+order in which registers hold it.
+
+Up to head dim 64 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
+multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Up to 128 two warps
+share the columns of their keys and hand each other P and dS behind barriers of their own. Above, element by element,
+and beside stages that hold something of scores, no warp has room for as much: four share the columns of 32 keys, and
+all warps meet several times a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+
+from ...registry.kernel_spec import FP32_BYTES, SLAB, WARP, AmpereSpec
+from ..backward.pre_post_process import FinishBackward, GivenRows, PrepareBackward, differentiate, exponentiate
+from ..backward.workspace import UNITS, Ahead, Scratch, count_up
+from ..call_args.backward import BackwardCall, Gradients
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..primitives import fragments, sm80
+from ..primitives.vector_access import QUAD
+from ..score_stages.pipeline import Chain, Place
+from ..tiling.backward_tile_scheduler import KeyOrder, heads_in_turn
+from ..tiling.block_iterator import Downward, Step, Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Pieces, Tile
+
+ROW_FACTS = 2  # LSE and delta
+SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
+ROOMY = 128  # columns up to which addresses of single elements have registers of their own
+HALF = 32  # queries that a warp has scores of at once
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Q and dO with LSE and delta, on their way step by step into their slots."""
+
+    mover: sm80.Mover
+    mQ: cute.Tensor  # (Hq, Sq, D)
+    mdO: cute.Tensor  # (Hq, Sq, Dv)
+    mRows: cute.Tensor  # (Hq, 2, padded Sq)
+    q: sm80.Tile  # of slot 0
+    do: sm80.Tile
+    slot_bytes: int
+
+    @property
+    def rows(self) -> Int32:
+        """Address of slot 0's LSE and delta."""
+        return self.do.start + self.do.bytes
+
+    def slot(self, tile: sm80.Tile, nth: Int32) -> sm80.Tile:
+        return tile.moved(nth * self.slot_bytes)
+
+    def load_q(self, head: Int32, block: Int32, nth: Int32) -> None:
+        self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.slot(self.q, nth))
+        self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + nth * self.slot_bytes)
+
+    def load_do(self, head: Int32, block: Int32, nth: Int32) -> None:
+        self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.slot(self.do, nth))
+
+    def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
+        """Its matrix. Element by element, the compiler would keep the offset of each column of a thread in registers
+        through all products: too many where these need all.
+        """
+        gX = mX[head, None, None]
+        if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
+            return gX
+        stride = (gX.stride[0], gX.stride[1] + Int64(fragments.zero_of(head)))
+        return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
+
+    @cute.jit
+    def load_rows(self, gRows: cute.Tensor, first: Int32, target: Int32):
+        thread, units = cute.arch.thread_idx()[0], self.q.rows // QUAD
+        if thread < ROW_FACTS * units:
+            row = first + thread % units * QUAD
+            source = gRows.iterator.toint() + (Int64(thread // units) * gRows.stride[0] + row) * FP32_BYTES
+            size = cutlass.select_(row < gRows.shape[1], Int32(sm80.VECTOR_BYTES), Int32(0))
+            sm80.copy_unit(source, target + thread * sm80.VECTOR_BYTES, size)
+
+    def facts(self, which: int, nth: Int32, first: Int32 | int) -> cute.Tensor:
+        """LSE * log2(e) (0) or delta (1) of a lane's columns, of HALF queries from `first` on."""
+        return row_pairs(self.rows + nth * self.slot_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
+
+
+def row_pairs(address: Int32, count: int) -> cute.Tensor:
+    """One of `count` rows' facts, in shared memory, of this lane's columns."""
+    mine = cute.make_rmem_tensor((count // 4,), Float32)
+    for c in range(count // 8):
+        place = address + (cute.arch.lane_idx() % 4 * 2 + 8 * c) * FP32_BYTES
+        source = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=8)
+        pair = cute.make_layout(2)
+        cute.autovec_copy(cute.make_tensor(source, pair), cute.make_tensor(mine.iterator + 2 * c, pair))
+    return mine
+
+
+@dataclass(frozen=True)
+class QueryGradient:
+    """dQ = dS K: a warp's rows and columns of it. A warp has `pairs` pairs of units of every panel of K's row."""
+
+    product: sm80.Product
+    left: sm80.Matrices  # dS: keys x this warp's queries
+    right: sm80.Matrices  # K: keys x this warp's columns
+    slabs: int  # of rows
+    pairs: int
+    scratch: Scratch
+    first_slab: Int32
+    nth: Int32  # which columns
+
+    @cute.jit
+    def add(self, slot: Int32, block: Int32, turn: Int32 | None):
+        """Of the dS in a slot, to a block of scratch; turn: after so many adds of every warp."""
+        k, ds = self.right.tile, self.left.tile
+        accs = self.multiply(self.left.over(ds.moved(slot * ds.bytes), True))
+        counter = self.scratch.turn(block * UNITS)
+        if cutlass.const_expr(turn is not None):
+            sm80.wait_for_turn(counter, turn)
+        start = self.scratch.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
+        for p in cutlass.range_constexpr(k.columns // k.panel):
+            for u in cutlass.range_constexpr(self.pairs):
+                column = p * k.panel + (self.nth * self.pairs + u) * sm80.PAIR
+                for s in cutlass.range_constexpr(self.slabs):
+                    self.add_pair(start, accs[s], (p * self.pairs + u) * 2, self.first_slab + s, column)
+        if cutlass.const_expr(turn is not None):
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count_up(counter)
+
+    def multiply(self, left: sm80.Matrices) -> tuple:
+        """An accumulator for each slab."""
+        k, room = self.right.tile, lambda: sm80.room(self.product.dtype)
+        panels = range(k.columns // k.panel)
+        accs = tuple(sm80.accumulator(len(panels) * self.pairs * sm80.PAIR) for _ in range(self.slabs))
+        lefts, right = tuple(room() for _ in accs), room()
+        for key in range(0, k.rows, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(key, s * SLAB, weights)
+            for p in panels:
+                for u in range(self.pairs):
+                    self.right.fetch(key, p * k.panel + u * sm80.PAIR, right)
+                    self.product.step(accs, lefts, right, (p * self.pairs + u) * sm80.PAIR)
+        return accs
+
+    def add_pair(self, start: Int64, acc: cute.Tensor, chunk: int, slab: Int32, column: Int32) -> None:
+        """Sixteen columns of a slab, from that chunk of an accumulator on, to a lane's place in a block of scratch."""
+        half = self.right.tile.columns // 2
+        unit = column // half * (UNITS // 2) + slab
+        place = (unit * (half // 8) + column % half // 8) * (WARP * QUAD * FP32_BYTES)
+        for e in range(2):
+            quad = tuple(acc[(chunk + e) * QUAD + i] for i in range(QUAD))
+            sm80.add_quad(start + Int64(place) + e * (WARP * QUAD * FP32_BYTES), quad)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warp keeps of the keys."""
+
+    product: sm80.Product
+    keys: sm80.Matrices  # as left operands of scores
+    rows: sm80.Matrices  # queries as right operands
+    columns: sm80.Matrices  # of a product that sums over queries
+    dK: sm80.Accumulators
+    dV: sm80.Accumulators
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The CTA's tiles in shared memory; dK and dV take the place of K and V at last."""
+
+    k: sm80.Tile
+    v: sm80.Tile
+    weights: sm80.Tile  # keys x queries, the first of two: of P and dS
+
+
+@dataclass(frozen=True)
+class Operands:
+    """In global memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The CTA's block of keys, and the query heads that see it."""
+
+    tile: Tile
+    first_head: Int32  # of the group
+    heads_before: Int32  # those of earlier batches
+    group: Int32
+
+
+@dataclass(frozen=True)
+class Here:
+    """A step's place in its walk."""
+
+    chain: Chain
+    place: Place  # of the warp's first slab of keys and the first query of its half
+    run: Downward
+    step: Step
+
+    @property
+    def block(self) -> Int32:
+        """Of queries."""
+        return self.step.block
+
+    @property
+    def masked(self) -> cutlass.Boolean:
+        return self.run.masked(self.step)
+
+    def hold(self, slabs: int) -> tuple[Chain, ...]:
+        """For so many slabs of keys."""
+        return tuple(self.chain.hold(HALF) for _ in range(slabs))
+
+    def place_of(self, slab: int, first: int) -> Place:
+        """Of that slab, and of queries from `first` on."""
+        row, column = self.place.row + slab * SLAB, self.place.column + first
+        return replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
+
+
+class BackwardSm80(BackwardCall):
+    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
+    they are traced.
+    """
+
+    def __init__(self, spec: AmpereSpec):
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec, transposed=True)
+        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
+        self.in_order = spec.in_order
+        self.warps = spec.threads // WARP
+        self.prepare = PrepareBackward(self.element, clears=spec.d, elementwise=spec.elementwise)
+        self.finish = FinishBackward(self.element, spec.d, elementwise=spec.elementwise)
+
+    @cute.jit
+    def launch(self, call: Gradients, stream: cuda.CUstream):
+        B, Hkv, Sk, _ = call.k.shape
+        num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
+        pieces, walk, chain = self.seams.pieces(call), self.seams.walk(call), self.seams.chain(call)
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        num_ctas = call.num_ctas if self.in_order else None
+        bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
+        everything = Ahead(B * Hkv, group, num_n_blocks)
+        sums = (call.rows, call.scratch)
+        self.seams.before(call, stream)
+        given = GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, *sums, everything, chain.kept_share, pieces, stream)
+        tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
+        self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
+            grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
+        )
+        self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), everything, pieces, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: Operands,
+        mRows: cute.Tensor,
+        mScratch: cute.Tensor,
+        scales: Scales,
+        section: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+    ):
+        B, Hkv, Sk, _ = tensors.k.shape
+        Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
+        bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
+        order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
+        tile = pieces.of_keys(order, bound.sizes).tile(cute.arch.block_idx()[0])
+        first_key = tile.block * self.tile_n
+
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        k = sm80.Tile(start, self.tile_n, self.d)
+        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
+        weights = sm80.Tile(v.start + v.bytes, self.tile_n, self.tile_m)  # of two
+        q = sm80.Tile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
+        do = sm80.Tile(q.start + q.bytes, self.tile_m, self.dv)
+        slot_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
+        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        mine = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
+        queries = Queries(mover, *mine, q, do, slot_bytes)
+
+        mover.load(tile.rows(tensors.k), first_key, k)
+        mover.load(tile.rows(tensors.v), first_key, v)
+        scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
+        tiles, group = Tiles(k, v, weights), Hq // Hkv
+        keys = Keys(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
+        if cutlass.const_expr(self.parts == 4):
+            self.step_together(order, queries, tiles, scratch, keys, scales, chain)
+        else:
+            self.step_apart(order, queries, tiles, scratch, keys, scales, chain)
+        sm80.arrive()
+        mover.unload(k, tile.rows(tensors.dk), first_key)
+        mover.unload(v, tile.rows(tensors.dv), first_key)
+
+    def turn(self, order: KeyOrder, n_block: Int32, run: Downward, step: Step) -> Int32 | None:
+        """How many warps add to the queries of a step before those of this CTA, where that has an order."""
+        return order.turn(n_block, run.at(step), step.j) * self.warps if self.in_order else None
+
+    def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
+        """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
+        k = tiles.k
+        parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # of the columns
+        slabs = self.tile_m // SLAB * parts // self.warps
+        pairs = k.panel // sm80.PAIR // parts
+        left = sm80.Matrices.create(tiles.weights, self.element.dtype, "A", transposed=True).share(warp // parts, slabs)
+        right = sm80.Matrices.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
+        product = sm80.Product.create(self.element.dtype)
+        return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
+
+    def share(self, k: sm80.Tile, slab: Int32, half: Int32 | int, part: Int32) -> Share:
+        """A warp's: its first slab of scores, half of the queries, part of the columns of dK and dV."""
+        mine = sm80.Matrices.create(k, self.element.dtype, "A", first_row=slab * SLAB)
+        rows = sm80.Matrices.create(k, self.element.dtype, "B", first_row=half * HALF)
+        columns = sm80.Matrices.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
+        dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
+        return Share(sm80.Product.create(self.element.dtype), mine, rows, columns, dK, dV)
+
+    @cute.jit
+    def step_apart(
+        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
+        chain: Chain,
+    ):  # fmt: skip
+        """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        part, first_slab = warp % self.parts, warp // self.parts * SLABS
+        my = self.share(tiles.k, first_slab, part, part)
+        gradient = self.gradient(tiles, scratch, warp)
+        key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
+        column, scale_log2 = lane % 4 * 2 + part * HALF, chain.scales(scales).log2
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+
+        run = order.walk.queries(keys.tile)
+        total = run.total(keys.group)
+        step, last = run.first(keys.first_head, total > 0), Int32(0)
+        last_step = replace(step, j=Int32(0))  # not a step yet
+        queries.load_q(step.head, step.block, Int32(0))
+        queries.load_do(step.head, step.block, Int32(0))
+        for i in cutlass.range(total, unroll=1):
+            sm80.arrive()
+            later = run.after(step, i + 1 < total)
+            if i + 1 < total:
+                queries.load_q(later.head, later.block, 1 - i % 2)
+                queries.load_do(later.head, later.block, 1 - i % 2)
+            if i > 0:
+                gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, run, last_step))
+            here = Here(chain, place, run, step)
+            if cutlass.const_expr(self.parts == 1):
+                self.step_alone(my, queries, tiles, i % 2, here, scale_log2, first_slab)
+            else:
+                self.step_in_pairs(my, queries, tiles, i % 2, here, scale_log2, first_slab, part)
+            last, last_step = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block, step
+            step = later
+        sm80.arrive()
+        if total > 0:
+            gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, run, last_step))
+        sm80.arrive()
+        self.put(my, tiles, first_slab * SLAB, scales, chain, part)
+
+    def put(self, my: Share, tiles: Tiles, first_row: Int32, scales: Scales, chain: Chain, part: Int32) -> None:
+        """A warp's dK and dV into tiles."""
+        of_dV = None if chain.kept_share is None else chain.scaled(Float32(1.0))
+        for accs, tile, factor in ((my.dK, tiles.k, chain.scaled(scales.natural)), (my.dV, tiles.v, of_dV)):
+            for s, acc in enumerate(accs):
+                if factor is not None:
+                    acc.store(acc.load() * factor)
+                pairs = tile.panel // sm80.PAIR // self.parts
+                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, self.element)
+
+    @cute.jit
+    def weigh(
+        self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, chains: tuple[Chain, ...], first: int,
+        scale_log2: Float32,
+    ) -> list[fragments.OperandA]:  # fmt: skip
+        """P in place of scores, of the queries from `first` on, and in 16 bits."""
+        if here.masked:
+            self.ask(scores, here, chains, first, masked=True)
+        else:
+            self.ask(scores, here, chains, first, masked=False)
+        P = []
+        for s in cutlass.range_constexpr(len(scores)):
+            exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
+            P.append(fragments.OperandA.create(scores[s], self.element))
+            P[s].take(scores[s], chains[s].at(here.place).kept(masked=True))
+        return P
+
+    def ask(
+        self, scores: sm80.Accumulators, here: Here, chains: tuple[Chain, ...], first: int, masked: bool
+    ) -> None:  # fmt: skip
+        """Stages of a step's scores. They have no registers across steps: what they need comes now."""
+        for s, acc in enumerate(scores):
+            chain = chains[s].at(here.place_of(s, first))
+            chain.begin(here.block, masked)
+            chain.make_ready(here.block, masked)
+            chain.apply(fragments.rows_and_columns(acc), here.block, masked)
+
+    @cute.jit
+    def slope(
+        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, here: Here, chains: tuple[Chain, ...]
+    ) -> list[fragments.OperandA]:  # fmt: skip
+        """dS in 16 bits; dP is lost."""
+        dS = []
+        for s in cutlass.range_constexpr(len(P)):
+            slopes = fragments.rows_and_columns(dP[s])
+            chains[s].at(here.place).derive(slopes, masked=True)
+            differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
+            dS.append(fragments.OperandA.create(dP[s], self.element))
+            dS[s].take(dP[s])
+        return dS
+
+    @cute.jit
+    def step_alone(
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
+        first_slab: Int32,
+    ):  # fmt: skip
+        """dK and dV of one block of queries, and its dS into shared memory."""
+        k, v, weights = tiles.k, tiles.v, tiles.weights
+        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        target = weights.moved(slot * weights.bytes)
+        for first in cutlass.range_constexpr(0, self.tile_m, HALF):
+            S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
+            zero = fragments.zero_of(slot)
+            keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
+            my.product.scores(S, keys, rows, first)
+            chains = here.hold(SLABS)
+            P = self.weigh(S, queries.facts(0, slot, first), here, chains, first, scale_log2)
+            columns = my.columns.over(q, True)
+            for query in cutlass.range_constexpr(0, HALF, SLAB):
+                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
+                my.product.accumulate(my.dV, lefts, columns.beside(do), first + query)
+            my.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
+            dS = self.slope(S, dP, queries.facts(1, slot, first), here, chains)
+            for s in cutlass.range_constexpr(SLABS):
+                sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
+            for query in cutlass.range_constexpr(0, HALF, SLAB):
+                lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
+                my.product.accumulate(my.dK, lefts, columns, first + query)
+
+    @cute.jit
+    def step_in_pairs(
+        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
+        first_slab: Int32, half: Int32,
+    ):  # fmt: skip
+        """The same where two warps have a half of the queries of the same scores each, then all of them for a half of
+        the columns: P, and then dS in the same place, cross shared memory.
+        """
+        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
+        S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
+        my.product.scores(S, my.keys, rows)
+        chains = here.hold(SLABS)
+        P = self.weigh(S, queries.facts(0, slot, half * HALF), here, chains, 0, scale_log2)
+        for s in cutlass.range_constexpr(SLABS):
+            sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
+        left = sm80.Matrices.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
+        self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
+        my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
+        dS = self.slope(S, dP, queries.facts(1, slot, half * HALF), here, chains)
+        self.meet(first_slab)  # P has been read
+        for s in cutlass.range_constexpr(SLABS):
+            sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
+        self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), first_slab, half)
+
+    def meet(self, first_slab: Int32) -> None:
+        """The warps of the same keys."""
+        cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
+
+    def accumulate_halves(
+        self, my: Share, accs: sm80.Accumulators, own: list[fragments.OperandA], left: sm80.Matrices,
+        columns: sm80.Matrices, first_slab: Int32, half: Int32,
+    ) -> None:  # fmt: skip
+        """The half of the queries that this warp holds, and the other warp's from shared memory."""
+        lefts, mine = tuple(sm80.room(self.element.dtype) for _ in own), columns.below(half * HALF)
+        for query in range(0, HALF, SLAB):
+            my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
+        self.meet(first_slab)
+        others = columns.below((1 - half) * HALF)
+        for query in range(0, HALF, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(s * SLAB, query, weights)
+            my.product.accumulate(accs, lefts, others, query)
+
+    @cute.jit
+    def step_together(
+        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
+        chain: Chain,
+    ):  # fmt: skip
+        """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
+        two slabs' dK and dV, which go to where K and V were.
+        """
+        k, v, weights = tiles.k, tiles.v, tiles.weights
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        part, first_slab = warp % self.parts, warp // self.parts * SLABS
+        slab, half = first_slab + part // 2, part % 2
+        my = self.share(k, slab, half, part)
+        gradient = self.gradient(tiles, scratch, warp)
+        key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
+        column, scale_log2 = lane % 4 * 2 + half * HALF, chain.scales(scales).log2
+        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+        left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
+
+        run = order.walk.queries(keys.tile)
+        total = run.total(keys.group)
+        step = run.first(keys.first_head, total > 0)
+        queries.load_q(step.head, step.block, Int32(0))
+        cute.arch.cp_async_commit_group()
+        queries.load_do(step.head, step.block, Int32(0))
+        for i in cutlass.range(total, unroll=1):
+            later = run.after(step, i + 1 < total)
+            number = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block
+            zero, here = fragments.zero_of(i), Here(chain, place, run, step)
+            q, do = queries.q.moved(zero), queries.do.moved(zero)
+            now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
+            dS, P = now.weights, now.weights.moved(weights.bytes)
+            self.weigh_together(my, queries, now, q, do, here, scale_log2, slab, half)
+            cute.arch.sync_threads()
+            columns, weights_of = my.columns.over(q, True), left.over(dS, False)
+            self.accumulate_all(my, my.dK, weights_of, columns)
+            cute.arch.sync_threads()  # nobody needs this Q any more
+            if i + 1 < total:
+                queries.load_q(later.head, later.block, Int32(0))
+            cute.arch.cp_async_commit_group()
+            self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
+            cute.arch.sync_threads()  # nor this dO
+            if i + 1 < total:
+                queries.load_do(later.head, later.block, Int32(0))
+            gradient.add(zero, number, self.turn(order, keys.tile.block, run, step))
+            step = later
+        sm80.arrive()
+        first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
+        self.put(my, tiles, first_row, scales, chain, part)
+
+    @cute.jit
+    def weigh_together(
+        self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, here: Here,
+        scale_log2: Float32, slab: Int32, half: Int32,
+    ):  # fmt: skip
+        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
+        keys, rows = my.keys.over(tiles.k, False), my.rows.over(q, False)
+        S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
+        sm80.arrive(1)  # Q
+        my.product.scores(S, keys, rows)
+        sm80.arrive()  # dO
+        my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
+        chains = here.hold(1)
+        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, chains, 0, scale_log2)
+        dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF), here, chains)
+        sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
+        sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
+
+    def accumulate_all(self, my: Share, accs: sm80.Accumulators, left: sm80.Matrices, columns: sm80.Matrices) -> None:
+        """dV += P^T dO or dK += dS^T Q."""
+        lefts = tuple(sm80.room(self.element.dtype) for _ in accs)
+        for query in range(0, self.tile_m, SLAB):
+            for s, weights in enumerate(lefts):
+                left.fetch(s * SLAB, query, weights)
+            my.product.accumulate(accs, lefts, columns, query)

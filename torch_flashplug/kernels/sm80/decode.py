@@ -1,0 +1,320 @@
+"""Decode for sm_80 and later: few query rows against many keys, at the speed of memory.
+
+The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
+fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023), which leave fp32
+partials for the Combine kernel. A CTA has four warps. Up to 16 rows each of them is a team of its own: it takes a
+quarter of the keys of every block, has its own ring of K and V under way and waits for no other; the teams' results are
+added up in shared memory at last. Of 64 rows the four warps are one team.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+
+from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
+from ..call_args.decode import DecodeCall, FewRows
+from ..call_args.operands import Scales
+from ..decode.kv_load import Beside, K, Stored, V
+from ..decode.pack_gqa import Part
+from ..decode.split_kv import Combine, Partials, Share, follow, loaded, starts_early
+from ..features.base import Seams
+from ..mainloop.softmax import OnlineSoftmax
+from ..primitives import fragments, sm80
+from ..primitives.vector_access import QUAD
+from ..score_stages.pipeline import Chain, Place
+from ..tiling.block_iterator import BoundBand, Split, Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Pieces
+
+
+@dataclass(frozen=True)
+class Ring:
+    """K and V of a team's share of every block, `stages` of each in shared memory: those of a split's nth block at slot
+    nth % stages.
+    """
+
+    mover: sm80.Mover  # of the team's warps
+    gK: cute.Tensor  # (Sk, D)
+    gV: cute.Tensor  # (Sk, Dv)
+    k: sm80.Tile  # the first slots
+    v: sm80.Tile
+    stages: int
+    keys: Split  # of the CTA
+    first_key: Int32  # of a block's that the team has
+    stored: Stored
+    beside: Beside  # what keys have beside K and V
+    block: int  # keys of all teams
+
+    @property
+    def blocks(self) -> Int32:
+        return self.keys.end - self.keys.begin
+
+    def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
+        return tile.moved(nth % self.stages * tile.bytes)
+
+    def load_k(self, nth: Int32 | int) -> None:
+        self.load(K, self.gK, self.k, nth)
+
+    def load_v(self, nth: Int32 | int) -> None:
+        self.load(V, self.gV, self.v, nth)
+
+    @cute.jit
+    def load(self, which: cutlass.Constexpr[int], gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
+        """Zeros beyond the last key; nothing beyond the last block, but a group all the same, so that the number of
+        those under way is a constant.
+        """
+        if nth < self.blocks:
+            first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
+            self.stored.load(self.mover, gX, first, self.slot(tile, nth))
+            self.beside.load(which, first, nth % self.stages, self.mover.threads)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def start(self):
+        """All threads: what is loaded ahead, the first K with the queries, and these are there for all."""
+        for nth in cutlass.range_constexpr(self.stages):
+            self.load_k(nth)
+            if cutlass.const_expr(nth < self.stages - 1):
+                self.load_v(nth)
+        self.arrive(everyone=True)
+
+    @cute.jit
+    def arrive(self, everyone: cutlass.Constexpr[bool] = False):
+        """The oldest load is there for the team (or for all), and nobody of it reads what lay before at its slot."""
+        cute.arch.cp_async_wait_group(2 * self.stages - 2)
+        if cutlass.const_expr(everyone or self.mover.threads > WARP):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.sync_warp()
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Results of every team in shared memory, for Share to add up: fp32 outputs of rows, `pitch` floats apart, then
+    maxima and sums.
+    """
+
+    start: cute.Pointer
+    rows: int
+    pitch: int
+    splits: Int32  # teams
+
+    def output(self, row: Int32, team: Int32) -> cute.Pointer:
+        return self.start + (team * self.rows + row) * self.pitch
+
+    def weight(self, row: Int32, team: Int32) -> cute.Pointer:
+        """A maximum and a sum."""
+        return self.start + self.splits * (self.rows * self.pitch) + (team * self.rows + row) * 2
+
+    def weight_of(self, row: Int32, team: Int32) -> tuple[Float32, Float32]:
+        return loaded(self.weight(row, team))
+
+    def load_quad(self, row: Int32, team: Int32, column: Int32, quad: cute.Tensor):
+        cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """In global memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+
+
+class DecodeSm80(DecodeCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: AmpereSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element = self.seams.element
+        self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
+        self.team_warps = spec.tile_m // SLAB
+        self.keys = spec.tile_n // spec.teams  # of a team, of every block
+
+    @cute.jit
+    def launch(self, call: FewRows, stream: cuda.CUstream):
+        B, Hq, Sq, Dv = call.o.shape
+        Hkv = call.k.shape[1]
+        pieces = self.seams.pieces(call)
+        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        tensors = Outside(call.q, call.k, call.v, call.o, call.lse)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call), self.stored(call))
+        self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
+            grid=(m_tiles * call.splits * Hkv * B, 1, 1),
+            block=(self.spec.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.spec.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU, and there may be none here
+            use_pdl=starts_early(),
+        )
+        if call.splits > 1:
+            chain = self.seams.chain(call)
+            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size)
+
+    def stored(self, call: FewRows) -> Stored:
+        found = self.seams.stored(call)
+        return Stored() if found is None else found
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: Outside,
+        partials: cute.Pointer,
+        scale: Float32,
+        splits: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+        stored: Stored,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        team, slab = warp // self.team_warps, warp % self.team_warps
+        sizes = Sizes(tensors.q.shape[2], tensors.k.shape[2])
+        part = Part.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
+        q = sm80.Tile(start, self.tile_m, self.d)
+        bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
+        first_head, _ = part.place(Int32(0))
+        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
+        column = team * self.keys + lane % 4 * 2
+        here = chain.hold(self.keys).at(  # its row is the tile's first, packed
+            Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
+        )
+
+        follow()
+        bound.find(part)
+        ring = self.my_ring(tensors.k, tensors.v, part, bound, stored, start + q.bytes, team)
+        self.load_queries(tensors.q, q, part)
+        ring.start()
+        stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
+        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+        self.attend(ring, left_q, out, softmax, here, bound, stored)
+        weights = softmax.part(fragments.rows_and_columns(out))
+
+        cute.arch.sync_threads()  # nobody reads what lies where results go
+        floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
+        teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
+        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
+        cute.arch.sync_threads()
+        self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural, chain)
+
+    def my_ring(
+        self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, stored: Stored, start: Int32, team: Int32
+    ) -> Ring:  # fmt: skip
+        """Of this warp's team."""
+        keys = part.keys(walk)
+        away = team * (self.spec.kv_bytes() // self.spec.teams)
+        k = sm80.Tile(start + away, self.keys, stored.columns(self.d))
+        v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
+        beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
+        mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
+        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)  # or what `stored` loads from
+        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
+
+    @cute.jit
+    def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
+        """All threads: the tile's rows on their way, from as many heads as they are of; zeros beyond the last one."""
+        mover = sm80.Mover(self.spec.threads, self.element, elementwise=False)
+        row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
+        for r in cutlass.range_constexpr(0, q.rows, step):
+            number = part.first_row + row + r
+            head, query = part.place(cutlass.min(number, part.last_row))
+            source = mQ[part.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
+            place = q.unit(row, unit) + r * q.row_bytes
+            sm80.copy_row(source, place, q, mQ.shape[3] - unit * sm80.VECTOR, number < part.rows)
+
+    @cute.jit
+    def attend(
+        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain,
+        walk: BoundBand, stored: Stored,
+    ):  # fmt: skip
+        """A warp's 16 rows against its team's keys of this split's blocks."""
+        product = stored.product(self.element)
+        right_k = sm80.Matrices.create(ring.k, self.element.dtype, "B")
+        right_v = sm80.Matrices.create(ring.v, self.element.dtype, "B", transposed=True)
+        acc_S = sm80.accumulator(self.keys)
+        S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
+        P = stored.left_operand(acc_S, self.element)
+        for nth in cutlass.range(ring.blocks, unroll=1):
+            j = ring.keys.begin + nth
+            ring.load_v(nth + self.stages - 1)
+            if walk.masks(ring.keys, j):
+                here.begin(ring.keys.nth(j), masked=True)
+            product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
+            ring.beside.scale(S, nth % self.stages)
+            ring.arrive()
+            ring.load_k(nth + self.stages)
+            if cutlass.const_expr(here.everywhere):
+                if walk.masks(ring.keys, j):
+                    here.apply(S, ring.keys.nth(j), masked=True)
+                else:
+                    here.apply(S, ring.keys.nth(j), masked=False)
+            elif walk.masks(ring.keys, j):
+                here.apply(S, ring.keys.nth(j), masked=True)
+            if cute.arch.vote_any_sync(softmax.grows(S)):
+                softmax.raise_to(output)
+            softmax.weigh(S)
+            P.take(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
+            values = right_v.over(ring.slot(ring.v, nth), transposed=True)
+            for key in cutlass.range_constexpr(0, self.keys, SLAB):
+                product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
+            ring.arrive()
+
+    @cute.jit
+    def add_up(
+        self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32,
+        chain: Chain,
+    ):  # fmt: skip
+        """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
+        B, Hq, Sq, Dv = mO.shape
+        parts, quads = Partials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
+        total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
+        for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
+            row, column = unit // quads, unit % quads * QUAD
+            share = Share.create(scale)
+            share.add(teams, row, 0, 1, column)
+            head, query = part.place(part.first_row + row)
+            if part.splits == 1:
+                lse = share.close_of(chain, head)
+                share.write(mO[part.batch, head, query, None].iterator + column, self.element)
+                if column == 0:
+                    mLSE[part.batch, head, query] = lse
+            else:
+                index = (part.batch * Hq + head) * Sq + query
+                share.leave(parts, index, part.split, column)
+
+
+@cute.jit
+def leave(
+    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32, stored: Stored
+):  # fmt: skip
+    """A thread's two rows, and their maxima and sums, to its team's results; row: its first, of the tile."""
+    lane = cute.arch.lane_idx()
+    for r in cutlass.range_constexpr(2):
+        start = teams.output(row + 8 * r, team)
+        for column, values in stored.pieces(output, r):
+            piece = cute.make_rmem_tensor((len(values),), Float32)
+            for i, value in enumerate(values):
+                piece[i] = value
+            cute.autovec_copy(piece, shared_floats(start + column, len(values)))
+        if lane % 4 == 0:
+            for i, of_row in enumerate(weights):
+                cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])
+
+
+def shared_floats(place: cute.Pointer, size: int) -> cute.Tensor:
+    """So many in one access."""
+    aligned = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
+    return cute.make_tensor(aligned, cute.make_layout(size))

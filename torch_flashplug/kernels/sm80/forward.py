@@ -1,0 +1,195 @@
+"""Attention forward for sm_80 and later: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
+
+A CTA has one tile of query rows, a warp one or two slabs of 16 of them, from their Q to their O: no warp needs another
+one's results (FlashAttention-2, arXiv 2307.08691, section 3.3). K and V come by cp.async, each while the product with
+the other one runs; where an SM holds two CTAs, they fill each other's gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+
+from ...registry.kernel_spec import SLAB, AmpereSpec
+from ..call_args.forward import Call, ForwardCall
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..mainloop.softmax import OnlineSoftmax, write_lse
+from ..primitives import fragments, sm80
+from ..primitives.dtype import Element
+from ..primitives.tile_scheduler import TileOrder
+from ..score_stages.pipeline import Chain, Place, SlabForm
+from ..tiling.block_iterator import BoundBand, Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Pieces, Tile
+
+
+@dataclass(frozen=True)
+class Keys:
+    """K and V of a head, on their way block by block."""
+
+    mover: sm80.Mover
+    gK: cute.Tensor  # (Sk, D)
+    gV: cute.Tensor  # (Sk, Dv)
+    k: sm80.Tile
+    v: sm80.Tile
+    stages: Chain  # what they bring
+
+    def load_k(self, block: Int32, whole: bool) -> None:
+        self.mover.load(self.gK, block * self.k.rows, self.k, whole)
+
+    def load_v(self, block: Int32, count: Int32, whole: bool) -> None:
+        """And what stages bring: both are there behind the scores, and read before the next block's."""
+        self.mover.load(self.gV, block * self.v.rows, self.v, whole)
+        self.stages.load(block, count)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What a warp keeps of 16 of its rows."""
+
+    S: cute.Tensor  # scores, then probabilities
+    out: cute.Tensor
+    P: fragments.OperandA
+    softmax: OnlineSoftmax
+    chain: Chain
+    row: Int32  # this thread's first
+
+    @classmethod
+    def create(cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: Chain, row: Int32) -> Slab:
+        S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
+        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
+
+    @property
+    def scores(self) -> cute.Tensor:
+        """S by a thread's (2, columns)."""
+        return fragments.rows_and_columns(self.S)
+
+    @property
+    def output(self) -> cute.Tensor:
+        return fragments.rows_and_columns(self.out)
+
+
+class ForwardSm80(ForwardCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: AmpereSpec):
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
+        self.element = self.seams.element
+        self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
+        self.form = SlabForm(self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room)
+
+    @cute.jit
+    def launch(self, call: Call, stream: cuda.CUstream):
+        """Every tile has a CTA: the call's counter and the number of CTAs are the other architecture's kernels'."""
+        B, Hq, Sq = call.lse.shape
+        pieces = self.seams.pieces(call)
+        num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
+        kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
+        section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
+        tensors = (call.q, call.k, call.v, call.o, call.lse)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        self.seams.before(call, stream)
+        self.kernel(*tensors, call.scales, section, *seams).launch(
+            grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        scales: Scales,
+        section: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+    ):
+        B, Hq, Sq = mLSE.shape
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
+        launch = pieces.of_rows(order, Sizes(Sq, mK.shape[2]), mK.shape[1])
+        tile = launch.only_tile(cute.arch.block_idx()[0])
+        first_row = tile.block * self.tile_m
+
+        smem = cutlass.memory.SmemAllocator()
+        start = Int32(smem.allocate(self.spec.operand_bytes(), 128).toint())
+        q, o = sm80.Tile(start, self.tile_m, self.d), sm80.Tile(start, self.tile_m, self.dv)
+        k = sm80.Tile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
+        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
+        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        chain = chain.shared(smem, self.form)
+        keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v, chain.bring(tile, tile.head))
+
+        slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
+        lane, scales = cute.arch.lane_idx(), chain.scales(scales)
+        slabs = []
+        for i in cutlass.range_constexpr(self.spec.slabs):
+            row = first_row + (slab + i) * SLAB + lane // 4
+            here = chain.hold(self.tile_n)
+            here = here.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True))
+            slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
+        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+
+        mover.load(tile.rows(mQ), first_row, q)
+        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
+
+        for i in cutlass.range_constexpr(self.spec.slabs):
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
+            write_lse(mLSE, lse, tile, slabs[i].row)
+            row = first_row + (slab + i) * SLAB
+            mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
+
+    @cute.jit
+    def attend(
+        self, walk: BoundBand, tile: Tile, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]
+    ):  # fmt: skip
+        """All KV blocks that a row of the tile sees: the masked ones first."""
+        product = sm80.Product.create(self.element.dtype)
+        right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
+        right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
+        run = walk.keys_of_rows(tile, first_row)
+        masked = run.num_masked
+        keys.load_k(run.nth(0), whole=False)
+        sm80.arrive()
+        for j in cutlass.range(run.count, unroll=1):
+            block = run.nth(j)
+            keys.load_v(block, j, whole=False)
+            product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
+            sm80.arrive()
+            if run.more(j):
+                keys.load_k(run.after(j), whole=run.tail_first)
+            if j < masked:
+                ask(slabs, block, j, masked=True)
+            else:
+                ask(slabs, block, j, masked=False)
+            grown = cutlass.Boolean(False)
+            for i in cutlass.range_constexpr(len(slabs)):
+                grown = grown | slabs[i].softmax.grows(slabs[i].scores)
+            if cute.arch.vote_any_sync(grown):
+                for i in cutlass.range_constexpr(len(slabs)):
+                    slabs[i].softmax.raise_to(slabs[i].output)
+            for i in cutlass.range_constexpr(len(slabs)):
+                slabs[i].softmax.weigh(slabs[i].scores)
+                slabs[i].P.take(slabs[i].S, slabs[i].chain.kept(masked=True))
+            for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
+                lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
+                product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
+            sm80.arrive()
+
+
+def ask(slabs: list[Slab], block: Int32, count: Int32, masked: bool) -> None:
+    """Stages of a block's scores. They have no registers across blocks: what they need comes now."""
+    for slab in slabs:
+        slab.chain.begin(block, masked)
+        slab.chain.make_ready(block, masked)
+    for slab in slabs:
+        slab.chain.apply(slab.scores, block, masked, count)

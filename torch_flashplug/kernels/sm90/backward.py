@@ -1,0 +1,671 @@
+"""Attention backward for Hopper: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
+
+A CTA stays on its SM and draws blocks of tile_n keys of one KV head until none is left. It keeps their dK and dV in
+registers while it walks over the query rows that see them, of every query head of the group. Each of its two consumer
+warpgroups owns 64 of the keys. Scores are computed transposed (keys x queries), so that P^T and dS^T are already the
+left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv
+2307.08691, algorithm 2). dQ = dS K needs the keys of both warpgroups: dS crosses shared memory once, each warpgroup
+multiplies it with half of K's columns, one step later, so that neither waits for the other; the products are added to
+fp32 scratch in global memory, in the order in which registers hold them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ..backward.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
+from ..backward.pre_post_process import (
+    WARPGROUPS,
+    Bent,
+    FinishBackward,
+    GivenRows,
+    PrepareBackward,
+    differentiate,
+    exponentiate,
+    load_rows,
+    row_values,
+)
+from ..backward.workspace import UNITS, Ahead, Scratch
+from ..call_args.backward import BackwardCall, Gradients
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..primitives import fragments, sm90
+from ..score_stages.pipeline import Chain, Form, Place
+from ..tiling.backward_tile_scheduler import KeyOrder, heads_in_turn
+from ..tiling.block_iterator import Downward, Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Launch, Pieces, Tile
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
+DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    dk: cute.CopyAtom | cute.Tensor
+    dv: cute.CopyAtom | cute.Tensor
+    dq: cute.CopyAtom | cute.Tensor
+
+    @property
+    def all(self) -> tuple:
+        return self.q, self.do, self.k, self.v, self.dk, self.dv, self.dq
+
+
+@dataclass(frozen=True)
+class Between:
+    """What lies in global memory between the kernels of a call."""
+
+    rows: cute.Tensor  # LSE and delta
+    scratch: cute.Tensor  # dQ in fp32, and counters
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Between the producer warps and the consumers; `ds` between the consumers."""
+
+    q: sm90.Ring
+    do: sm90.Ring
+    k: sm90.Ring
+    v: sm90.Ring
+    ds: sm90.Ring
+    back: sm90.Ring  # scratch on its way to dQ writers
+    added: sm90.Ring  # from consumers to dQ writers
+    staged: sm90.Ring | None  # dQ's staging, where accumulator warps do the adding: released when it is written
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What lies in shared memory."""
+
+    q: cute.Tensor  # (tile_m, D, stage)
+    do: cute.Tensor  # (tile_m, Dv, stage)
+    k: cute.Tensor  # (64, D, warpgroup)
+    v: cute.Tensor  # (64, Dv, warpgroup)
+    ds: cute.Tensor  # (queries, keys of a warpgroup, slot and warpgroup)
+    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    delta: cute.Tensor  # (tile_m, stage)
+    staging: cute.Tensor  # fp32 of dQ, later dK and dV: (floats, warp)
+    back: cute.Tensor  # fp32 of scratch: (floats of a unit, slot)
+    units: cute.Tensor  # dQ in 16 bits: (16 rows of each writer, columns of a unit)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every role follows: the rings between them, the tiles to do, and the steps of each."""
+
+    rings: Rings
+    queue: sm90.TileQueue
+    pieces: Launch
+    walk: Walk
+    group: Int32  # query heads that a tile meets
+    sharing: Int32  # tiles of a block of keys, which share those of its KV head
+    tile_m: int
+    tile_n: int
+
+    def run(self, tile: Tile) -> Downward:
+        """Steps of a tile."""
+        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+
+
+@dataclass(frozen=True)
+class QueryGradient:
+    """dQ = dS K of one step: this warpgroup's columns of 64 rows, which each warp adds to global memory on its own."""
+
+    product: sm90.Product
+    left: cute.Tensor  # dS: (MMA, 1, 64/16, slot)
+    right: cute.Tensor  # K: (MMA, 1, 64/16, keys of a warpgroup)
+    ring: sm90.Ring  # of dS
+    acc: cute.Tensor
+    staging: cute.Tensor  # (floats of a unit,) of this warp in shared memory
+    scratch: Scratch
+    staged: sm90.Ring | None  # of the staging, where another warp does the adding: released when it is written
+
+    @cute.jit
+    def multiply(self, nth: Int32):
+        """As soon as both warpgroups have written dS number `nth`. Before the first there is none: the result of that
+        is never sent.
+        """
+        if nth >= 0:
+            self.ring.wait_free(nth + DS_SLOTS)
+        first = self.ring.slot(nth) * WARPGROUPS
+        for w in cutlass.range_constexpr(WARPGROUPS):
+            left = self.left[None, None, None, first + w]
+            self.product.multiply(self.acc, left, self.right[None, None, None, w], accumulate=w > 0)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def send(self, unit: Int32, count: Int32, nth: Int32):
+        """Add it, the nth of all, to a unit of scratch; count 0: nothing of this tile has been multiplied yet."""
+        if count > 0:
+            self.make_room(nth)
+            quarters = cute.size(self.acc) // 4
+            mine = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
+            lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, mine)
+            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if cutlass.const_expr(self.staged is not None):
+                self.staged.release(nth)
+            else:
+                with cute.arch.elect_one():
+                    self.scratch.add(unit, self.staging)
+
+    @cute.jit
+    def make_room(self, nth: Int32):
+        """Until what was in the staging before has left it."""
+        if cutlass.const_expr(self.staged is not None):
+            if nth > 0:
+                self.staged.wait(nth - 1)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+
+@dataclass(frozen=True)
+class Last:
+    """What of dQ the step before has left to be sent."""
+
+    unit: Int32
+    count: Int32  # steps of this tile before
+
+
+@dataclass(frozen=True)
+class Here:
+    """A step's place in its walk."""
+
+    chain: Chain
+    masked: bool
+    block: Int32  # of queries
+    next_block: Int32
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A copy of keys from shared memory into registers."""
+
+    copy: cute.TiledCopy
+    source: cute.Tensor
+    target: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """This warpgroup's half of dS into shared memory, for both."""
+
+    ring: sm90.Ring
+    copy: cute.TiledCopy
+    source: cute.Tensor
+    target: cute.Tensor  # by slot and warpgroup
+    wg: Int32
+
+    @cute.jit
+    def put(self, count: Int32):
+        slot = self.ring.slot(count) * WARPGROUPS + self.wg
+        cute.copy(self.copy, self.source, self.target[None, None, None, slot])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.ring.release(count)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warpgroup works with: its 64 keys, a step's queries as right operands, and its registers."""
+
+    wg: Int32
+    rings: Rings
+    S: sm90.SlotProduct  # K Q^T, then P^T
+    dP: sm90.SlotProduct  # V dO^T, then dS^T
+    dV: sm90.SlotProduct  # += P^T dO
+    dK: sm90.SlotProduct  # += dS^T Q
+    dQ: QueryGradient
+    P: fragments.OperandA
+    dS: fragments.OperandA
+    fetches: tuple[Fetch, ...]  # of keys, where there is room
+    crossing: Crossing
+    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    delta: cute.Tensor
+
+    def fetch_keys(self) -> None:
+        for fetch in self.fetches:
+            cute.copy(fetch.copy, fetch.source, fetch.target)
+
+
+class BackwardSm90(BackwardCall):
+    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
+    they are traced.
+    """
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec, transposed=True)
+        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
+        self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
+        self.unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
+        self.back_slots = spec.dq_writer_units  # on their way to each dQ writer
+        self.in_order = spec.in_order
+        # K and V, and every product of a step, have registers of their own, so that all can be under way at once.
+        self.kv_in_registers = spec.kv_in_registers
+        self.producer_registers, self.consumer_registers = spec.register_split
+        self.form = Form(self.element, WARPGROUPS, self.tile_m, transposed=True)
+        self.prepare, self.finish = PrepareBackward(self.element, clears=spec.d), FinishBackward(self.element, spec.d)
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+        """Q, dO, K and V as TMA brings them: steps of queries, and keys of each warpgroup."""
+        return tuple(
+            sm90.Input.create(self.element, rows, columns, slots)
+            for rows, slots in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
+            for columns in (self.d, self.dv)
+        )
+
+    @cute.jit
+    def launch(self, call: Gradients, stream: cuda.CUstream):
+        self.seams.before(call, stream)
+        B, shares, Sk, _ = call.dk.shape
+        pieces, group = self.seams.pieces(call), call.q.shape[1] // shares
+        num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
+        walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        num_ctas = call.num_ctas if self.in_order else None
+        section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
+        ahead = Ahead.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
+        chain, given = self.seams.chain(call), GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
+        self.step_over_keys(call, section, ahead, stream)
+        self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
+
+    @cute.jit
+    def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
+        pieces = self.seams.pieces(call)
+        tensors = (pieces.rows_first(x) for x in (call.q, call.do, call.k, call.v))
+        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
+        stores = tuple(
+            sm90.output_tma(self.element, pieces.rows_first(x), columns)
+            for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
+        )
+        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        between = Between(call.rows, call.scratch)
+        self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
+            grid=(cutlass.min(ahead.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
+            block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[Rings, cute.Tensor, sm90.Ring]:
+        """All rings of a CTA, and the mail of its queue. Q comes with its LSE, dO with its delta."""
+        (q, do, k, v), facts = self.inputs, self.tile_m * FP32_BYTES
+        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
+        keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
+        ds = sm90.Ring.create(smem, DS_SLOTS, 0)
+        mail, ring_mail = sm90.create_mail(smem)
+        back = sm90.Ring.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
+        added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
+        staged = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None
+        return Rings(*steps, *keys, ds, back, added, staged), mail, ring_mail
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+        """All buffers of a CTA."""
+        dtype, operands = self.element.dtype, tuple(x.buffer(smem) for x in self.inputs)
+        sizes = (self.tile_m, ROWS, ROWS)
+        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, sizes, dtype, DS_SLOTS * WARPGROUPS)
+        ds = smem.allocate_tensor(dtype, ds_layout.outer, 1024, ds_layout.inner)
+        row_layout = cute.make_layout((self.tile_m, self.stages))
+        lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
+        staging = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)
+        back = smem.allocate_tensor(Float32, cute.make_layout((self.unit, self.back_slots * DQ_WRITERS)), 128)
+        unit_rows = sm90.slab_layout(dtype, SLAB * DQ_WRITERS, self.half)
+        units = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
+        return Shared(*operands, ds, lse, delta, staging, back, units)
+
+    def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring, chain: Chain) -> None:
+        """Every thread: descriptors and barriers."""
+        consumers = 4 * WARPGROUPS
+        by_all = (rings.q, rings.do, rings.k, rings.v, rings.ds, rings.added)
+        counted = (
+            *((ring, consumers) for ring in by_all),
+            (ring_mail, consumers + 1 + DQ_WRITERS),
+            (rings.back, 1),
+            *(((rings.staged, 4),) if self.in_order else ()),
+            *chain.rings,
+        )
+        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), counted)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        between: Between,
+        scales: Scales,
+        mCounter: cute.Tensor,
+        section: Int32,
+        heads_ahead: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        rings, mail, ring_mail = self.rings(smem)
+        chain = chain.shared(smem, self.form)
+        shared = self.shared(smem)
+        self.start(warp_idx, atoms, rings, ring_mail, chain)
+
+        Sq, _, Hq, _ = tensors.q.shape
+        Sk, _, Hkv, _ = tensors.k.shape
+        shares = tensors.dk.shape[2]
+        num_n_blocks, all_shares = pieces.blocks_of_keys(Sk, self.tile_n), shares * pieces.batch(tensors.k)
+        sizes = Sizes(Sq, Sk)
+        bound = walk.at(sizes, self.tile_m, self.tile_n)
+        order = KeyOrder(True, num_n_blocks, shares, all_shares, section, bound, self.in_order)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
+        tiles, heads = pieces.of_keys(order, sizes), (Hq // shares, shares // Hkv)
+        work = Work(rings, queue, tiles, walk, *heads, self.tile_m, self.tile_n)
+        writer = warp_idx % DQ_WRITERS
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
+        of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
+        dq_writer = DqWriter(
+            scratch=Scratch(
+                between.scratch.iterator, between.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
+            ),
+            ahead=Ahead(heads_ahead, work.group, num_n_blocks),
+            kv_heads=all_shares,
+            scale=chain.scaled(scales.natural),
+            dQ=sm90.Operand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
+            matrices=cute.make_tiled_copy_C(matrices, of_unit),
+            element=self.element,
+            ring=rings.back.part(writer, self.back_slots),
+            slots=cute.local_tile(shared.back, (self.unit, self.back_slots), (0, writer)),
+            pieces=pieces,
+            added=rings.added,
+        )
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
+                self.load_queries(q, do, between.rows, shared, work, dq_writer, chain)
+            elif warp_idx == 1:
+                k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+                self.load_keys(k, v, work)
+            elif cutlass.const_expr(self.in_order):
+                add_in_order(dq_writer.scratch, rings.staged.part(writer, 1), shared.staging, work, writer)
+            else:
+                dq_writer.run(queue, order.tile, writer)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            dk = sm90.Operand(atoms.dk, tensors.dk, shared.staging)
+            dv = sm90.Operand(atoms.dv, tensors.dv, shared.staging)
+            self.consume(shared, dk, dv, dq_writer, work, scales, chain)
+
+    @cute.jit
+    def load_queries(
+        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter,
+        chain: Chain,
+    ):  # fmt: skip
+        """First producer warp: Q with its LSE and dO with its delta, then what stages bring, step by step. It draws the
+        tiles.
+        """
+        ring_q, ring_do = work.rings.q, work.rings.do
+        nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, work.group)
+            run = work.run(tile)
+            if cutlass.const_expr(not self.in_order):
+                dq_writer.wait_cleared(tile.batch * work.pieces.order.heads + tile.head)
+            for g in cutlass.range(work.group, unroll=1):
+                tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
+                tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
+                gRows = tile.facts(mRows, g, self.tile_m)
+                mine, stages = run.of_head(g), chain.bring(tile, tile.query_head(g))
+                whole = mine.whole()
+                for j in cutlass.range(whole.begin, whole.end, unroll=1):
+                    step = mine.nth(j)
+                    sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
+                    load_rows(gRows[0, None, 0, step], shared.lse[None, ring_q.slot(done)], ring_q, done)
+                    sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
+                    load_rows(gRows[0, None, 1, step], shared.delta[None, ring_do.slot(done)], ring_do, done)
+                    stages.load(step, done)
+                    done += 1
+            nth += 1
+            number = work.queue.post(nth, work.queue.draw())
+
+    @cute.jit
+    def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
+        """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
+        nth, number = Int32(0), work.queue.take(Int32(0))
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
+            for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
+                tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
+                ring.acquire(nth)
+                for w in cutlass.range_constexpr(WARPGROUPS):
+                    block = tile.block * WARPGROUPS + w
+                    cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
+            nth += 1
+            number = work.queue.take(nth)
+
+    def hold(self, shared: Shared, rings: Rings, scratch: Scratch) -> Share:
+        """Consumer warpgroup: its operands and registers."""
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        keys_from = "registers" if self.kv_in_registers else "rows"
+        scores, for_dV, for_dK, for_dQ = (
+            sm90.Product.create(lambda x=x: sm90.make_mma(self.element.dtype, *x))
+            for x in (
+                (self.tile_m, keys_from, "rows"),
+                (self.dv, "registers", "columns"),
+                (self.d, "registers", "columns"),
+                (self.half, "rows", "columns"),
+            )
+        )
+        mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
+        (K, V), fetches = self.my_keys((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
+        rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
+        columns = tuple(
+            m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, shared.q), (mma_v, shared.do))
+        )
+        acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
+        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
+        P = dS = fragments.OperandA.create(acc_S, self.element)
+        acc_dQ = cute.make_tensor(acc_dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
+        if self.kv_in_registers:
+            dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
+        my_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
+        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))
+        staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
+        staged = None if rings.staged is None else rings.staged.part(wg, 1)
+        return Share(
+            wg,
+            rings,
+            sm90.SlotProduct(scores, K, rows[0], acc_S),
+            sm90.SlotProduct(scores, V, rows[1], acc_dP),
+            sm90.SlotProduct(for_dV, P.fragment, columns[1], acc_dV),
+            sm90.SlotProduct(for_dK, dS.fragment, columns[0], acc_dK),
+            QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, staged),
+            P,
+            dS,
+            fetches,
+            Crossing(rings.ds, *self.crossing(dS, acc_S, shared.ds, scores.add, thread), wg),
+            shared.lse,
+            shared.delta,
+        )
+
+    def crossing(
+        self, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma, thread: Int32
+    ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
+        """How dS gets into shared memory: copy, source, target. like: the accumulator whose order it has."""
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element.dtype)
+        copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
+        halves = cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.element.dtype), like.layout)
+        return copy, copy.retile(halves), copy.partition_D(sm90.transposed(sdS))
+
+    @cute.jit
+    def consume(
+        self, shared: Shared, dk: sm90.Operand, dv: sm90.Operand, dq_writer: DqWriter, work: Work, scales: Scales,
+        chain: Chain,
+    ):  # fmt: skip
+        """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
+        rings, scratch = work.rings, dq_writer.scratch
+        my = self.hold(shared, rings, scratch)
+        wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
+        chain, scale_log2 = chain.hold(self.tile_m), chain.scales(scales).log2
+
+        nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, work.group)
+            run = work.run(tile)
+            key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
+            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True))
+            rings.k.wait(nth)
+            rings.v.wait(nth)
+            my.fetch_keys()
+            my.dK.acc.fill(0.0)
+            my.dV.acc.fill(0.0)
+            before, unit = done, Int32(0)
+            for g in cutlass.range(work.group, unroll=1):
+                first_block = scratch.first_block(tile, g, work.pieces.order.heads)
+                mine, stages = run.of_head(g), of_tile.of_head(tile.query_head(g))
+                for section in mine.sections():
+                    stages.begin(mine.nth(section.begin), section.masked)
+                    for j in cutlass.range(section.begin, section.end, unroll=1):
+                        here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
+                        last = Last(unit, done - before)
+                        if cutlass.const_expr(self.kv_in_registers):
+                            self.step_at_once(my, done, last, here, scale_log2)
+                        else:
+                            self.step_in_turn(my, done, last, here, scale_log2)
+                        rings.do.release(done)
+                        rings.q.release(done)
+                        unit = (first_block + here.block) * UNITS + wg * 4 + warp_idx
+                        done += 1
+            warpgroup.wait_group(0)
+            rings.v.release(nth)
+            warpgroup.fence()
+            my.dQ.multiply(done - 1)
+            warpgroup.wait_group(0)
+            rings.k.release(nth)
+            my.dQ.send(unit, done - before, done - 1)
+            my.dQ.make_room(done)
+            slab = tile.block * (self.tile_n // SLAB) + wg * 4
+            self.store(my.dV, chain.scaled(Float32(1.0)), tile.rows(dv), slab)
+            self.store(my.dK, chain.scaled(scales.natural), tile.rows(dk), slab)
+            if cutlass.const_expr(not self.in_order):
+                cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
+                cute.arch.sync_warp()
+                dq_writer.added.release(nth)
+            nth += 1
+            number = work.queue.take(nth)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
+
+    @cute.jit
+    def step_at_once(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
+        """One step where every product has registers of its own."""
+        masked, slot = here.masked, my.rings.q.slot(done)
+        my.rings.q.wait(done)
+        warpgroup.fence()
+        my.S.start(slot)
+        my.rings.do.wait(done)
+        my.dP.start(slot)
+        lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
+        my.dQ.multiply(done - 1)
+        here.chain.make_ready(here.block, masked)
+        warpgroup.wait_group(2)  # S
+        here.chain.apply(my.S.values, here.block, masked, done)
+        exponentiate(my.S.values, lse, scale_log2)
+        my.P.take(my.S.acc, here.chain.kept(masked))
+        warpgroup.fence()
+        my.dV.add(slot)
+        delta = row_values(my.delta, slot)
+        warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
+        here.chain.derive(my.dP.values, masked)
+        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
+        differentiate(my.S.values, my.dP.values, delta, my.dP.values, bent=bent)
+        my.dS.take(my.dP.acc)
+        here.chain.ahead(here.next_block, masked)
+        my.crossing.put(done)
+        warpgroup.fence()
+        my.dK.add(slot)
+        my.dQ.send(last.unit, last.count, done - 1)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def step_in_turn(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
+        """One step where dP takes the place of the dQ before, and dS that of P."""
+        masked, slot = here.masked, my.rings.q.slot(done)
+        my.rings.q.wait(done)
+        warpgroup.fence()
+        my.S.start(slot)
+        here.chain.make_ready(here.block, masked)
+        lse = row_values(my.lse, slot)  # here, as above
+        my.dQ.multiply(done - 1)
+        warpgroup.wait_group(1)  # S
+        here.chain.apply(my.S.values, here.block, masked, done)
+        exponentiate(my.S.values, lse, scale_log2)
+        my.P.take(my.S.acc, here.chain.kept(masked))
+        warpgroup.wait_group(0)  # dQ
+        my.dQ.send(last.unit, last.count, done - 1)
+        my.rings.do.wait(done)
+        warpgroup.fence()
+        my.dP.start(slot)
+        my.dV.add(slot)
+        warpgroup.wait_group(1)  # dP
+        here.chain.derive(my.dP.values, masked)
+        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
+        differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, bent=bent)
+        warpgroup.wait_group(0)
+        my.dS.take(my.dP.acc)
+        here.chain.ahead(here.next_block, masked)
+        my.crossing.put(done)
+        warpgroup.fence()
+        my.dK.add(slot)
+        # ptxas serialises every product where one is under way across the end of a loop.
+        warpgroup.wait_group(0)
+
+    def my_keys(
+        self, sources: tuple[cute.Tensor, ...], mma: cute.TiledMma, thread: Int32
+    ) -> tuple[tuple[cute.Tensor, ...], tuple[Fetch, ...]]:
+        """A warpgroup's 64 keys as left operands of a product, and the copies that bring them there: in registers where
+        there is room, which halves what is read from shared memory; else where they are.
+        """
+        part = mma.get_slice(thread)
+        fragments = tuple(part.make_fragment_A(part.partition_A(s)) for s in sources)
+        if not self.kv_in_registers:
+            return fragments, ()
+        matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element.dtype)
+        copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
+        return fragments, tuple(
+            Fetch(copy, copy.partition_S(s), copy.retile(x)) for s, x in zip(sources, fragments, strict=True)
+        )
+
+    @cute.jit
+    def store(self, result: sm90.SlotProduct, factor: Float32, out: sm90.Operand, slab: Int32):
+        """An accumulator in 16 bits through its warps' staging to global memory; each warp sends its 16 rows."""
+        acc = result.acc
+        columns = cute.size(acc) * 2  # of 64 rows, by 128 threads
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
+        rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
+        rX.store((acc.load() * factor).to(self.element.dtype))
+        layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
+        start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.element.dtype)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
+        cute.arch.sync_warp()
+        sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, result.product.add)

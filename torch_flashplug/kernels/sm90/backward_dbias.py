@@ -1,0 +1,323 @@
+"""The gradient of a bias on Hopper: dS, summed over what the bias is broadcast to, in the same order in every run.
+
+A CTA stays on its SM and draws tiles of the gradient, 128 queries x 64 or 128 keys. It walks over all blocks of scores
+that add up there (kernels/backward/dbias_reduce.py), computes both products of each anew, and sums dS in registers: no scratch but LSE
+and delta of rows, no atomics, whatever the batch. Each of two consumer warpgroups owns 64 of the rows.
+
+A step has two pairs of operands, Q and K, then dO and V, which go through one ring: three pairs of D 128 fit, where two
+steps would not. What bounds it is L2, since every step needs four new tiles; hiding keys beyond the last in every block
+costs nothing beside that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, HopperSpec
+from ..backward.dbias_reduce import Block, Summed, write_pair
+from ..backward.pre_post_process import (
+    GivenRows,
+    PrepareBackward,
+    Rows,
+    by_query,
+    differentiate,
+    exponentiate,
+    rows_of_thread,
+)
+from ..call_args.dbias import BiasGradient, BiasGradientCall
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..primitives import fragments, sm90
+from ..score_stages.pipeline import Chain, Form, Place
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Tile
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+WARPGROUPS = BACKWARD_WARPGROUPS
+TILE_M = WARPGROUPS * ROWS
+WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumers
+JOIN = 1  # named barrier of all consumers
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA loads: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What lies in shared memory."""
+
+    rows: cute.Tensor  # Q or dO: (64, D, warpgroup and slot)
+    keys: cute.Tensor  # K or V: (TILE_N, D, slot)
+    columns: cute.Tensor  # sums of a tile's columns, fp32: (TILE_N,)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow."""
+
+    pairs: sm90.Ring
+    queue: sm90.TileQueue
+    summed: Summed
+    sizes: Sizes
+    group: Int32  # query heads of a KV head
+
+    def rows_of(self, block: Block) -> Tile:
+        """A block's queries, and the keys that they meet."""
+        return Tile(block.m, block.head, block.batch, self.sizes, self.group)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warpgroup works with: its rows of either pair, the keys, its registers."""
+
+    product: sm90.Product
+    wg: Int32
+    rows: cute.Tensor  # (MMA, 1, K, warpgroup and slot)
+    keys: cute.Tensor  # (MMA, 1, K, slot)
+    S: cute.Tensor  # Q K^T, then P, then dS
+    dP: cute.Tensor  # dO V^T
+    sum: cute.Tensor
+
+    def multiply(self, acc: cute.Tensor, slot: Int32) -> None:
+        """A pair's product; one committed group."""
+        rows, keys = self.rows[None, None, None, slot * WARPGROUPS + self.wg], self.keys[None, None, None, slot]
+        self.product.issue(acc, rows, keys, accumulate=False)
+
+
+class BiasGradientSm90(BiasGradientCall):
+    """Builds the kernels of one spec: what is prepared of rows, and the gradient."""
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element, self.d, self.tile_n, self.stages = self.seams.element, spec.d, spec.tile_n, spec.stages
+        self.producer_registers, self.consumer_registers = spec.register_split
+        self.form = Form(self.element, WARPGROUPS, self.tile_n)
+        self.prepare = PrepareBackward(self.element)
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input]:
+        """Rows and keys of a pair as TMA brings them."""
+        return (
+            sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS * self.stages),
+            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
+        )
+
+    @cute.jit
+    def launch(self, call: BiasGradient, stream: cuda.CUstream):
+        self.seams.before(call, stream)
+        pieces, chain = self.seams.pieces(call), self.seams.chain(call)
+        given = GivenRows(call.o, call.do, call.lse)
+        self.prepare(given, call.rows, None, None, chain.kept_share, pieces, stream)
+        rows, keys = self.inputs
+        q, k, v, do = (
+            x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
+        )
+        atoms, tensors = (Operands(q[i], k[i], v[i], do[i]) for i in (0, 1))
+        tiles = self.summed(call.q, call.k, call.dbias).tiles.total
+        self.kernel(
+            atoms, tensors, call.rows, call.scales, call.counter, call.dbias, chain.tma(self.form)
+        ).launch(
+            grid=(cutlass.min(tiles, call.num_ctas), 1, 1),
+            block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> Summed:
+        """mQ: (B, Hq, Sq, D); mK: (B, Hkv, Sk, D)."""
+        m, n = cute.ceil_div(mQ.shape[2], TILE_M), cute.ceil_div(mK.shape[2], self.tile_n)
+        return Summed.create(Block(n, m, mQ.shape[1], mQ.shape[0]), gradient)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        mRows: cute.Tensor,
+        scales: Scales,
+        mCounter: cute.Tensor,
+        mdBias: cute.Tensor,
+        chain: Chain,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        rows, keys = self.inputs
+        pairs = sm90.Ring.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
+        mail, ring_mail = sm90.create_mail(smem)
+        columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
+        chain = chain.shared(smem, self.form)
+        shared = Shared(rows.buffer(smem), keys.buffer(smem), columns)
+        Sq, _, Hq, B = tensors.q.shape
+        Sk, _, Hkv, _ = tensors.k.shape
+        blocks = Block(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
+        summed = Summed.create(blocks, mdBias)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, summed.tiles.total)
+        work = Work(pairs, queue, summed, Sizes(Sq, Sk), Hq // Hkv)
+        counted = ((pairs, WARPS), (ring_mail, WARPS), *chain.rings)
+        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *chain.atoms), counted)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(
+                    sm90.Operand(atoms.q, tensors.q, shared.rows),
+                    sm90.Operand(atoms.k, tensors.k, shared.keys),
+                    sm90.Operand(atoms.v, tensors.v, shared.keys),
+                    sm90.Operand(atoms.do, tensors.do, shared.rows),
+                    work,
+                    chain,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(shared, work, mdBias, mRows, scales, chain)
+
+    @cute.jit
+    def load(
+        self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
+    ):  # fmt: skip
+        """Producer warp: both pairs of every step, and between them what stages bring for it."""
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.queue.total:
+            first = work.summed.tile(number)
+            block, steps = first, work.summed.steps(first)
+            for _ in cutlass.range(steps, unroll=1):
+                rows = work.rows_of(block)
+                self.load_pair(q, k, rows, block.n, work.pairs, 2 * done)
+                chain.bring(rows, block.head).load(block.n, done)
+                self.load_pair(do, v, rows, block.n, work.pairs, 2 * done + 1)
+                block = work.summed.after(block)
+                done += 1
+            number = work.queue.post(nth, work.queue.draw())
+            nth += 1
+
+    @cute.jit
+    def load_pair(
+        self, rows: sm90.Operand, keys: sm90.Operand, tile: Tile, n_block: Int32, pairs: sm90.Ring, count: Int32
+    ):  # fmt: skip
+        tXsX, tXgX = tile.rows(rows).tiles((ROWS, self.d), (None, 0))
+        tYsY, tYgY = tile.keys(keys).tiles((self.tile_n, self.d), (None, 0))
+        pairs.acquire(count)
+        slot, arrival = pairs.slot(count), pairs.arrival(count)
+        for w in cutlass.range_constexpr(WARPGROUPS):
+            part = tXgX[None, tile.block * WARPGROUPS + w]
+            cute.copy(rows.atom, part, tXsX[None, slot * WARPGROUPS + w], tma_bar_ptr=arrival)
+        cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, slot], tma_bar_ptr=arrival)
+
+    def hold(self, shared: Shared, wg: Int32, thread: Int32) -> Share:
+        """Consumer warpgroup: its operands and registers."""
+        product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
+        mma = product.add.get_slice(thread)
+        rows = mma.make_fragment_A(mma.partition_A(shared.rows))
+        keys = mma.make_fragment_B(mma.partition_B(shared.keys))
+        return Share(product, wg, rows, keys, *(sm90.zeros(mma, (ROWS, self.tile_n)) for _ in range(3)))
+
+    @cute.jit
+    def consume(
+        self, shared: Shared, work: Work, mdBias: cute.Tensor, mRows: cute.Tensor, scales: Scales, chain: Chain
+    ):  # fmt: skip
+        """Consumer warpgroup: its 64 rows of every tile, step after step."""
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        own_row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # of a tile
+        my, chain = self.hold(shared, wg, thread), chain.hold(self.tile_n)
+        scale_log2 = chain.scales(scales).log2
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.queue.total:
+            first = work.summed.tile(number)
+            block, steps = first, work.summed.steps(first)
+            my.sum.fill(0.0)
+            for count in cutlass.range(done, done + steps, unroll=1):
+                rows, row = work.rows_of(block), block.m * TILE_M + own_row
+                here = chain.at(Place(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
+                two = rows_of_thread(mRows, rows, row, scale_log2)
+                here.begin(block.n, masked=True)
+                self.step(my, two, here, block.n, work.pairs, count)
+                block = work.summed.after(block)
+            done += steps
+            my.sum.store(my.sum.load() * chain.scaled(Float32(1.0)))
+            self.store(my.sum, mdBias, work, first, own_row, shared.columns)
+            number = work.queue.take(nth)
+            nth += 1
+
+    @cute.jit
+    def step(self, my: Share, two: Rows, here: Chain, n_block: Int32, pairs: sm90.Ring, count: Int32):
+        """Adds dS of a block: P while dP is multiplied."""
+        warpgroup.fence()
+        pairs.wait(2 * count)
+        my.multiply(my.S, pairs.slot(2 * count))
+        pairs.wait(2 * count + 1)
+        my.multiply(my.dP, pairs.slot(2 * count + 1))
+        here.make_ready(n_block, masked=True)
+        warpgroup.wait_group(1)
+        pairs.release(2 * count)
+        here.apply(fragments.rows_and_columns(my.S), n_block, masked=True, count=count)
+        S, dP = by_query(my.S), by_query(my.dP)
+        exponentiate(S, two.lse_log2, two.scale_log2)
+        warpgroup.wait_group(0)
+        pairs.release(2 * count + 1)
+        here.derive(fragments.rows_and_columns(my.dP), masked=True)
+        differentiate(S, dP, two.delta, S)
+        my.sum.store(my.sum.load() + my.S.load())
+
+    @cute.jit
+    def store(
+        self, sums: cute.Tensor, mdBias: cute.Tensor, work: Work, first: Block, own_row: Int32, columns: cute.Tensor
+    ):  # fmt: skip
+        """A tile, or the sums of its rows, of its columns or of all of it."""
+        plane, mine = mdBias[(*work.summed.plane(first), None, None)], fragments.rows_and_columns(sums)
+        row, lane = first.m * TILE_M + own_row, cute.arch.lane_idx()
+        column = first.n * self.tile_n + lane % 4 * 2
+        over_queries = plane.shape[0] < work.sizes.Sq
+        over_keys = plane.shape[1] < work.sizes.Sk
+        if over_keys:
+            for r in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
+                    total += mine[r, c]
+                    mine[r, c] = Float32(0.0)
+                for lanes in (1, 2):
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
+                mine[r, 0] = cutlass.select_(lane % 4 == 0, total, Float32(0.0))
+        if over_queries:
+            self.add_rows(mine, columns)
+            thread = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+            there = first.n * self.tile_n + thread
+            if thread < self.tile_n and there < plane.shape[1]:
+                plane[0, there] = columns[thread].to(plane.element_type)
+        else:
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < plane.shape[0]:
+                    for c in cutlass.range_constexpr(0, cute.size(mine, mode=[1]), 2):
+                        write_pair(plane, row + 8 * r, column + fragments.column_of(c), mine[r, c], mine[r, c + 1])
+
+    @cute.jit
+    def add_rows(self, mine: cute.Tensor, columns: cute.Tensor):
+        """All rows of a tile, into shared memory: warp after warp, so that it is the same order in every run."""
+        thread, lane = cute.arch.thread_idx()[0] - sm90.WARPGROUP, cute.arch.lane_idx()
+        if thread < self.tile_n:
+            columns[thread] = Float32(0.0)
+        sm90.join_warpgroups(JOIN, WARPGROUPS)
+        for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
+            total = mine[0, c] + mine[1, c]
+            for lanes in (4, 8, 16):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
+            mine[0, c] = total
+        for turn in cutlass.range(WARPS, unroll=1):
+            if thread // sm90.WARP == turn and lane < 4:
+                for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
+                    columns[lane * 2 + fragments.column_of(c)] += mine[0, c]
+            sm90.join_warpgroups(JOIN, WARPGROUPS)

@@ -1,0 +1,317 @@
+"""dQ on Hopper as a kernel of its own, from Q, K, V, dO, LSE and delta: a walk over the keys, as the forward's.
+
+A CTA stays on its SM and draws tiles of 128 query rows of one head. Each of its two consumer warpgroups owns 64 of the
+rows and their dQ in registers. It multiplies dQ += dS K, the next block's scores and its dP on end, and turns these
+into dS while the other warpgroup multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
+from ..backward.pre_post_process import Bent, Rows, by_query, differentiate, exponentiate, rows_of_thread
+from ..call_args.backward import Gradients
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..primitives import fragments, sm90
+from ..primitives.tile_scheduler import TileOrder
+from ..score_stages.pipeline import Chain, Form, Place
+from ..tiling.block_iterator import Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Launch, Pieces
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+WARPGROUPS = BACKWARD_WARPGROUPS
+TILE_M, TILE_N = WARPGROUPS * ROWS, PARTS_TILE[1]  # query rows of a CTA, keys of a step
+JOIN = 1  # named barrier, + warpgroup
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+    dq: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Operands in shared memory."""
+
+    q: cute.Tensor  # (64, D, warpgroup)
+    k: cute.Tensor  # (TILE_N, D, slot)
+    v: cute.Tensor  # (TILE_N, Dv, slot)
+    do: cute.Tensor  # (64, Dv, warpgroup)
+
+
+@dataclass(frozen=True)
+class Rings:
+    """From the producer warp to the consumers; Q and dO by 64 rows, one slot for each warpgroup."""
+
+    q: sm90.Ring
+    do: sm90.Ring
+    k: sm90.Ring
+    v: sm90.Ring
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow."""
+
+    rings: Rings
+    queue: sm90.TileQueue
+    pieces: Launch
+    walk: Walk
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a warpgroup works with: its rows of Q and dO, the ring of K and V, its registers."""
+
+    rings: Rings
+    S: sm90.SlotProduct  # Q K^T, then P, then dS
+    dP: sm90.SlotProduct  # dO V^T
+    dQ: sm90.SlotProduct  # += dS K
+    dS: fragments.OperandA
+
+    def issue_scores(self, count: Int32) -> None:
+        """Both products of a block, one group each, when it is there."""
+        for product, ring in ((self.S, self.rings.k), (self.dP, self.rings.v)):
+            ring.wait(count)
+            product.start(ring.slot(count))
+
+
+class QueryGradientSm90:
+    """Builds the kernel of one spec."""
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.producer_registers, self.consumer_registers = spec.register_split
+        self.stages_k, self.stages_v = 2, spec.dq_stages_v
+        self.form = Form(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+        """Q, K, V and dO as TMA brings them."""
+        return (
+            sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS),
+            sm90.Input.create(self.element, TILE_N, self.d, self.stages_k),
+            sm90.Input.create(self.element, TILE_N, self.dv, self.stages_v),
+            sm90.Input.create(self.element, ROWS, self.dv, WARPGROUPS),
+        )
+
+    @cute.jit
+    def __call__(self, call: Gradients, stream: cuda.CUstream):
+        pieces = self.seams.pieces(call)
+        tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
+        out = sm90.output_tma(self.element, pieces.rows_first(call.dq), self.d)
+        atoms, tensors = (Operands(*(x[i] for x in (*loads, out))) for i in (0, 1))
+        B, Hq, Sq, _ = call.q.shape
+        Hkv, Sk = call.k.shape[1], call.k.shape[2]
+        num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
+        head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
+        section = TileOrder.section_heads(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *seams).launch(
+            grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
+            block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> Rings:
+        q, k, v, do = self.inputs
+        return Rings(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        mRows: cute.Tensor,
+        scales: Scales,
+        mCounter: cute.Tensor,
+        section: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        rings = self.rings(smem)
+        mail, ring_mail = sm90.create_mail(smem)
+        chain = chain.shared(smem, self.form)
+        shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        Sq, _, Hq, _ = tensors.q.shape
+        Sk, _, Hkv, _ = tensors.k.shape
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, TILE_M), walk.uneven or pieces.uneven
+        heads = Hq * pieces.batch(tensors.q)
+        section = pieces.section(section, heads, Hq // Hkv)
+        order = TileOrder(longest_first, num_m_blocks, Hq, heads, section)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
+        work = Work(rings, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
+        own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
+        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.rings)
+        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *chain.atoms), counted)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(
+                    sm90.Operand(atoms.q, tensors.q, shared.q),
+                    sm90.Operand(atoms.k, tensors.k, shared.k),
+                    sm90.Operand(atoms.v, tensors.v, shared.v),
+                    sm90.Operand(atoms.do, tensors.do, shared.do),
+                    work,
+                    chain,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            out = sm90.Operand(atoms.dq, tensors.dq, shared.q)
+            self.consume(shared, work, out, mRows, scales, chain)
+
+    @cute.jit
+    def load(
+        self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
+    ):  # fmt: skip
+        """Producer warp: a tile's Q and dO under its first K and V, then K and V block after block, each with what
+        stages bring for it.
+        """
+        rings, group = work.rings, work.pieces.group
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, group)
+            run = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile)
+            tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
+            tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
+            tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
+            tVsV, tVgV = tile.keys(v).tiles((TILE_N, self.dv), (None, 0))
+            stages = chain.bring(tile, tile.head)
+            block = run.nth(0)
+            sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)  # ahead of Q, which may wait for a dQ
+            sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done)
+            for w in cutlass.range_constexpr(WARPGROUPS):
+                part, count = tile.block * WARPGROUPS + w, nth * WARPGROUPS + w
+                sm90.load_block(do.atom, tOgO, tOsO, rings.do, part, count)
+                sm90.load_block(q.atom, tQgQ, tQsQ, rings.q, part, count)
+            stages.load(block, done)
+            for j in cutlass.range(1, run.count, unroll=1):
+                block = run.nth(j)
+                sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done + j)
+                sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done + j)
+                stages.load(block, done + j)
+            number = work.queue.post(nth, work.queue.draw())
+            nth += 1
+            done += run.count
+
+    def hold(self, shared: Shared, rings: Rings, wg: Int32, thread: Int32) -> Share:
+        """Consumer warpgroup: its operands and registers."""
+        scores = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
+        sums = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
+        mma_s, mma_q = scores.add.get_slice(thread), sums.add.get_slice(thread)
+        rows = tuple(mma_s.make_fragment_A(mma_s.partition_A(s[None, None, wg])) for s in (shared.q, shared.do))
+        keys = tuple(mma_s.make_fragment_B(mma_s.partition_B(s)) for s in (shared.k, shared.v))
+        columns = mma_q.make_fragment_B(mma_q.partition_B(sm90.transposed(shared.k)))
+        S, dP = (sm90.SlotProduct(scores, rows[i], keys[i], sm90.zeros(mma_s, (ROWS, TILE_N))) for i in range(2))
+        dS = fragments.OperandA.create(S.acc, self.element)
+        dQ = sm90.SlotProduct(sums, dS.fragment, columns, sm90.zeros(mma_q, (ROWS, self.d)))
+        return Share(rings, S, dP, dQ, dS)
+
+    @cute.jit
+    def consume(
+        self, shared: Shared, work: Work, out: sm90.Operand, mRows: cute.Tensor, scales: Scales, chain: Chain
+    ):  # fmt: skip
+        """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
+        rings = work.rings
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        my, chain = self.hold(shared, rings, wg, thread), chain.hold(TILE_N)
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
+            wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
+            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
+            two = rows_of_thread(mRows, tile, row, chain.scales(scales).log2)
+            walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
+            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
+            for count in cutlass.range(done, done + others, unroll=1):
+                for ring in (rings.k, rings.v):
+                    ring.wait(count)
+                    ring.release(count)
+                here.pass_over(count)
+            done += others
+            my.dQ.acc.fill(0.0)
+            rings.q.wait(nth_q)
+            rings.do.wait(nth_q)
+            warpgroup.fence()
+            my.issue_scores(done)
+            warpgroup.wait_group(0)
+            rings.v.release(done)
+            for section in run.sections_before_last():
+                here.begin(run.nth(section.begin), section.masked)
+                for j in cutlass.range(section.begin, section.end, unroll=1):
+                    self.weigh(my, two, here, run.nth(j), done + j, section.masked)
+                    here.ahead(run.next(j, section), section.masked)
+                    warpgroup.fence()
+                    my.dQ.add(rings.k.slot(done + j))
+                    my.issue_scores(done + j + 1)
+                    warpgroup.wait_group(2)  # dQ
+                    rings.k.release(done + j)
+                    warpgroup.wait_group(0)
+                    rings.v.release(done + j + 1)
+            rings.do.release(nth_q)
+            done += run.count - 1
+            here.begin(run.last(), masked=True)
+            self.weigh(my, two, here, run.last(), done, masked=True)
+            warpgroup.fence()
+            my.dQ.add(rings.k.slot(done))
+            warpgroup.wait_group(0)
+            rings.k.release(done)
+            done += 1
+            if cutlass.const_expr(tile.sizes.may_be_empty):
+                # Rows that belong to no sequence have no keys. Their dO may be NaN, and 0 * NaN is NaN.
+                if tile.sizes.Sk == 0:
+                    my.dQ.acc.fill(0.0)
+            self.store(my, tile.rows(out), wg, wg_tile, chain.scaled(scales.natural))
+            rings.q.release(nth_q)
+            number = work.queue.take(nth)
+            nth += 1
+
+    @cute.jit
+    def weigh(
+        self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
+    ):  # fmt: skip
+        """dS of a block from its two products."""
+        here.make_ready(n_block, masked)
+        here.apply(my.S.values, n_block, masked, count)
+        S, dP = by_query(my.S.acc), by_query(my.dP.acc)
+        exponentiate(S, two.lse_log2, two.scale_log2)
+        here.derive(my.dP.values, masked)
+        differentiate(S, dP, two.delta, S, bent=Bent.of(here, lambda: two.lse_log2))
+        my.dS.take(my.S.acc)
+
+    @cute.jit
+    def store(self, my: Share, out: sm90.Operand, wg: Int32, wg_tile: Int32, scale: Float32):
+        """dQ in 16 bits through its Q's place in shared memory, until that is free again."""
+        rdQ = cute.make_rmem_tensor_like(my.dQ.acc, self.element.dtype)
+        rdQ.store((my.dQ.acc.load() * scale).to(self.element.dtype))
+        start = cute.slice_(out.s, (None, None, wg)).iterator
+        sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
+        sm90.join_warpgroup(JOIN, wg)  # no warp of the group may still be reading Q
+        sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.dQ.product.add)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()

@@ -1,0 +1,357 @@
+"""Backward for Hopper of sequences that fit into one tile: dQ, dK, dV and the gradient of a bias in one kernel.
+
+Vision models attend inside windows: thousands of sequences with at most 64 queries and 64 keys, which share a bias. One
+warpgroup holds all scores of such a sequence in registers. A row of the tile is a whole row of the scores, so delta is
+rowsum(P * dP), and neither O nor a kernel for row facts is needed. Every operand is read once and every gradient is
+written once, without a workspace.
+
+A CTA owns one head and a range of the batch. It walks over the sequences of the range while TMA brings the next one,
+and sums dS over the range in registers, which is the gradient of a bias that the batch shares. An SM holds two CTAs:
+one multiplies while the other one waits. Sums have the same order in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from ...registry.kernel_spec import TILE_BACKWARD, HopperSpec
+from ..backward.dbias_reduce import write_pair
+from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
+from ..call_args.operands import Scales
+from ..call_args.tile_backward import TileBackwardCall, TileGradients
+from ..features.base import Seams
+from ..primitives import fragments, sm90
+from ..score_stages.pipeline import Chain, Form, Place
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Tile
+
+TILE_M, TILE_N = TILE_BACKWARD  # queries and keys of a sequence, at most
+P, DS = 0, 1  # slots of the weights
+JOIN = 1  # named barrier of the consumer warpgroup
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each tensor that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    do: cute.CopyAtom | cute.Tensor
+    dq: cute.CopyAtom | cute.Tensor
+    dk: cute.CopyAtom | cute.Tensor
+    dv: cute.CopyAtom | cute.Tensor
+
+    @property
+    def all(self) -> tuple:
+        return self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The buffers of a CTA in shared memory."""
+
+    q: cute.Tensor  # (TILE_M, D, stage)
+    k: cute.Tensor  # (TILE_N, D, stage)
+    v: cute.Tensor  # (TILE_N, Dv, stage)
+    do: cute.Tensor  # (TILE_M, Dv, stage)
+    weights: cute.Tensor  # (queries, keys, P or dS); later dV and dK on their way to global memory
+    staging: cute.Tensor  # (64, D): dQ on its way to global memory
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sequences of a CTA: one head, batches from `begin` to before `end`."""
+
+    head: Int32
+    number: Int32  # of the range in the batch
+    begin: Int32
+    end: Int32
+    sizes: Sizes
+
+    @staticmethod
+    @cute.jit
+    def of_cta(heads: Int32, batches: Int32, ranges: Int32, sizes: Sizes) -> Range:
+        number, head = cute.arch.block_idx()[0] // heads, cute.arch.block_idx()[0] % heads
+        length = cute.ceil_div(batches, ranges)
+        begin = cutlass.min(number * length, batches)
+        return Range(head, number, begin, cutlass.min(begin + length, batches), sizes)
+
+    def tile(self, batch: Int32) -> Tile:
+        """Return the one tile of a sequence."""
+        return Tile(Int32(0), self.head, batch, self.sizes, Int32(1))
+
+
+@dataclass(frozen=True)
+class Registers:
+    """The products of the consumer warpgroup, their operands and accumulators."""
+
+    scores: sm90.Product  # S = Q K^T, dP = dO V^T
+    over_queries: sm90.Product  # dK = dS^T Q, dV = P^T dO
+    over_keys: sm90.Product  # dQ = dS K
+    rows: tuple[cute.Tensor, cute.Tensor]  # Q and dO as left operands of `scores`: (MMA, 1, K, stage)
+    keys: tuple[cute.Tensor, cute.Tensor]  # K and V as right operands of `scores`
+    weights: cute.Tensor  # P^T and dS^T as left operands of `over_queries`: (MMA, 1, K, P or dS)
+    columns: tuple[cute.Tensor, cute.Tensor, cute.Tensor]  # Q, dO and K as right operands of the sums
+    S: cute.Tensor  # scores, then P, then dS
+    dP: cute.Tensor
+    packed: fragments.OperandA  # P, then dS, in 16 bits
+    dQ: cute.Tensor
+    dK: cute.Tensor
+    dV: cute.Tensor
+    sum: cute.Tensor  # dS over the sequences of the range
+
+    def multiply_scores(self, slot: Int32) -> None:
+        """Start S and dP of a stage; one committed group each."""
+        for i, acc in enumerate((self.S, self.dP)):
+            left, right = self.rows[i][None, None, None, slot], self.keys[i][None, None, None, slot]
+            self.scores.issue(acc, left, right, accumulate=False)
+
+    def multiply_sums(self, slot: Int32) -> None:
+        """Start dV, dK and dQ of a stage; one committed group each."""
+        q, do, k = (x[None, None, None, slot] for x in self.columns)
+        self.over_queries.issue(self.dV, self.weights[None, None, None, P], do, accumulate=False)
+        self.over_queries.issue(self.dK, self.weights[None, None, None, DS], q, accumulate=False)
+        self.over_keys.issue(self.dQ, self.packed.fragment, k, accumulate=False)
+
+
+class TileBackwardSm90(TileBackwardCall):
+    """Builds the kernel of one spec."""
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element, self.d, self.stages = self.seams.element, spec.d, spec.stages
+        self.producer_registers, self.consumer_registers = spec.register_split
+        self.form = Form(self.element, 1, TILE_N)
+
+    @property
+    def input(self) -> sm90.Input:
+        """How TMA brings each of Q, K, V and dO: whole sequences."""
+        return sm90.Input.create(self.element, TILE_M, self.d, self.stages)
+
+    @cute.jit
+    def launch(self, call: TileGradients, stream: cuda.CUstream):
+        self.seams.before(call, stream)
+        loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
+        stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
+        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        chain = self.seams.chain(call).tma(self.form)
+        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias, chain).launch(
+            grid=(call.q.shape[1] * call.ranges, 1, 1),
+            block=(2 * sm90.WARPGROUP, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.spec.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; the DSL would ask a GPU
+        )
+
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+        """Allocate all buffers of a CTA."""
+        dtype, operands = self.element.dtype, tuple(self.input.buffer(smem) for _ in range(4))
+        layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_M, TILE_N), dtype, len((P, DS)))
+        weights = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
+        rows = sm90.slab_layout(dtype, TILE_M, self.d)
+        return Shared(*operands, weights, smem.allocate_tensor(dtype, rows.outer, 1024, rows.inner))
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        mLSE: cute.Tensor,
+        scales: Scales,
+        ranges: Int32,
+        mdBias: cute.Tensor | None,
+        chain: Chain,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        ring = sm90.Ring.create(smem, self.stages, 4 * self.input.bytes)
+        chain = chain.shared(smem, self.form)
+        shared = self.shared(smem)
+        Sq, _, heads, batches = tensors.q.shape
+        mine = Range.of_cta(heads, batches, ranges, Sizes(Sq, tensors.k.shape[0]))
+        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), ((ring, sm90.WARPGROUP // sm90.WARP), *chain.rings))
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(atoms, tensors, shared, ring, mine, chain)
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(atoms, tensors, shared, ring, mine, mLSE, scales, mdBias, chain)
+
+    @cute.jit
+    def load(self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, chain: Chain):
+        """Producer warp: Q, K, V and dO of every sequence, and what stages bring for its scores."""
+        for batch in cutlass.range(mine.begin, mine.end, unroll=1):
+            tile, nth = mine.tile(batch), batch - mine.begin
+            ring.acquire(nth)
+            slot, arrival = ring.slot(nth), ring.arrival(nth)
+            for atom, m, s in (
+                (atoms.q, tensors.q, shared.q),
+                (atoms.k, tensors.k, shared.k),
+                (atoms.v, tensors.v, shared.v),
+                (atoms.do, tensors.do, shared.do),
+            ):
+                tXsX, tXgX = tile.rows(sm90.Operand(atom, m, s)).tiles((TILE_M, self.d), (None, 0))
+                cute.copy(atom, tXgX[None, 0], tXsX[None, slot], tma_bar_ptr=arrival)
+            chain.bring(tile, tile.head).load(Int32(0), nth)
+
+    def hold(self, shared: Shared) -> Registers:
+        """Consumer warpgroup: its products, operands and registers."""
+        dtype, thread = self.element.dtype, cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        scores, over_queries, over_keys = (
+            sm90.Product.create(lambda x=x: sm90.make_mma(dtype, *x))
+            for x in ((TILE_N, "rows", "rows"), (self.d, "columns", "columns"), (self.d, "registers", "columns"))
+        )
+        of_scores, of_queries, of_keys = (x.add.get_slice(thread) for x in (scores, over_queries, over_keys))
+        S, dP, total = (sm90.zeros(of_scores, (TILE_M, TILE_N)) for _ in range(3))
+        dK, dV = (sm90.zeros(of_queries, (TILE_N, self.d)) for _ in range(2))
+        right = tuple(
+            mma.make_fragment_B(mma.partition_B(sm90.transposed(x)))
+            for mma, x in ((of_queries, shared.q), (of_queries, shared.do), (of_keys, shared.k))
+        )
+        return Registers(
+            scores,
+            over_queries,
+            over_keys,
+            tuple(of_scores.make_fragment_A(of_scores.partition_A(x)) for x in (shared.q, shared.do)),
+            tuple(of_scores.make_fragment_B(of_scores.partition_B(x)) for x in (shared.k, shared.v)),
+            of_queries.make_fragment_A(of_queries.partition_A(sm90.transposed(shared.weights))),
+            right,
+            S,
+            dP,
+            fragments.OperandA.create(S, self.element),
+            sm90.zeros(of_keys, (TILE_M, self.d)),
+            dK,
+            dV,
+            total,
+        )
+
+    @cute.jit
+    def consume(
+        self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, mLSE: cute.Tensor,
+        scales: Scales, mdBias: cute.Tensor | None, chain: Chain,
+    ):  # fmt: skip
+        """Consumer warpgroup: the gradients of every sequence of the range."""
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
+        my, chain = self.hold(shared), chain.hold(TILE_N)
+        scale_log2 = chain.scales(scales).log2
+        my.sum.fill(0.0)
+        lse = self.lse_of(mLSE, mine, mine.begin, row)
+        for batch in cutlass.range(mine.begin, mine.end, unroll=1):
+            tile, nth = mine.tile(batch), batch - mine.begin
+            here = chain.at(Place(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
+            here.begin(Int32(0), masked=True)
+            ring.wait(nth)
+            warpgroup.fence()
+            my.multiply_scores(ring.slot(nth))
+            here.make_ready(Int32(0), masked=True)
+            warpgroup.wait_group(1)
+            here.apply(fragments.rows_and_columns(my.S), Int32(0), masked=True, count=nth)
+            exponentiate(by_query(my.S), (lse[0], lse[1]), scale_log2)
+            lse.store(self.lse_of(mLSE, mine, cutlass.min(batch + 1, mine.end - 1), row).load())
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # The gradients before have left shared memory,
+            sm90.join_warpgroup(JOIN, Int32(0))  # those of every warp.
+            my.packed.take(my.S)
+            self.write_weights(my, shared, P)
+            warpgroup.wait_group(0)
+            differentiate(by_query(my.S), by_query(my.dP), row_sums(my.S, my.dP), by_query(my.S))
+            my.sum.store(my.sum.load() + my.S.load())
+            my.packed.take(my.S)
+            self.write_weights(my, shared, DS)
+            cute.arch.fence_proxy("async.shared", space="cta")  # Products read what stmatrix wrote.
+            sm90.join_warpgroup(JOIN, Int32(0))
+            warpgroup.fence()
+            my.multiply_sums(ring.slot(nth))
+            if cutlass.const_expr(mdBias is not None):
+                if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:  # The batch does not share it.
+                    write_plane(mdBias[batch, mine.head, None, None], my.sum, row, column)
+                    my.sum.fill(0.0)
+            warpgroup.wait_group(0)
+            ring.release(nth)
+            sm90.join_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
+            out = Operands(*(None,) * 4, *(
+                sm90.Operand(atom, m, s)
+                for atom, m, s in (
+                    (atoms.dq, tensors.dq, shared.staging),
+                    (atoms.dk, tensors.dk, self.staging_in(shared, DS)),
+                    (atoms.dv, tensors.dv, self.staging_in(shared, P)),
+                )
+            ))  # fmt: skip
+            self.store(my.dV, my.over_queries, Float32(1.0), tile.rows(out.dv))
+            self.store(my.dK, my.over_queries, scales.natural, tile.rows(out.dk))
+            self.store(my.dQ, my.over_keys, scales.natural, tile.rows(out.dq))
+        if cutlass.const_expr(mdBias is not None):
+            if mdBias.shape[0] == cute.arch.grid_dim()[0] // tensors.q.shape[2]:
+                write_plane(mdBias[mine.number, mine.head, None, None], my.sum, row, column)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # Shared memory must outlive the last store.
+
+    @cute.jit
+    def lse_of(self, mLSE: cute.Tensor, mine: Range, batch: Int32, row: Int32) -> cute.Tensor:
+        """Return LSE * log2(e) of this thread's two rows; inf where a row is not there or sees no key."""
+        lse = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            lse[r] = Float32.inf
+            if row + 8 * r < mine.sizes.Sq:
+                given = mLSE[batch, mine.head, row + 8 * r] * fragments.LOG2_E
+                lse[r] = cutlass.select_(abs(given) > LOST, Float32.inf, given)
+        return lse
+
+    def write_weights(self, my: Registers, shared: Shared, slot: int) -> None:
+        """Write P or dS from `packed` to shared memory, as (queries, keys)."""
+        thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
+        copy = cute.make_tiled_copy_C(matrices, my.scores.add).get_slice(thread)
+        pairs = cute.recast_ptr(my.packed.pairs.iterator, dtype=self.element.dtype)
+        source = copy.retile(cute.make_tensor(pairs, my.S.layout))
+        cute.copy(copy, source, copy.partition_D(shared.weights[None, None, slot]))
+
+    def staging_in(self, shared: Shared, slot: int) -> cute.Tensor:
+        """Return a place for a gradient (64, D) where weights were."""
+        layout = sm90.slab_layout(self.element.dtype, TILE_M, self.d)
+        start = shared.weights[None, None, slot].iterator
+        return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.element.dtype), layout.outer)
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, product: sm90.Product, factor: Float32, out: sm90.Operand):
+        """Store an accumulator in 16 bits through shared memory; each warp sends its 16 rows."""
+        rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
+        rX.store((acc.load() * factor).to(self.element.dtype))
+        sm90.store_slabs(rX, out.s, out, Int32(0), product.add)
+
+
+@cute.jit
+def row_sums(P: cute.Tensor, dP: cute.Tensor) -> tuple[Float32, Float32]:
+    """Return delta = rowsum(P * dP) of this thread's two rows, which four threads share."""
+    weights, gradients = fragments.rows_and_columns(P), fragments.rows_and_columns(dP)
+    sums = cute.make_rmem_tensor((2,), Float32)
+    for r in cutlass.range_constexpr(2):
+        parts = [weights[r, c] * gradients[r, c] for c in range(4)]
+        for c in cutlass.range_constexpr(4, cute.size(weights, mode=[1])):
+            parts[c % 4] = parts[c % 4] + weights[r, c] * gradients[r, c]
+        total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+        for lanes in cutlass.range_constexpr(1, 3):
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
+        sums[r] = total
+    return sums[0], sums[1]
+
+
+@cute.jit
+def write_plane(plane: cute.Tensor, acc: cute.Tensor, row: Int32, column: Int32):
+    """Write an accumulator to (Sq, Sk) in global memory. row, column: this thread's first ones."""
+    values = fragments.rows_and_columns(acc)
+    for r in cutlass.range_constexpr(2):
+        if row + 8 * r < plane.shape[0]:
+            for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
+                write_pair(plane, row + 8 * r, column + fragments.column_of(c), values[r, c], values[r, c + 1])

@@ -1,0 +1,377 @@
+"""Decode for Hopper: few query rows against many keys, at the speed of memory.
+
+The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
+fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023). A producer warp keeps a
+deep ring of K and V blocks under way; consumer warpgroups of 64 rows follow, with time to spare: padding rows are
+harmless. With one split a CTA writes O itself. Up to CLUSTER splits may be a cluster, whose CTAs add up in each other's
+shared memory; else they leave fp32 partials for the Combine kernel, which is launched beforehand and waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
+from ..call_args.decode import DecodeCall, FewRows
+from ..call_args.operands import Scales
+from ..decode.pack_gqa import Part
+from ..decode.split_kv import AT_ONCE, Combine, Partials, Peers, Share, follow
+from ..features.base import Seams
+from ..mainloop.softmax import OnlineSoftmax
+from ..primitives import fragments, sm90
+from ..primitives.vector_access import QUAD, vector_at
+from ..score_stages.pipeline import Chain, Place
+from ..tiling.block_iterator import BoundBand, Split, Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Pieces
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+VECTOR = 8  # elements of one 16-byte access
+PAIR = 2  # neighbouring columns of a thread
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; 0 is sync_threads."""
+
+    Q_THERE = 1  # + warpgroup
+    V_READ = 4  # by all warpgroups
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Operands in shared memory."""
+
+    q: cute.Tensor  # (64, D, warpgroup)
+    k: cute.Tensor  # (tile_n, D, slot)
+    v: cute.Tensor  # (Dv, tile_n, slot)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is reached by plain loads and stores."""
+
+    q: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor
+    partials: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of a thread's two rows."""
+
+    tops: cute.Tensor  # (2,) largest scores, not yet scaled
+    totals: cute.Tensor  # (2,) sums of exponentials
+    scale: Float32
+
+    def lse(self, r: int) -> Float32:
+        return self.tops[r] * self.scale + cute.math.log(self.totals[r], fastmath=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow: this CTA's part of the problem, and the rings between the roles."""
+
+    part: Part
+    walk: BoundBand
+    ring_k: sm90.Ring
+    ring_v: sm90.Ring
+
+    def keys(self) -> Split:
+        """KV blocks of this CTA."""
+        return self.part.keys(self.walk)
+
+
+class DecodeSm90(DecodeCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element = self.seams.element
+        self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
+        self.warpgroups = spec.warpgroups
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
+        """Q, which plain loads bring, K and V as TMA does."""
+        return (
+            sm90.Input.create(self.element, ROWS, self.d, self.warpgroups),
+            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
+            sm90.Input.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
+        )
+
+    @cute.jit
+    def launch(self, call: FewRows, stream: cuda.CUstream):
+        B, Hq, Sq, Dv = call.o.shape
+        Hkv = call.k.shape[1]
+        _, k, v = self.inputs
+        pieces = self.seams.pieces(call)
+        tma_k, mK = k.tma(pieces.rows_first(call.k))
+        tma_v, mVt = v.tma(pieces.columns_first(call.v))
+        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        outside = Outside(call.q, call.o, call.lse, partials.start)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        arguments = (Operands(tma_k, tma_v), Operands(mK, mVt), outside, call.scale, call.splits, *seams)
+        launch = {
+            "grid": (m_tiles * call.splits * Hkv * B, 1, 1),
+            "block": (self.spec.threads, 1, 1),
+            "stream": stream,
+            "min_blocks_per_mp": self.spec.ctas_per_sm,
+            "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU, and there may be none here
+            "use_pdl": True,
+        }
+        if call.cluster > 1:
+            self.kernel(*arguments, clustered=True).launch(cluster=(call.cluster, 1, 1), **launch)
+        else:
+            self.kernel(*arguments, clustered=False).launch(**launch)
+        if call.splits > call.cluster:
+            chain = self.seams.chain(call)
+            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        outside: Outside,
+        scale: Float32,
+        splits: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+        clustered: cutlass.Constexpr[bool],
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
+        sizes = Sizes(outside.q.shape[2], tensors.k.shape[0])
+        part = Part.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
+        work = Work(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
+        shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
+        follow()
+        work.walk.find(part)
+        if warp_idx == 4 * self.warpgroups:
+            k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+            self.load(k, v, work, pieces)
+        else:
+            self.consume(shared, work, outside, scale, chain, clustered)
+        if cutlass.const_expr(clustered):
+            sm90.join_cluster()
+            if warp_idx < 4 * self.warpgroups:
+                self.add_up(shared.v, part, outside, chain.unit(scale))
+            sm90.join_cluster()  # a peer may still read here
+
+    @cute.jit
+    def load(self, k: sm90.Operand, v: sm90.Operand, work: Work, pieces: Pieces):
+        """Producer warp: K and V of this split's blocks."""
+        tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
+        tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
+        keys, policy = work.keys(), self.policy(k.m, v.m, pieces)
+        for j in cutlass.range(keys.begin, keys.end, unroll=1):
+            block = keys.nth(j)
+            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, j - keys.begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
+
+    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: Pieces) -> Int64:
+        """K and V that fit in L2 may be there when they are read again; larger ones only push out others (3 %)."""
+        _, D, heads, _ = mK.shape
+        many = (
+            Int64(pieces.all_keys(mK)) * heads * pieces.batch(mK) * (D + mVt.shape[0]) * self.element.bytes
+            > L2_BYTES[self.spec.arch]
+        )
+        return Int64(cutlass.select_(many, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
+
+    @cute.jit
+    def consume(
+        self, shared: Shared, work: Work, outside: Outside, scale: Float32, chain: Chain,
+        clustered: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Consumer warpgroup: its 64 packed rows against this split's keys."""
+        part, walk = work.part, work.walk
+        tidx = cute.arch.thread_idx()[0]
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        times_k = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
+        times_v = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.dv, "registers", "columns"))
+        qk, pv = times_k.add.get_slice(thread), times_v.add.get_slice(thread)
+        my_Q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, wg]
+        tSrK = qk.make_fragment_B(qk.partition_B(shared.k))  # (MMA, 1, D/16, slot)
+        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
+        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
+        P = fragments.OperandA.create(acc_S, self.element)
+        scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
+        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        softmax = OnlineSoftmax.create(scales.log2, chain)
+        first_head, _ = part.place(Int32(0))
+        here = chain.hold(self.tile_n).at(  # its row is the tile's first, packed
+            Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
+        )
+        first_row = part.first_row + wg * ROWS
+
+        self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)
+        cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
+        sm90.join_warpgroup(Barrier.Q_THERE, wg)
+        keys = work.keys()
+        self.prepare(here, walk, keys, keys.begin)
+        work.ring_k.wait(0)
+        warpgroup.fence()
+        scores.start(0)
+        warpgroup.wait_group(0)
+        work.ring_k.release(0)
+        self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
+        P.take(acc_S)
+        for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
+            nth, before = j - keys.begin, j - keys.begin - 1
+            self.prepare(here, walk, keys, j)
+            work.ring_k.wait(nth)
+            warpgroup.fence()
+            scores.start(work.ring_k.slot(nth))
+            work.ring_v.wait(before)
+            sums.add(work.ring_v.slot(before))
+            warpgroup.wait_group(1)
+            work.ring_k.release(nth)
+            self.weigh(scores.values, softmax, here, walk, keys, j, first=False)
+            warpgroup.wait_group(0)
+            work.ring_v.release(before)
+            P.take(acc_S)
+            softmax.rescale(sums.values)
+        last = keys.end - keys.begin - 1
+        work.ring_v.wait(last)
+        warpgroup.fence()
+        sums.add(work.ring_v.slot(last))
+        warpgroup.wait_group(0)
+        weights = Weights(*softmax.part(sums.values), scales.natural)
+        if cutlass.const_expr(clustered):
+            sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
+        row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
+        self.leave(part, row, sums.values, weights, shared.v, outside, clustered)
+
+    @cute.jit
+    def leave(
+        self,
+        part: Part,
+        row: Int32,  # of the tile: this thread's first, the other one is the eighth after it
+        output: cute.Tensor,
+        weights: Weights,
+        sVt: cute.Tensor,  # nobody's any longer
+        outside: Outside,
+        clustered: cutlass.Constexpr[bool],
+    ):
+        """Results of a thread's two rows: to the cluster, to O and LSE where keys are not split, or to partials."""
+        mO, mLSE = outside.o, outside.lse
+        parts = Partials(
+            outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.queries, part.splits, mO.shape[3]
+        )  # fmt: skip
+        peers = Peers.create(sVt, self.tile_m, self.dv, part.splits)
+        head_of_row = cute.arch.lane_idx() % 4 == 0
+        for r in cutlass.range_constexpr(2):
+            if part.first_row + row + 8 * r < part.rows:
+                head, query = part.place(part.first_row + row + 8 * r)
+                if cutlass.const_expr(clustered):
+                    self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
+                    if head_of_row:
+                        place = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
+                        place[0], place[1] = weights.tops[r], weights.totals[r]
+                elif part.splits == 1:
+                    self.write_row(mO[part.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True)
+                    if head_of_row:
+                        mLSE[part.batch, head, query] = weights.lse(r)
+                else:
+                    index = (part.batch * mLSE.shape[1] + head) * part.queries + query
+                    self.write_row(parts.output(index, part.split), output, r, mO.shape[3], narrow=False)
+                    if head_of_row:
+                        cute.arch.store(parts.weight(index, part.split), weights.tops[r])
+                        cute.arch.store(parts.weight(index, part.split) + 1, weights.totals[r])
+
+    @cute.jit
+    def add_up(self, sVt: cute.Tensor, part: Part, outside: Outside, scale: Float32):
+        """Consumers: every CTA of the cluster writes its share of the tile's columns."""
+        mO, mLSE = outside.o, outside.lse
+        peers, quads = Peers.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
+        total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
+        mine, threads = cute.ceil_div(total, part.splits), sm90.WARPGROUP * self.warpgroups
+        first, end = part.split * mine, cutlass.min((part.split + 1) * mine, total)
+        for unit in cutlass.range(first + cute.arch.thread_idx()[0], end, threads, unroll=1):
+            row, column = unit // quads, unit % quads * QUAD
+            share = Share.create(scale)
+            for peer in cutlass.range(0, part.splits, AT_ONCE, unroll=1):
+                share.add(peers, row, peer, 1, column)
+            head, query = part.place(part.first_row + row)
+            share.write(mO[part.batch, head, query, None].iterator + column, self.element)
+            if column == 0:
+                mLSE[part.batch, head, query] = share.lse()
+
+    @cute.jit
+    def prepare(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
+        """What stages need of a block, ahead of its scores."""
+        if walk.masks(keys, j):
+            here.begin(keys.nth(j), masked=True)
+
+    @cute.jit
+    def weigh(
+        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand, keys: Split, j: Int32,
+        first: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Scores into probabilities."""
+        if walk.masks(keys, j):
+            here.apply(S, keys.nth(j), masked=True)
+        softmax.step(S, first=first, masked=walk.hides)
+
+    @cute.jit
+    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: Part, first_row: Int32):
+        """Consumer warpgroup: its 64 rows into shared memory, from as many heads as they are of, all loads under way at
+        once. Zeros beyond the last column; rows beyond the last repeat it, and their results go nowhere.
+        """
+        thread, D = cute.arch.thread_idx()[0] % sm90.WARPGROUP, mQ.shape[3]
+        vectors = self.d // VECTOR
+        loads = ROWS * vectors // sm90.WARPGROUP
+        values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)
+        for i in cutlass.range_constexpr(loads):
+            number = i * sm90.WARPGROUP + thread
+            head, query = part.place(cutlass.min(first_row + number // vectors, part.last_row))
+            column = cutlass.min(number % vectors * VECTOR, D - VECTOR)
+            source = vector_at(mQ[part.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
+            cute.autovec_copy(source, values[None, i])
+        for i in cutlass.range_constexpr(loads):
+            number = i * sm90.WARPGROUP + thread
+            row, chunk = number // vectors, number % vectors
+            for pair in cutlass.range_constexpr(VECTOR // 2):
+                values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
+            target = cute.local_tile(sQ, (1, VECTOR), (row, chunk))
+            # Not the target is recast: its swizzle counts in elements.
+            vector = cute.recast_tensor(values[None, i], self.element.dtype)
+            cute.autovec_copy(vector, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
+
+    @cute.jit
+    def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
+        """This thread's columns of its row r, in 16 bits (narrow) or fp32."""
+        column = cute.arch.lane_idx() % 4 * PAIR
+        for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
+            at = column + fragments.column_of(c)
+            if at < Dv:
+                if cutlass.const_expr(narrow):
+                    pair = self.element.pack_pair(output[r, c], output[r, c + 1])
+                    cute.arch.store(cute.recast_ptr(start + at, dtype=Int32), pair)
+                else:
+                    both = cute.make_rmem_tensor((PAIR,), Float32)
+                    both[0], both[1] = output[r, c], output[r, c + 1]
+                    place = cute.make_ptr(Float32, (start + at).toint(), start.memspace, assumed_align=8)
+                    cute.autovec_copy(both, cute.make_tensor(place, cute.make_layout(PAIR)))

@@ -1,0 +1,466 @@
+"""Attention forward for Hopper: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
+
+A CTA stays on its SM and draws tiles of tile_m query rows of one head until none is left. Its producer warp streams Q,
+K and V through rings of TMA buffers, running ahead into the next tile; each consumer warpgroup owns 64 of the rows,
+from its Q to its O, and never talks to the others except to take turns on the tensor cores. Block j's scores are
+multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608, section 3.2), so softmax always has tensor
+work under it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from ...registry.kernel_spec import ROWS_PER_WARPGROUP, HopperSpec
+from ..call_args.forward import Call, ForwardCall
+from ..call_args.operands import Scales
+from ..features.base import Seams
+from ..mainloop.output_accumulator import Drained, Output
+from ..mainloop.scaled_softmax import ScaledSoftmax, Scaling
+from ..mainloop.softmax import OnlineSoftmax, Unscaled, write_lse
+from ..primitives import fragments, sm90
+from ..primitives.tile_scheduler import TileOrder
+from ..score_stages.pipeline import Chain, Form, Place
+from ..tiling.block_iterator import Walk
+from ..tiling.seqlen_info import Sizes
+from ..tiling.tile import Launch, Pieces
+
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+SHORT = 4  # blocks of keys
+
+
+class Barrier(enum.IntEnum):
+    """Named barriers; 0 is sync_threads."""
+
+    TURN = 1  # + warpgroup
+    Q_READ = 4  # + warpgroup: its last product with Q is done
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One of each that TMA moves: its atom, or its coordinates."""
+
+    q: cute.CopyAtom | cute.Tensor
+    k: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor
+    o: cute.CopyAtom | cute.Tensor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Operands in shared memory."""
+
+    q: cute.Tensor  # (64, D, q_slot)
+    k: cute.Tensor  # (tile_n, D, slot)
+    v: cute.Tensor  # (Dv, tile_n, slot)
+    start: sm90.Start | None  # of sums of whole numbers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both roles follow: the rings between them, the tiles to do, and the blocks of each."""
+
+    ring_q: sm90.Ring
+    ring_k: sm90.Ring
+    ring_v: sm90.Ring
+    queue: sm90.TileQueue
+    pieces: Launch
+    walk: Walk
+
+
+@dataclass(frozen=True)
+class Scores:
+    """S = Q K^T of a warpgroup with a KV block, or with its first columns only."""
+
+    product: sm90.Product
+    keys: cute.Tensor  # (MMA, 1, D/16, slot)
+    acc: cute.Tensor
+    start: sm90.Start | None
+    compares_given: bool
+
+    def begin(self) -> None:
+        """Ahead of `issue`, before the turn."""
+        if self.start is not None:
+            self.start.load(self.acc)
+
+    def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
+        keys = self.keys[None, None, None, slot]
+        self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
+
+    def take(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """Scores in fp32: as the accumulator has them, and (2, columns), the same registers; and what the largest score
+        is looked for in: whole numbers, of which one instruction compares three, where P is small enough beside them.
+        If not masked, those have sm90.OFFSET beside them (Scaling.offset).
+        """
+        acc = self.acc if self.start is None else sm90.as_floats(self.acc, exactly=masked)
+        values = fragments.rows_and_columns(acc)
+        return acc, values, fragments.rows_and_columns(self.acc) if self.compares_given else values
+
+
+@dataclass(frozen=True)
+class FirstBlock:
+    """The rightmost block of a tile, which nothing comes before."""
+
+    my_Q: cute.Tensor
+    ring_k: sm90.Ring
+    nth: Int32  # of the K's
+    turns: sm90.Turns
+    chain: Chain
+    n_block: Int32
+    softmax: OnlineSoftmax | ScaledSoftmax
+    P: fragments.OperandA | fragments.Quads
+
+    @cute.jit
+    def weigh(self, S: Scores):
+        self.chain.begin(self.n_block, masked=True)
+        self.softmax.fetch(self.n_block)
+        S.begin()
+        self.ring_k.wait(self.nth)
+        self.turns.take()
+        warpgroup.fence()
+        S.issue(self.my_Q, self.ring_k.slot(self.nth))
+        self.turns.pass_on()
+        self.chain.make_ready(self.n_block, masked=True)
+        warpgroup.wait_group(0)
+        self.ring_k.release(self.nth)
+        acc, values, given = S.take(masked=True)
+        self.chain.apply(values, self.n_block, masked=True, count=self.nth)
+        self.softmax.step(values, True, True, given)
+        self.P.take(acc, self.chain.kept(masked=True))
+
+
+class ForwardSm90(ForwardCall):
+    """Builds the kernel of one spec; every size below is known when it is traced."""
+
+    def __init__(self, spec: HopperSpec):
+        self.spec, self.seams = spec, Seams.of(spec)
+        self.element = self.seams.element
+        self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
+        self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
+        self.warpgroups = spec.warpgroups
+        self.early_rescale = spec.early_rescale
+        # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
+        self.small_smem = spec.q_slots < 2 * self.warpgroups
+        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D, in 8 bits and of bent
+        # scores of D 64 ptxas would serialise every product.)
+        halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        self.halves = halves and self.element.scores is self.element and not (self.seams.bent and spec.d <= ROWS)
+        self.producer_registers, self.consumer_registers = spec.register_split
+        self.out_in_q = spec.out_in_q
+        self.form = Form(self.element, self.warpgroups, self.tile_n)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
+        diagonal = self.seams.uneven and self.tile_n % self.tile_m != 0
+        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.short)
+
+    @property
+    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
+        """Q, K and V as TMA brings them."""
+        scores, values = self.element.scores, self.element.values
+        return (
+            sm90.Input.create(scores, ROWS, self.q_columns, self.q_slots),
+            sm90.Input.create(scores, self.tile_n, self.d, self.stages),
+            sm90.Input.create(values, self.dv, self.tile_n, self.stages, major=self.major_of_values),
+        )
+
+    @property
+    def major_of_values(self) -> str:
+        return "rows" if self.seams.turned else "columns"
+
+    @cute.jit
+    def launch(self, call: Call, stream: cuda.CUstream):
+        self.seams.before(call, stream)
+        q, k, v = self.inputs
+        pieces, given = self.seams.pieces(call), self.seams.operands(call)
+        tma_q, mQ = q.tma(pieces.rows_first(given.q))
+        tma_k, mK = k.tma(pieces.rows_first(given.k))
+        tma_v, mVt = v.tma((pieces.rows_first if self.seams.turned else pieces.columns_first)(given.v))
+        tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
+
+        B, Hq, Sq = call.lse.shape
+        num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
+        kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
+        sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
+        section = TileOrder.section_heads(*sizes, on_end=self.seams.short)
+        atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
+        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
+            grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
+            block=(self.spec.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.spec.ctas_per_sm,  # without it ptxas may drop the register split
+            preferred_smem_carveout=100 if self.spec.shares_sm else None,  # percent; the DSL would ask a GPU
+            use_pdl=self.seams.follows,
+        )
+
+    def make_qk(self, columns: int) -> cute.TiledMma:
+        """S = Q K^T, both from shared memory."""
+        return sm90.make_mma(self.element.scores.dtype, columns, "rows", "rows", self.element.scores.sums)
+
+    def make_pv(self) -> cute.TiledMma:
+        """O += P V, P from registers."""
+        return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
+
+    def make_output(self, room: cute.Tensor) -> Output:
+        if self.element.values.bytes == 1:
+            return Drained.create(self.make_pv, self.dv, room, self.tile_n)
+        return Output.create(self.make_pv, self.dv)
+
+    def make_scores(self, shared: Shared, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
+        """S of the first `columns` keys of a block, kept in the first of `registers`."""
+        product = sm90.Product.create(lambda: self.make_qk(columns))
+        part = product.add.get_slice(thread)
+        sK = cute.local_tile(shared.k, (columns, self.d, self.stages), (0, 0, 0))
+        keys = part.make_fragment_B(part.partition_B(sK))
+        layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
+        acc = cute.make_tensor(registers.iterator, layout)
+        return Scores(product, keys, acc, shared.start, self.element.values.bytes == 1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: Operands,
+        tensors: Operands,
+        mLSE: cute.Tensor,
+        scales: Scales,
+        scaling: Unscaled | Scaling,
+        mCounter: cute.Tensor,
+        section: Int32,
+        pieces: Pieces,
+        walk: Walk,
+        chain: Chain,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.memory.SmemAllocator()
+        ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
+        mail, ring_mail = sm90.create_mail(smem)
+        chain = chain.shared(smem, self.form)
+        whole = self.element.scores.sums is not Float32
+        shared = Shared(*(x.buffer(smem) for x in self.inputs), sm90.Start.create(smem) if whole else None)
+        own = sm90.Input.create(self.element, ROWS, self.dv, self.warpgroups)
+        out = shared.q if self.out_in_q else own.buffer(smem)
+
+        by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
+        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
+        self.seams.wait()
+
+        B, Hq, Sq = mLSE.shape
+        Sk, _, Hkv, _ = tensors.k.shape
+        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        section = pieces.section(section, B * Hq, Hq // Hkv)
+        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
+        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
+        work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
+
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(self.producer_registers)
+            if warp_idx == 0:
+                self.load(
+                    sm90.Operand(atoms.q, tensors.q, shared.q),
+                    sm90.Operand(atoms.k, tensors.k, shared.k),
+                    sm90.Operand(atoms.v, tensors.v, shared.v),
+                    work,
+                    chain,
+                )
+        else:
+            cute.arch.setmaxregister_increase(self.consumer_registers)
+            self.consume(shared, work, sm90.Operand(atoms.o, tensors.o, out), mLSE, scales, scaling, chain)
+
+    @cute.jit
+    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work, chain: Chain):
+        """Producer warp. A tile's loads, in the order in which they are multiplied: K(0) and Q, then K(j) ahead of
+        V(j-1), V of the last. What stages bring for block j comes behind V(j-1), which is multiplied with K(j).
+        """
+        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
+        group = work.pieces.group
+        nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
+        number = cute.arch.block_idx()[0]
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number, group)
+            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            ticket = Int32(0)
+            if cutlass.const_expr(self.seams.short):
+                if run.count <= SHORT:  # done in less than that latency
+                    ticket = work.queue.draw()
+            tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
+            tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
+            tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
+            stages = chain.bring(tile, tile.head)
+            first = run.nth(0)
+            sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)  # ahead of Q, which may wait for an O
+            for w in cutlass.range_constexpr(self.warpgroups):
+                part, count = tile.block * self.warpgroups + w, nth * self.warpgroups + w
+                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, part, count)
+            stages.load(first, done)
+            for j in cutlass.range(1, run.count, unroll=1):
+                block = run.nth(j)
+                sm90.load_block(k.atom, tKgK, tKsK, ring_k, block, done + j)
+                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
+                stages.load(block, done + j)
+            # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
+            # one from CTAs that run dry first. Where tiles are short the next one's loads must not wait for it.
+            if cutlass.const_expr(self.seams.short):
+                last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
+                if run.count > SHORT:
+                    ticket = work.queue.draw()
+                    sm90.load_block(*last)
+                number = work.queue.post(nth, ticket)
+                if run.count <= SHORT:
+                    sm90.load_block(*last)
+            else:
+                ticket = work.queue.draw()
+                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
+                number = work.queue.post(nth, ticket)
+            nth += 1
+            done += run.count
+
+    @cute.jit
+    def consume(
+        self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales,
+        scaling: Unscaled | Scaling, chain: Chain,
+    ):  # fmt: skip
+        """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
+        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
+        tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
+        wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
+        lane = thread % sm90.WARP
+        acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n), self.element.scores.sums)
+        S, half = (self.make_scores(shared, thread, acc_S, self.tile_n // parts) for parts in (1, 1 + self.halves))
+        output = self.make_output(out.s[None, None, 0 if self.out_in_q else wg])
+        qk, pv = S.product.add.get_slice(thread), output.product.add.get_slice(thread)
+        tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, slot)
+        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
+        P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
+        scales, turns = chain.scales(scales), sm90.Turns(Barrier.TURN, wg, self.warpgroups)
+        softmax = scaling.softmax(scales.log2, chain)
+        turns.start()
+        chain = chain.hold(self.tile_n)
+
+        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while number < work.pieces.total:
+            tile = work.pieces.tile(number)
+            wg_tile = tile.block * self.warpgroups + wg
+            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            rows = softmax.at(tile, row, work.pieces)
+            walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
+            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
+            done = pass_over(others, ring_k, ring_v, turns, here, done)
+            sections = run.sections()
+            nth_q = nth * self.warpgroups + wg  # of the Q's
+            my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
+            ring_q.wait(nth_q)
+            first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
+            self.weigh_first(first, S, half, run.columns_of_first(ROWS))
+            if cutlass.const_expr(not self.small_smem):
+                hand_back(ring_q, nth_q - self.warpgroups)
+            output.clear(run)
+
+            for section in sections:
+                here.begin(run.nth(section.begin), section.masked)
+                for j in cutlass.range(section.begin, section.end, unroll=1):
+                    now, before = done + j, done + j - 1
+                    rows.fetch(run.nth(j))
+                    S.begin()
+                    ring_k.wait(now)
+                    turns.take()
+                    warpgroup.fence()
+                    S.issue(my_Q, ring_k.slot(now))
+                    if cutlass.const_expr(self.early_rescale):
+                        output.settle(rows, j - 1)
+                        warpgroup.fence()
+                    ring_v.wait(before)
+                    output.add(P.fragment, tOrV[None, None, None, ring_v.slot(before)])
+                    turns.pass_on()
+                    here.make_ready(run.nth(j), section.masked)
+                    warpgroup.wait_group(1)
+                    ring_k.release(now)
+                    here.ahead(run.next(j, section), section.masked)
+                    acc, values, given = S.take(here.hides(section.masked))
+                    here.apply(values, run.nth(j), section.masked, now)
+                    rows.step(values, False, here.hides(section.masked), given)
+                    warpgroup.wait_group(0)
+                    ring_v.release(before)
+                    P.take(acc, here.kept(section.masked))
+                    if cutlass.const_expr(not self.early_rescale):
+                        output.settle(rows, j)
+
+            done += run.count
+            if cutlass.const_expr(self.early_rescale):
+                output.settle(rows, run.count - 1)
+            ring_v.wait(done - 1)
+            warpgroup.fence()
+            output.add(P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)])
+            warpgroup.wait_group(0)
+            ring_v.release(done - 1)
+            output.close(run)
+            if cutlass.const_expr(not isinstance(run.behind, int)):
+                done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
+            write_lse(mLSE, rows.finish(output.values, scales.natural, here), tile, row)
+            slot = ring_q.slot(nth_q) if self.out_in_q else wg
+            self.store(output.acc, tile.rows(out), slot, wg_tile, output.product.add)
+            if cutlass.const_expr(self.small_smem):
+                hand_back(ring_q, nth_q)
+            number = work.queue.take(nth)
+            nth += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+
+    @cute.jit
+    def weigh_first(self, first: FirstBlock, S: Scores, half: Scores, seen: Int32):
+        """The rightmost block; rows that see no more than half of it do half of the work."""
+        if cutlass.const_expr(self.halves):
+            if cute.arch.make_warp_uniform(seen) <= self.tile_n // 2:
+                first.weigh(half)
+            else:
+                first.weigh(S)
+        else:
+            first.weigh(S)
+
+    @cute.jit
+    def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+        """O in 16 bits through shared memory, the slot of its Q where that is as large, to global memory; each warp
+        sends its 16 rows when it has them.
+        """
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
+        rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
+        rO.store(acc_O.load().to(self.element.dtype))
+        slot_start = cute.slice_(out.s, (None, None, slot)).iterator
+        sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
+        if cutlass.const_expr(self.out_in_q):
+            sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
+        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
+
+
+@cute.jit
+def hand_back(ring_q: sm90.Ring, count: Int32):
+    """Consumer warp: the O of this Q, if there is one, has left shared memory; the slot may take another Q."""
+    if count >= 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        ring_q.release(count)
+
+
+@cute.jit
+def pass_over(
+    blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, here: Chain, done: Int32
+) -> Int32:  # fmt: skip
+    """Consumer warpgroup: let go of KV blocks that only others need; the count of blocks done after them."""
+    for count in cutlass.range(done, done + blocks, unroll=1):
+        ring_k.wait(count)
+        turns.skip()
+        ring_k.release(count)
+        here.pass_over(count)
+        ring_v.wait(count)
+        ring_v.release(count)
+    return done + blocks
